@@ -9,27 +9,27 @@ __version__ = "0.1.0"
 
 # Where each public name lives; module __getattr__ (PEP 562) imports it on first use.
 _HOMES = {
-    "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin.plugin",
+    "FullyShardedDataParallelPlugin": "fsdplaunch.runtime.plugin",
     "prepare": "fsdplaunch.runtime.api.prepare",
     "describe": "fsdplaunch.runtime.inspection.describe",
     "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
     "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
     "no_sync": "fsdplaunch.runtime.api.gradients",
-    "context_parallel": "fsdplaunch.runtime.context_parallel.given_pieces",
+    "context_parallel": "fsdplaunch.runtime.context_parallel.split_blocks",
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
-    "fsdp_modules": "fsdplaunch.runtime.inspection.accessors",
-    "named_buffers": "fsdplaunch.runtime.inspection.parameter_names",
-    "named_parameters": "fsdplaunch.runtime.inspection.parameter_names",
-    "params_with_grad": "fsdplaunch.runtime.inspection.accessors",
+    "fsdp_modules": "fsdplaunch.runtime.inspection.units",
+    "named_buffers": "fsdplaunch.runtime.inspection.parameters",
+    "named_parameters": "fsdplaunch.runtime.inspection.parameters",
+    "params_with_grad": "fsdplaunch.runtime.inspection.units",
     "state_dict_type": "fsdplaunch.runtime.state_dict.state_dict_type",
     "load_weights": "fsdplaunch.runtime.loading.load",
     "save_checkpoint": "fsdplaunch.runtime.saving.save_load",
     "load_checkpoint": "fsdplaunch.runtime.saving.save_load",
     "should_stop": "fsdplaunch.runtime.should_stop",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge.merge",
-    "DistModule": "fsdplaunch.runtime.api.dist_module",
-    "apply_fsdp2": "fsdplaunch.runtime.api.dist_module",
+    "DistModule": "fsdplaunch.runtime.api.prepare",
+    "apply_fsdp2": "fsdplaunch.runtime.api.prepare",
     "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "ensure_weights_retied": "fsdplaunch.runtime.api.accelerate_names",
@@ -41,15 +41,15 @@ _HOMES = {
     "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.api.accelerate_names",
     "get_fsdp2_grad_scaler": "fsdplaunch.runtime.api.accelerate_names",
     "get_parameters_from_modules": "fsdplaunch.runtime.api.accelerate_names",
-    "load_fsdp_model": "fsdplaunch.runtime.api.accelerate_checkpoints",
-    "load_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_checkpoints",
-    "save_fsdp_model": "fsdplaunch.runtime.api.accelerate_checkpoints",
-    "save_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_checkpoints",
-    "load_state_dict": "fsdplaunch.runtime.api.dist_module",
-    "full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
-    "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
-    "scatter_full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
-    "shard_full_optim_state_dict": "fsdplaunch.runtime.state_dict.optim_state_dict",
+    "load_fsdp_model": "fsdplaunch.runtime.api.accelerate_names",
+    "load_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
+    "save_fsdp_model": "fsdplaunch.runtime.api.accelerate_names",
+    "save_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
+    "load_state_dict": "fsdplaunch.runtime.api.prepare",
+    "full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
+    "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
+    "scatter_full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
+    "shard_full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (names of the lazy table)
@@ -58,12 +58,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
-    from fsdplaunch.runtime.api.accelerate_checkpoints import (
-        load_fsdp_model,
-        load_fsdp_optimizer,
-        save_fsdp_model,
-        save_fsdp_optimizer,
-    )
     from fsdplaunch.runtime.api.accelerate_names import (
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
@@ -76,20 +70,23 @@ if TYPE_CHECKING:
         fsdp2_switch_optimizer_parameters,
         get_fsdp2_grad_scaler,
         get_parameters_from_modules,
+        load_fsdp_model,
+        load_fsdp_optimizer,
+        save_fsdp_model,
+        save_fsdp_optimizer,
     )
-    from fsdplaunch.runtime.api.dist_module import DistModule, apply_fsdp2, load_state_dict
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
-    from fsdplaunch.runtime.api.prepare import prepare
+    from fsdplaunch.runtime.api.prepare import DistModule, apply_fsdp2, load_state_dict, prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
-    from fsdplaunch.runtime.context_parallel.given_pieces import context_parallel
-    from fsdplaunch.runtime.inspection.accessors import fsdp_modules, params_with_grad
+    from fsdplaunch.runtime.context_parallel.split_blocks import context_parallel
     from fsdplaunch.runtime.inspection.describe import describe
-    from fsdplaunch.runtime.inspection.parameter_names import named_buffers, named_parameters
+    from fsdplaunch.runtime.inspection.parameters import named_buffers, named_parameters
+    from fsdplaunch.runtime.inspection.units import fsdp_modules, params_with_grad
     from fsdplaunch.runtime.loading.load import load_weights
-    from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+    from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
     from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
     from fsdplaunch.runtime.should_stop import should_stop
-    from fsdplaunch.runtime.state_dict.optim_state_dict import (
+    from fsdplaunch.runtime.state_dict.named_states import (
         full_optim_state_dict,
         rekey_optim_state_dict,
         scatter_full_optim_state_dict,

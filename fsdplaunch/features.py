@@ -6,20 +6,20 @@ from typing import Any
 from fsdplaunch.errors import LaunchError
 
 ESTIMATE_MEMORY = "fsdplaunch.estimate.memory"
-MEASURE = "fsdplaunch.runtime.measuring.measure"
-RECORD = "fsdplaunch.runtime.comparison.record_run"
-SEQUENCES = "fsdplaunch.runtime.context_parallel.apply"
+MEASURE = "fsdplaunch.tune.measure"
+RECORD = "fsdplaunch.comparison.record"
+SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
 TENSOR_FORWARD = "fsdplaunch.runtime.tensor_parallel.split_forward"
-TENSOR_PLAN = "fsdplaunch.runtime.tensor_parallel.build_plan"
-TENSOR_SCALING = "fsdplaunch.runtime.tensor_parallel.loss_scaling"
+TENSOR_PLAN = "fsdplaunch.runtime.tensor_parallel.plan"
+TENSOR_SCALING = "fsdplaunch.runtime.tensor_parallel.split_forward"
 XLA = "fsdplaunch.runtime.xla.set_up"
-XLA_ENTRY = "fsdplaunch.runtime.xla.entry"
+XLA_ENTRY = "fsdplaunch.runtime.xla.set_up"
 XLA_PREPARE = "fsdplaunch.runtime.xla.prepare"
 
 _FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
-    "fsdplaunch.runtime.comparison": "fsdplaunch check --compare",
+    "fsdplaunch.comparison": "fsdplaunch check --compare",
     "fsdplaunch.runtime.xla": "PyTorch/XLA",
     "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
     "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",

@@ -1,15 +1,25 @@
-"""The names inside a run's folder, shared by launcher, agent and workers, and how files there are written."""
+"""A run's name and its folder: what stands in it, shared by launcher, agent and workers, and how it is written.
+
+A worker keeps a few numbers in a mapped file of its rank's folder, without a thread and without a system call. On
+a signal it also writes every thread's Python stack, from C code, so that it answers even while a collective never
+ends.
+"""
 
 import errno
 import json
 import os
+import secrets
+import signal
 import stat
+import struct
+import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdplaunch.atomic_file import atomic_file
-from fsdplaunch.json_text import parse_json
+from fsdplaunch.files import atomic_file, parse_json
 
 PLAN = "plan.json"
 CONFIG = "config.yaml"
@@ -131,3 +141,82 @@ def read_tail(path: Path, lines: int = 20) -> list[str]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-lines:]
     return []
+
+
+GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
+"""Contract variable, not a key: the run's name, where the one who started all nodes' launchers chose it.
+
+With a / at its end it is the name of a folder only, in which every start gets a name and a folder of its own: for
+schedulers that start a run again without saying so.
+"""
+
+
+def fresh_run_id() -> str:
+    """Return a name for a run: when it was started, and a few characters of its own."""
+    return f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:
+    """Return the run's name and its folder inside launch.log_dir: given by the one who started us, else fresh.
+
+    Args:
+        environ: The launcher's.
+    """
+    given = environ.get(GROUP_RUN, "")
+    if has_fixed_name(environ):
+        return given.replace("/", "-"), Path(given)
+    name = fresh_run_id()
+    return name, Path(given) / name
+
+
+def has_fixed_name(environ: Mapping[str, str]) -> bool:
+    """Return whether all nodes of the run know its name from the one who started their launchers.
+
+    Args:
+        environ: This launcher's.
+    """
+    given = environ.get(GROUP_RUN, "")
+    return bool(given) and not given.endswith("/")
+
+
+HEARTBEAT = "heartbeat"
+STACK = "stack.txt"
+LAYOUT = struct.Struct("<QQQ")
+"""Process id, optimizer steps made, time of the last one in nanoseconds."""
+STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+"""A signal nobody else uses; its default would end a process, so only workers that have a heartbeat get it."""
+MARKED = "FSDPLAUNCH_MARKED"
+"""Contract variable, not a key: `1` for a worker whose error output passes through the agent to a launcher."""
+BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
+"""Around what such a worker writes for its file only, because the launcher will say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """How far a worker has come.
+
+    Attributes:
+        pid: Its process id.
+        steps: Optimizer steps it has made.
+        time_ns: When it made the last one; 0 for none.
+    """
+
+    pid: int
+    steps: int
+    time_ns: int
+
+
+def read_heartbeat(folder: Path) -> Heartbeat | None:
+    """Read a rank's heartbeat; None when it keeps none.
+
+    Args:
+        folder: The rank's folder in the run's folder.
+    """
+    try:
+        data = (folder / HEARTBEAT).read_bytes()
+    except OSError:
+        return None
+    if len(data) < LAYOUT.size:
+        return None
+    pid, steps, time_ns = LAYOUT.unpack_from(data)
+    return Heartbeat(pid=pid, steps=steps, time_ns=time_ns)

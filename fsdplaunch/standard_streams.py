@@ -1,8 +1,9 @@
-"""Stdout and stderr as a script leaves them: closed, None, or objects of its own that only write.
+"""Stdout and stderr: closed before this process began, or left by a script as objects that only write.
 
 Trainers copy what they print to a file by a class with `write` alone, put in the place of both.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -31,3 +32,12 @@ def flush(stream: Any) -> None:
 
 def _takes(stream: Any, method: str) -> bool:
     return callable(getattr(stream, method, None)) and getattr(stream, "closed", False) is not True
+
+
+def open_missing_streams() -> None:
+    """Give closed standard streams a place, or the next files that are opened take it."""
+    for place in range(3):
+        try:
+            os.fstat(place)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

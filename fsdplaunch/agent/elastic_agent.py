@@ -21,9 +21,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from fsdplaunch.agent import signed_state
-from fsdplaunch.agent.agreed_rendezvous import BACKEND, AgreedNodes, AgreedRendezvous
-from fsdplaunch.agent.rendezvous import Membership, order_nodes
+from fsdplaunch.agent import rendezvous
+from fsdplaunch.agent.rendezvous import AGREED_BACKEND, AgreedNodes, AgreedRendezvous, Membership, order_nodes
 from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.agent.worker_spec import WorkerSpec
 from fsdplaunch.runtime.torch_internals.elastic import log_root
@@ -212,15 +211,15 @@ def use_own_rendezvous(
     if config.max_nodes > 1 and not secret:
         return None
     if config.max_nodes > config.min_nodes:
-        config.rdzv_backend = signed_state.BACKEND
+        config.rdzv_backend = rendezvous.ELASTIC_BACKEND
         held = worker_group.spec.held
         rendezvous_handler_registry.register(
-            signed_state.BACKEND, lambda params: signed_state.elastic_rendezvous(params, secret, leave, held)
+            rendezvous.ELASTIC_BACKEND, lambda params: rendezvous.elastic_rendezvous(params, secret, leave, held)
         )
         return None
     handler = AgreedRendezvous(_agreed_nodes(config, worker_group.spec, secret), leave)
-    config.rdzv_backend = BACKEND
-    rendezvous_handler_registry.register(BACKEND, lambda _params: handler)
+    config.rdzv_backend = AGREED_BACKEND
+    rendezvous_handler_registry.register(AGREED_BACKEND, lambda _params: handler)
     return handler
 
 

@@ -13,40 +13,76 @@ if __name__ == "__main__" and sys.path and sys.path[0].endswith("agent"):
 import importlib
 import logging
 import os
+import resource
 import signal
+import socket
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsdplaunch.agent.agent_record import AgentRecord
-from fsdplaunch.agent.fork_server.child import WorkerRequest
-from fsdplaunch.agent.fork_server.client import ForkServer
-from fsdplaunch.agent.fork_server.fast_exit import noting_status, register_last, skip_shared_destructors
-from fsdplaunch.agent.fork_server.server import Released
+from fsdplaunch.agent.fork_client import ForkServer
+from fsdplaunch.agent.fork_server import Released
+from fsdplaunch.agent.forked_process import WorkerRequest, noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.output import OutputRelay
-from fsdplaunch.agent.stop_request import StopRequest, stop_status
-from fsdplaunch.agent.worker_group import WorkerGroup
+from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.held_port import take_held
-from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, WARM_IMPORTS, WARM_STAY, feature
-from fsdplaunch.launch.preloaded import preload_lists
-from fsdplaunch.launch.report.root_cause import failure_status
-from fsdplaunch.launch.standard_streams import open_missing_streams
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, WARM_IMPORTS, WARM_STAY, feature, preload_lists
+from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
-from fsdplaunch.run_dir import AGENT_LOG
+from fsdplaunch.probe.hardware import memory_kills, usable_memory
+from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
 from fsdplaunch.run_secret import leave_outer_run, take_secret
+from fsdplaunch.sockets import take_held
+from fsdplaunch.standard_streams import open_missing_streams
 
 if TYPE_CHECKING:
-    from fsdplaunch.agent.warm.child import AgentRequest
-    from fsdplaunch.agent.warm.import_record import ImportRecord
+    from fsdplaunch.warm.import_record import ImportRecord
+    from fsdplaunch.warm.server import AgentRequest
+
+
+class AgentRecord:
+    """What this agent has to tell, in a file."""
+
+    def __init__(self, worker_group: WorkerGroup, *, is_warm: bool) -> None:
+        self._is_warm = is_warm
+        self._path = agent_record(worker_group.spec.run_dir)
+        self._worker_group = worker_group
+        self._start = time.time_ns()
+        self._kills = memory_kills()
+        self.error: str | None = None
+
+    def write(self, code: int) -> None:
+        """Write everything that is known by now; on a full disk the exit status alone says how it ended."""
+        try:
+            write_json(self._path, self._content(code))
+        except OSError:
+            logging.getLogger("torch.distributed.elastic").exception("the agent's record cannot be written")
+
+    def _content(self, code: int) -> dict[str, Any]:
+        stop = self._worker_group.stop
+        return {
+            "exit_code": code,
+            "host": socket.gethostname(),
+            "warm": self._is_warm,
+            "memory_limit": usable_memory(),
+            "memory_kills": memory_kills() - self._kills,
+            "started_ns": self._start,
+            "seconds": round((time.time_ns() - self._start) / 1e9, 3),
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "attempts": self._worker_group.attempts,
+            "stopped_by": signal_name(stop.number) if stop.number is not None else None,
+            "error": self.error,
+            "notes": self._worker_group.notes,
+        }
 
 
 def main(argv: Sequence[str]) -> None:

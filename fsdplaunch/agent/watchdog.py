@@ -12,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.launch.report.user_frames import is_installed
-from fsdplaunch.run_dir import rank_folder
-from fsdplaunch.worker_status import STACK, STACK_SIGNAL, Heartbeat, read_heartbeat
+from fsdplaunch.launch.root_cause import is_installed
+from fsdplaunch.run_dir import STACK, STACK_SIGNAL, Heartbeat, rank_folder, read_heartbeat
 
 ANSWER_SECONDS = 2.0
 """How long the ranks get to write their stacks."""

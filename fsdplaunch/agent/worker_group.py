@@ -3,24 +3,191 @@
 Free of torch: `fsdplaunch.agent.elastic_agent` makes torch's elastic agent use it.
 """
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fsdplaunch.agent.fork_server.client import ForkServer
-from fsdplaunch.agent.fork_server.process_group import kill_group
-from fsdplaunch.agent.output import OutputRelay, OutputStream, open_log, open_way
-from fsdplaunch.agent.output_filter import OutputFilter
-from fsdplaunch.agent.stop_request import StopRequest
+import fsdplaunch
+from fsdplaunch.agent.fork_client import EndedWorker, ForkServer
+from fsdplaunch.agent.fork_server import kill_group, kill_worker
+from fsdplaunch.agent.output import OutputFilter, OutputRelay, OutputStream, open_log, open_way
 from fsdplaunch.agent.watchdog import Watchdog
-from fsdplaunch.agent.worker import Worker
 from fsdplaunch.agent.worker_spec import WorkerSpec
-from fsdplaunch.launch.report.root_cause import brief, first_failure
-from fsdplaunch.run_dir import error_file, rank_log
+from fsdplaunch.errors import EXIT_SAVED
+from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, signal_name
+from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_heartbeat, read_tail
 from fsdplaunch.run_secret import worker_store
-from fsdplaunch.worker_status import MARKED
+
+_ECHO_SECONDS = {signal.SIGINT: 0.3}
+_ECHO_DEFAULT = 1.0
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """State of a request to stop.
+
+    Attributes:
+        grace: Seconds the workers get to end by themselves.
+        number: The signal that was received, or None.
+        since: When, on the monotonic clock.
+        insisted: A second signal came: kill.
+    """
+
+    grace: float
+    number: int | None = None
+    since: float = 0.0
+    insisted: bool = False
+
+    def request(self, number: int) -> bool:
+        """Take note of a signal; return whether it is to be passed on to the workers.
+
+        Schedulers signal every process of a job, so one request may arrive twice, directly and through the
+        launcher: a repetition at once is an echo. A later one means impatience, unless the first was a warning.
+        """
+        now = time.monotonic()
+        if self.number == number and now - self.since < _ECHO_SECONDS.get(signal.Signals(number), _ECHO_DEFAULT):
+            return False
+        if self.number is not None and self.number not in WARNINGS:
+            self.insisted = True
+            return False
+        self.number, self.since = number, now
+        return True
+
+    @property
+    def is_warning(self) -> bool:
+        """Return whether the request only announces an end."""
+        return self.number in WARNINGS
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the grace has been used up."""
+        return self.number is not None and time.monotonic() - self.since > self.grace
+
+    def forget(self) -> None:
+        """Forget a warning that the run has outlived."""
+        self.number = None
+
+
+def stop_status(number: int, codes: list[int | None]) -> int | None:
+    """Return the launcher's status after a request to stop.
+
+    Args:
+        number: The signal that asked for it.
+        codes: How the workers ended (-n for signal n); None for one that had not been started or was killed by us.
+
+    Returns:
+        The status, or None when a worker ended in a way of its own, which then decides.
+    """
+    if number == signal.SIGINT:
+        return 128 + number
+    if codes and all(code == 0 for code in codes):
+        return EXIT_SAVED
+    if not codes or any(code is None or -code == number for code in codes):
+        return 128 + number
+    return None
+
+
+_CRASH = "Fatal Python error"  # as faulthandler begins
+_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
+_FRAMES = 3
+"""How many lines of the script are kept, the innermost first."""
+
+
+def last_words(lines: list[str], most: int = 20) -> list[str]:
+    """Return the last lines of an error output, and of a crash those that tell of it: stacks fill the end.
+
+    Args:
+        lines: The end of the error output.
+        most: How many are returned.
+    """
+    crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    if crash is None:
+        return lines[-most:]
+    frames = [line for line in lines[crash:] if line.lstrip().startswith("File ")]
+    own = [line for line in frames if not any(mark in line for mark in _LIBRARIES)]
+    said = [line for line in lines[:crash] if line.strip()]
+    return [*said[-2:], lines[crash], *own[:_FRAMES]][-most:]
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One started worker.
+
+    Attributes:
+        sent: Signals that were sent to it.
+        ended: How it ended, or None while it runs.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    started_ns: int
+    sent: list[int] = field(default_factory=list)
+    ended: EndedWorker | None = None
+
+    def send(self, number: int) -> None:
+        """Signal it, if it still runs; SIGKILL also reaches what it started."""
+        if self.ended is not None:
+            return
+        self.sent.append(number)
+        if number == signal.SIGKILL:
+            kill_worker(self.pid)
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def describe(self, run_dir: Path, attempt: int) -> dict[str, Any]:
+        """Return what became of it, as plain data.
+
+        Args:
+            run_dir: The run's folder, with the worker's files.
+            attempt: It belongs to, from 0.
+        """
+        ended = self.ended
+        error = read_error(error_file(run_dir, self.rank, attempt))
+        bad = ended is not None and ended.code != 0
+        return {
+            "rank": self.rank,
+            "local_rank": self.local_rank,
+            "pid": self.pid,
+            "code": ended.code if ended else None,
+            "signal": signal_name(-ended.code) if ended and ended.code < 0 else None,
+            "sent": self.sent,
+            "started_ns": self.started_ns,
+            "ended_ns": ended.time_ns if ended else None,
+            "peak_bytes": ended.peak_bytes if ended else None,
+            "steps": self._steps(run_dir),
+            "error": error,
+            "tail": self._tail(run_dir, attempt) if bad and error is None else [],
+        }
+
+    def _tail(self, run_dir: Path, attempt: int) -> list[str]:
+        return last_words(read_tail(rank_log(run_dir, self.rank, "stderr", attempt), lines=400))
+
+    def _steps(self, run_dir: Path) -> int | None:
+        beat = read_heartbeat(rank_folder(run_dir, self.rank))
+        return beat.steps if beat is not None and beat.pid == self.pid else None
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """Read the exception a worker recorded; None when there is no complete record."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        extra = message["extraInfo"]
+        return {
+            "message": str(message["message"]),
+            "traceback": str(extra.get("py_callstack") or "") or None,
+            "time_ns": int(extra.get("time_ns") or int(extra["timestamp"]) * 10**9),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
 
 DRAIN_SECONDS = 1.0
 """How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.checkpoint.crc32 import crc32
-from fsdplaunch.checkpoint.index_file import INDEX_NAME, MAX_INDEX_BYTES
-from fsdplaunch.checkpoint.regular_file import read_regular
-from fsdplaunch.json_text import parse_json
+from fsdplaunch.checkpoint.byte_transfer import crc32
+from fsdplaunch.checkpoint.untrusted_files import read_regular
+from fsdplaunch.files import parse_json
+
+INDEX_NAME = ".metadata"
+MAX_INDEX_BYTES = 256 * 2**20
+"""Largest index that is read: room for a million chunks of tensors."""
+
 
 MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20

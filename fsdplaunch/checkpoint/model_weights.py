@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.index_file import INDEX_NAME
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
+from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header, read_weight_map
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 
 _INDEX = ".safetensors.index.json"

@@ -8,12 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.regular_file import open_regular, read_regular
+from fsdplaunch.checkpoint.untrusted_files import (
+    InvalidFileError,
+    check_count,
+    check_counts,
+    open_regular,
+    read_regular,
+    short,
+)
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.json_text import JsonError, parse_json
+from fsdplaunch.files import JsonError, parse_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

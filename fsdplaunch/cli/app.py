@@ -12,16 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from fsdplaunch import __version__
+from fsdplaunch.cli import commands
+from fsdplaunch.cli.commands import WARM_EPILOG, expanded, merge_weights, runs_app, warm
+from fsdplaunch.cli.config_commands import config_app, to_fsdp2
+from fsdplaunch.cli.options import group
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.signatures import checks, launch, tune
-from fsdplaunch.cli.signatures.config import config_app, to_fsdp2
-from fsdplaunch.cli.signatures.key_options import expanded
-from fsdplaunch.cli.signatures.options import group
-from fsdplaunch.cli.signatures.runs import runs_app
-from fsdplaunch.cli.signatures.warm import WARM_EPILOG, warm
-from fsdplaunch.cli.signatures.weights import merge_weights
+from fsdplaunch.display_text import shortened, text_of
 from fsdplaunch.errors import LaunchError, UsageError
-from fsdplaunch.terminal_text import shortened, text_of
 
 # What follows SCRIPT belongs to the script.
 SCRIPT_SETTINGS = {
@@ -48,15 +45,15 @@ app = group(
 app.add_typer(config_app, name="config")
 app.add_typer(runs_app, name="runs")
 app.command("to-fsdp2", hidden=True)(to_fsdp2)
-app.command("launch", epilog=launch.EPILOG, context_settings=SCRIPT_SETTINGS)(launch.launch)
+app.command("launch", epilog=commands.LAUNCH_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.launch)
 app.command("merge-weights")(merge_weights)
-app.command("estimate", epilog=checks.ESTIMATE_EPILOG)(checks.estimate)
-app.command("doctor")(checks.doctor)
-app.command("check", epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.check)
+app.command("estimate", epilog=commands.ESTIMATE_EPILOG)(commands.estimate)
+app.command("doctor")(commands.doctor)
+app.command("check", epilog=commands.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.check)
 app.command("warm", epilog=WARM_EPILOG)(warm)
-app.command("tune", epilog=tune.EPILOG, context_settings=SCRIPT_SETTINGS)(tune.tune)
-app.command("env", hidden=True)(checks.env)
-app.command("test", hidden=True, epilog=checks.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(checks.test)
+app.command("tune", epilog=commands.TUNE_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.tune)
+app.command("env", hidden=True)(commands.env)
+app.command("test", hidden=True, epilog=commands.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.test)
 
 
 def run(argv: list[str]) -> int:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.byte_sizes import size_words
-from fsdplaunch.cli.launch.key_options import option_notes
-from fsdplaunch.cli.launch.options import LaunchOptions
+from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.launch.single_node import (
+    LaunchOptions,
     announce,
     check_script,
     pass_checks,
@@ -21,16 +20,16 @@ from fsdplaunch.cli.launch.single_node import (
 )
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import REHEARSAL_STEPS
-from fsdplaunch.config.load.load import LoadedConfig, load_config
+from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.report.run_result import RunResult
+from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.torch_version import installed_numbers
-from fsdplaunch.run_dir import REHEARSAL, rank_folder
-from fsdplaunch.worker_status import read_heartbeat
+from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
 TOLERANCE = 1e-4
 
@@ -93,7 +92,7 @@ def check(
     if not module:
         check_script(script)
     if compare:
-        from fsdplaunch.cli.check_compare import check_tolerance, prepared
+        from fsdplaunch.cli.compare import check_tolerance, prepared
 
         check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
@@ -121,7 +120,7 @@ def check(
 
 def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
     """Run the script in one process, then over the workers, and say what the comparison shows."""
-    from fsdplaunch.cli.check_compare import conclude, recording, run_plain
+    from fsdplaunch.cli.compare import conclude, recording, run_plain
 
     with recording(plan):
         run_plain(plan, out)

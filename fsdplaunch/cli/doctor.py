@@ -1,23 +1,94 @@
-"""`fsdplaunch doctor`: what this machine has, and what stands in the way."""
+"""`fsdplaunch doctor`: what this machine has, what stands in the way, and whether all workers reach each other."""
 
 import getpass
+import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from fsdplaunch import __version__
+from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import LoadedConfig, load_config
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.schema.walk import all_keys, value_at
-from fsdplaunch.doctor.collect_facts import collect_facts
-from fsdplaunch.doctor.facts import Check, DoctorFacts
-from fsdplaunch.doctor.redact import bug_report_block
-from fsdplaunch.doctor.run_checks import run_checks, status_of, summary
+from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.doctor.checks import check_connections, run_checks, status_of, summary
+from fsdplaunch.doctor.facts import Check, DoctorFacts, bug_report_block, collect_facts
+from fsdplaunch.errors import MachineError
+from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.coordination.join import SecretSource, find_secret
+from fsdplaunch.launch.coordination.placement import find_placement
+from fsdplaunch.launch.entry_points import NETWORK_TEST
+from fsdplaunch.launch.plan import LaunchTarget
+from fsdplaunch.launch.run_result import failure_lines
+from fsdplaunch.launch.runner import run_plan
+from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.torch_version import installed_numbers
+from fsdplaunch.run_secret import SECRET
+
+_ANSWER = "network.json"
+
+
+def measure_network(
+    loaded: LoadedConfig | None, checks: Sequence[Check], out: Output
+) -> tuple[list[Check], dict[str, Any] | None]:
+    """Run the test; return what it means and what was measured.
+
+    Args:
+        loaded: The configuration; None when it could not be read.
+        checks: What was found before: nothing is started on a machine that cannot train.
+        out: Where words go.
+
+    Raises:
+        LaunchError: The test could not be started.
+    """
+    if loaded is None or any(check.status == "problem" for check in checks):
+        text = "not tested: solve the problems above first"
+        return [Check(topic="all-reduce", status="skipped", text=text)], None
+    config = loaded.config
+    if config.distributed_type != "FSDP":
+        config = replace(config, distributed_type="FSDP")  # so that the workers get a process group
+    hardware = read_hardware(os.environ)
+    target = LaunchTarget(name=NETWORK_TEST, is_module=True)
+    plan = plan_for_this_node(replace(loaded, config=config), hardware, target, allow_unsharded=True)
+    source = None
+    if plan.nodes > 1:
+        out.say(f"waiting for the other {plan.nodes - 1} nodes: run fsdplaunch doctor --network on each of them")
+        place = find_placement(config, os.environ)
+        source = find_secret(config, place, os.environ, address=network.own_address())
+    out.say(f"testing the connections of {plan.world_size} workers")
+    try:
+        secret = _secret(source, is_first=not config.machine_rank) if source is not None else ""
+        result = run_plan(plan, output=sys.stderr.fileno(), secret=secret)
+    finally:
+        if source is not None:
+            source.withdraw()
+    if result.failure is not None:
+        lines = failure_lines(result, run_dir=str(plan.run_dir))
+        return [Check(topic="all-reduce", status="problem", text="\n".join(lines).strip())], None
+    answer = plan.run_dir / _ANSWER
+    if not answer.is_file():
+        return [Check(topic="all-reduce", status="skipped", text="rank 0's node reports what was found")], None
+    measured: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return list(check_connections(measured)), measured
+
+
+def _secret(source: SecretSource, *, is_first: bool) -> str:
+    """Return the secret that the nodes of the test share.
+
+    Raises:
+        MachineError: This is not node 0, and finds none.
+    """
+    if secret := source.offer() if is_first else source.wait():
+        return secret
+    msg = "the nodes prove a secret to each other, and this node has none"
+    hint = f"start node 0 first, in a folder that the nodes share, or set {SECRET} on every node"
+    raise MachineError(msg, hint=hint)
+
 
 _MARKS = {"ok": "\u2713", "warning": "!", "problem": "\u2717", "skipped": "-"}
 _PLAIN_MARKS = {"ok": "ok     ", "warning": "warning", "problem": "problem", "skipped": "-      "}
@@ -42,15 +113,13 @@ def doctor(
     loaded, errors = _load(file, overrides)
     torch = None
     if not no_torch:
-        from fsdplaunch.doctor.torch_probe import probe_torch
+        from fsdplaunch.doctor.facts import probe_torch
 
         torch = probe_torch()
     facts = collect_facts(loaded, config_errors=errors, torch=torch, environ=os.environ)
     checks = run_checks(facts)
     measured = None
     if network:
-        from fsdplaunch.cli.network_test import measure_network
-
         found, measured = measure_network(loaded, checks, out)
         checks += found
     if paste:

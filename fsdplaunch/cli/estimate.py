@@ -8,22 +8,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import LoadedConfig, load_config
-from fsdplaunch.config.write.render import write_text_atomically
-from fsdplaunch.config.xla import uses_xla
+from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.config.render import write_text_atomically
+from fsdplaunch.config.resolve import uses_xla
+from fsdplaunch.display_text import printable, quoted
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.hf_config import DescribedModel, describe, read_architecture
-from fsdplaunch.estimate.json_file import read_json_file
-from fsdplaunch.estimate.memory import MemoryCase
-from fsdplaunch.estimate.model_sizes import read_sizes
+from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup, ranks_of, training_setup
+from fsdplaunch.estimate.model import (
+    MOST_PARAMETERS,
+    DescribedModel,
+    describe,
+    llama_of,
+    read_architecture,
+    read_json_file,
+    read_sizes,
+)
 from fsdplaunch.estimate.report import Report, make_report
-from fsdplaunch.estimate.sized_llama import MOST_PARAMETERS, llama_of
-from fsdplaunch.estimate.training_setup import TrainingSetup, ranks_of, training_setup
 from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-from fsdplaunch.probe.hub_models import hub_folder, is_hub_name
-from fsdplaunch.probe.model_folder import find_model, parse_count, short_count, weight_files
-from fsdplaunch.terminal_text import printable, quoted
+from fsdplaunch.probe.model_files import (
+    find_model,
+    hub_folder,
+    is_hub_name,
+    parse_count,
+    short_count,
+    weight_files,
+)
 
 LENGTH = 2048
 _OTHER_MEMORY = ("this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs is another",)
@@ -87,7 +97,7 @@ def estimate(
     if as_json:
         out.json(report.to_dict())
     else:
-        from fsdplaunch.estimate.text_report import text_report
+        from fsdplaunch.estimate.report import text_report
 
         out.data("\n".join(text_report(report, width=shutil.get_terminal_size().columns)))
     if wanted.html is not None:

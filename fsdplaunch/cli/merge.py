@@ -10,16 +10,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
-from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
+from fsdplaunch.checkpoint.merge.parallel import files_of_part
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
-from fsdplaunch.checkpoint.readers.find import find_model, find_optimizer
-from fsdplaunch.checkpoint.readers.not_found import AmbiguousError
-from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.progress import byte_progress
+from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model, find_optimizer
+from fsdplaunch.cli.output import Output, byte_progress
+from fsdplaunch.display_text import listed, size_words
 from fsdplaunch.errors import UsageError
-from fsdplaunch.name_lists import listed
 
 _PART = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 

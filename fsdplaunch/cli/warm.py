@@ -7,14 +7,13 @@ from typing import Any
 
 from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.load import load_config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.warm.client import ask_all
-from fsdplaunch.launch.warm.folder import UnsafeFolderError, folder_path
-from fsdplaunch.launch.warm.start import start_server
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import read_hardware
+from fsdplaunch.warm.client import ask_all, start_server
+from fsdplaunch.warm.identity import UnsafeFolderError, folder_path
 
 DEFAULT_SECONDS = 600.0
 """How long one that was started by hand stays where the configuration says nothing."""

@@ -9,12 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.parsers import write
-from fsdplaunch.config.schema.walk import Path, all_keys, build_config, keys_by_path, value_at
-from fsdplaunch.config.world_size import has_one_axis
-from fsdplaunch.config.xla import uses_xla
+from fsdplaunch.config.resolve import has_one_axis, resolve, uses_xla
+from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import UsageError
 
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
@@ -79,14 +76,14 @@ def _switches(config: Config) -> dict[str, str]:
     return switches
 
 
-def raw_values(environ: Mapping[str, str]) -> dict[Path, str]:
+def raw_values(environ: Mapping[str, str]) -> dict[KeyPath, str]:
     """Return the configuration keys present in an environment, as texts, by path. Empty texts count as absent."""
     found = {path: environ.get(variable, "") for path, variable in _variables()}
     return {path: text for path, text in found.items() if text != ""}
 
 
 @cache
-def _variables() -> tuple[tuple[Path, str], ...]:
+def _variables() -> tuple[tuple[KeyPath, str], ...]:
     return tuple((spec.path, spec.env) for spec in all_keys())
 
 
@@ -105,11 +102,11 @@ def decode(environ: Mapping[str, str] | None = None) -> Config:
 
 
 @lru_cache(maxsize=1)
-def _decoded(texts: tuple[tuple[Path, str], ...]) -> Config:
+def _decoded(texts: tuple[tuple[KeyPath, str], ...]) -> Config:
     return resolve(build_config(_parsed(texts)))
 
 
-def decode_with(overrides: Mapping[Path, Any], *, replaced: Collection[Path] = ()) -> Config:
+def decode_with(overrides: Mapping[KeyPath, Any], *, replaced: Collection[KeyPath] = ()) -> Config:
     """Read the process's own environment with other values on top of it, resolved together.
 
     Args:
@@ -125,13 +122,13 @@ def decode_with(overrides: Mapping[Path, Any], *, replaced: Collection[Path] = (
     return resolve(build_config({**values, **overrides}))
 
 
-def _parsed(texts: Iterable[tuple[Path, str]]) -> dict[Path, Any]:
+def _parsed(texts: Iterable[tuple[KeyPath, str]]) -> dict[KeyPath, Any]:
     return {
         path: parse_value(path, text, f"environment variable {keys_by_path()[path].env}") for path, text in texts
     }
 
 
-def parse_value(path: Path, value: Any, what: str) -> Any:
+def parse_value(path: KeyPath, value: Any, what: str) -> Any:
     """Return a value as its key holds it.
 
     Args:

@@ -1,15 +1,76 @@
-"""Fill in what a file leaves open: keys whose default depends on other keys.
+"""What a file leaves open: keys whose default depends on other keys, the number of workers, the mesh.
 
 A resolved Config says everything that has a meaning; resolving it again changes nothing.
 """
 
 from dataclasses import replace
-from typing import Any, get_args
+from math import prod
+from typing import Any, NamedTuple, get_args
 
-from fsdplaunch.config.schema.config import Config, FsdpConfig, ParallelismConfig, PrecisionSection
+from fsdplaunch.config.schema.config import (
+    Config,
+    FsdpConfig,
+    KeySpec,
+    ParallelismConfig,
+    PrecisionSection,
+    all_keys,
+    value_at,
+)
 from fsdplaunch.config.schema.kinds import DtypeName, StrategyName, WrapName
-from fsdplaunch.config.schema.walk import KeySpec, all_keys, value_at
-from fsdplaunch.config.xla import runs_spmd, uses_xla
+from fsdplaunch.errors import UsageError
+
+_SHARDING = ("sharding", "parallelism_config")
+_READ = frozenset(
+    {
+        "fsdp_auto_wrap_policy",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_min_num_params",
+        "fsdp_activation_checkpointing",
+        "fsdp_ignored_modules",
+        "fsdp_state_dict_type",
+        "fsdp_sharding_strategy",
+        "fsdp_reshard_after_forward",
+    }
+)
+"""Keys of torch's FSDP that mean something to PyTorch/XLA's; the others say what it decides for itself."""
+
+
+def is_read_by_xla(path: tuple[str, ...]) -> bool:
+    """Tell whether a key has a meaning where PyTorch/XLA shards.
+
+    Args:
+        path: Where it stands in a file.
+    """
+    return path[0] not in _SHARDING and (not path[-1].startswith("fsdp_") or path[-1] in _READ)
+
+
+def uses_xla(config: Config) -> bool:
+    """Tell whether workers compute on PyTorch/XLA's devices."""
+    return config.distributed_type == "XLA" or (config.distributed_type == "FSDP" and config.fsdp_config.xla)
+
+
+def shards_on_xla(config: Config) -> bool:
+    """Tell whether models are sharded by PyTorch/XLA."""
+    return uses_xla(config) and config.fsdp_config.xla
+
+
+def shards_models(config: Config) -> bool:
+    """Tell whether the configuration is about sharding at all, by torch's FSDP or by PyTorch/XLA's."""
+    return config.distributed_type == "FSDP" or shards_on_xla(config)
+
+
+def runs_spmd(config: Config) -> bool:
+    """Tell whether one process per host drives all of its devices (SPMD, FSDPv2)."""
+    return shards_on_xla(config) and config.fsdp_config.xla_fsdp_v2
+
+
+def converts_to_bf16(config: Config) -> bool:
+    """Tell whether PyTorch/XLA itself makes bf16 of a TPU's floats, as `accelerate launch` has it.
+
+    Models that PyTorch/XLA's FSDP shards have their compute_dtype instead, and keep their parameters.
+    """
+    return config.distributed_type == "XLA" and config.mixed_precision == "bf16" and not shards_on_xla(config)
+
 
 REST = -1
 """A mesh size that means: what the other sizes leave."""
@@ -158,4 +219,136 @@ def _precision(config: Config, version: int) -> PrecisionSection:
         reduce=configured.reduce or ("fp32" if lower else None),
         buffer=configured.buffer or (compute if version == 1 else None),
         master=configured.master or ("fp32" if lower else None),
+    )
+
+
+CPU_WORKERS = 2
+"""Workers for `auto` on a node without GPUs: the fewest between which something is sharded."""
+
+
+def node_range(config: Config) -> tuple[int, int]:
+    """Return the fewest and the most nodes a run may have."""
+    if config.launch.nodes is None:
+        return config.num_machines, config.num_machines
+    least, _, most = config.launch.nodes.partition(":")
+    return int(least), int(most or least)
+
+
+def workers_per_node(config: Config) -> int | None:
+    """Return workers on each node, or None when that depends on the node's GPUs."""
+    configured = config.launch.workers_per_node
+    if isinstance(configured, int):
+        return configured
+    if (
+        configured is None
+        and isinstance(config.num_processes, int)
+        and config.num_processes % config.num_machines == 0
+    ):
+        return config.num_processes // config.num_machines
+    return None
+
+
+def world_size(config: Config) -> int | None:
+    """Return workers over all nodes, or None when that depends on the nodes' GPUs."""
+    if isinstance(config.num_processes, int):
+        return config.num_processes
+    configured = config.launch.workers_per_node
+    return configured * config.num_machines if isinstance(configured, int) else None
+
+
+class AxisSizes(NamedTuple):
+    """Ranks along each axis of the mesh; -1 for what the others leave.
+
+    Attributes:
+        replicas: Replicas of the model.
+        shards: Ranks that read different data and share one replica's shards.
+        context: Ranks that split each sequence; the shards are spread over them, too.
+        tensor: Ranks that split each layer.
+    """
+
+    replicas: int = 1
+    shards: int = REST
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        """Return the workers they need, -1 counted as one."""
+        return prod(max(size, 1) for size in self)
+
+    @property
+    def only_shards(self) -> bool:
+        """Return whether the mesh has the one axis that every FSDP run has."""
+        return self == (1, REST, 1, 1)
+
+    def __str__(self) -> str:
+        """Return the sizes as messages show them, without axes of one that plain FSDP does not have."""
+        return " x ".join(map(str, (*self[:2], *(size for size in self[2:] if size != 1))))
+
+
+def configured_axes(config: Config) -> AxisSizes:
+    """Return the sizes as configured."""
+    sizes = config.parallelism_config
+    return AxisSizes(
+        replicas=sizes.parallelism_config_dp_replicate_size or 1,
+        shards=sizes.parallelism_config_dp_shard_size or REST,
+        context=sizes.parallelism_config_cp_size,
+        tensor=sizes.parallelism_config_tp_size,
+    )
+
+
+def split_world(world: int, sizes: AxisSizes) -> AxisSizes:
+    """Return the sizes, -1 replaced by what the others leave; where replicas and shards both are, all ranks shard.
+
+    They fit when their product is `world`.
+    """
+    if sizes.replicas == sizes.shards == REST:
+        sizes = sizes._replace(replicas=1)
+    rest = world // sizes.world
+    return AxisSizes(*(rest if size == REST else size for size in sizes))
+
+
+def mesh_sizes(config: Config, world: int) -> AxisSizes:
+    """Return the sizes of the mesh's axes for a number of workers; their product is `world`.
+
+    Args:
+        config: Resolved.
+        world: Number of workers over all nodes.
+
+    Raises:
+        UsageError: The sizes do not fit.
+    """
+    sizes = configured_axes(config)
+    found = split_world(world, sizes)
+    if found.world != world or min(found) < 1:
+        msg = f"a mesh of {sizes} does not fit {world} workers"
+        raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
+    return found
+
+
+def with_mesh(config: Config, world: int) -> Config:
+    """Return the Config with all mesh sizes as numbers, which is what other libraries read from the environment.
+
+    A mesh of one dimension stays unset, and so do sizes of a run that shards nothing: it has no mesh to lay out.
+
+    Raises:
+        UsageError: The sizes do not fit the number of workers.
+    """
+    if config.distributed_type != "FSDP" or has_one_axis(config):
+        return config
+    found = mesh_sizes(config, world)
+    mesh = replace(
+        config.parallelism_config,
+        parallelism_config_dp_replicate_size=found.replicas,
+        parallelism_config_dp_shard_size=found.shards,
+        parallelism_config_cp_size=found.context,
+        parallelism_config_tp_size=found.tensor,
+    )
+    return replace(config, parallelism_config=mesh)
+
+
+def has_one_axis(config: Config) -> bool:
+    """Return whether a resolved Config names no mesh: all ranks share the shards of one replica."""
+    return (
+        config.parallelism_config.parallelism_config_dp_shard_size is None and configured_axes(config).only_shards
     )

@@ -1,11 +1,31 @@
-"""What is known about a node before it trains, as plain values. Checks read these and nothing else."""
+"""What is known about a node before it trains, as plain values: read once, and made safe for a bug report."""
 
-from collections.abc import Mapping
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.files import read_text
+from fsdplaunch.launch.coordination.network import interfaces
+from fsdplaunch.launch.plan import join_port, opens_port
+from fsdplaunch.launch.preflight import check_gpus, find_holder
+from fsdplaunch.launch.secret_variables import HIDDEN, IN_URL, SECRET_VALUE, TELLING, is_secret
+from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.probe.hardware import Gpu, driver_is_installed, read_hardware
 
 Status = Literal["ok", "warning", "problem", "skipped"]
 
@@ -166,3 +186,307 @@ class DoctorFacts:
     def nodes(self) -> int:
         """Return the nodes of the configured run."""
         return self.config.num_machines if self.config else 1
+
+
+VARIABLES = ("NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_NUM_THREADS", "UCX_", "FI_", "PYTORCH_", "FSDP")
+"""Variables that change how training runs."""
+_UNSYNCHRONISED = 0x0040
+
+
+def collect_facts(
+    loaded: LoadedConfig | None,
+    *,
+    config_errors: tuple[str, ...],
+    torch: TorchFacts | None,
+    environ: Mapping[str, str],
+) -> DoctorFacts:
+    """Look at this node.
+
+    Args:
+        loaded: The configuration; None when it could not be read.
+        config_errors: Why it could not.
+        torch: What torch says about itself, if it was asked.
+        environ: The process's variables.
+    """
+    config = loaded.config if loaded else None
+    hardware = read_hardware(environ)
+    port = join_port(config) if config else 0
+    folders = {"run folders": config.launch.log_dir if config else "runs"}
+    folders["checkpoints"] = config.checkpoint.dir if config else "checkpoints"
+    obstacles = []
+    if config is not None:
+        chosen = [str(number) for number in range(len(hardware.gpus))]
+        obstacles = [
+            (found.message, found.hint, found.fatal) for found in check_gpus(config, hardware.gpus, chosen)
+        ]
+        obstacles += list(_counts(config, len(hardware.gpus)))
+    return DoctorFacts(
+        python=f"{platform.python_version()} ({sys.executable})",
+        torch=torch,
+        driver=read_driver(),
+        gpus=hardware.gpus,
+        cpus=hardware.cpu_count,
+        memory=hardware.memory_bytes,
+        shared_memory=_shared_memory(),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK)[0],
+        disks=tuple(_disk(use, Path(folder)) for use, folder in folders.items()),
+        interfaces=tuple(read_interfaces()),
+        hostname=socket.gethostname(),
+        own_address=_own_address(),
+        port=port if config is None or opens_port(config) else 0,
+        port_holder=find_holder(port) if config is None or opens_port(config) else None,
+        clock_synchronised=_clock(),
+        environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
+        config=config,
+        config_path=str(loaded.path) if loaded and loaded.path else "none, built-in defaults",
+        config_errors=config_errors,
+        obstacles=tuple(dict.fromkeys(obstacles)),
+    )
+
+
+def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
+    """Tell whether there is a GPU for each configured worker."""
+    from fsdplaunch.config.resolve import workers_per_node
+
+    configured = workers_per_node(config)
+    if configured is not None and gpus and configured > gpus and not config.use_cpu:
+        text = f"the configuration sets {configured} workers on this node, it has {gpus} visible GPUs"
+        yield text, "lower num_processes, or set use_cpu: true", True
+
+
+def read_driver() -> DriverFacts:
+    """Ask NVIDIA's management library what `probe` does not: versions, links, memory errors."""
+    if not driver_is_installed():
+        return DriverFacts()
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+    except Exception as error:
+        return DriverFacts(notes=(f"the NVIDIA driver does not answer: {error}",))
+    try:
+        return _ask(nvml)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask(nvml: Any) -> DriverFacts:
+    version = nvml.nvmlSystemGetDriverVersion()
+    newest = int(nvml.nvmlSystemGetCudaDriverVersion())
+    handles = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):
+            handles.append((index, nvml.nvmlDeviceGetHandleByIndex(index)))
+    peers: dict[tuple[int, int], bool] = {}
+    links: dict[int, int] = {}
+    errors: dict[int, int] = {}
+    for index, handle in handles:
+        links[index] = sum(1 for link in range(18) if _link_is_up(nvml, handle, link))
+        with suppress(nvml.NVMLError):
+            count = nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+            errors |= {index: int(count)} if count else {}
+        for other, second in handles:
+            if index < other:
+                with suppress(nvml.NVMLError):
+                    status = nvml.nvmlDeviceGetP2PStatus(handle, second, nvml.NVML_P2P_CAPS_INDEX_READ)
+                    peers[index, other] = status == nvml.NVML_P2P_STATUS_OK
+    return DriverFacts(
+        version=version.decode() if isinstance(version, bytes) else version,
+        cuda=(newest // 1000, newest % 1000 // 10),
+        peers=peers,
+        nvlinks=links,
+        bad_memory=errors,
+    )
+
+
+def _link_is_up(nvml: Any, handle: Any, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
+    except nvml.NVMLError:
+        return False
+
+
+def read_interfaces(root: Path = Path("/sys/class/net")) -> Iterator[NetworkInterface]:
+    """Yield the interfaces that are up.
+
+    Args:
+        root: Where the kernel lists them.
+    """
+    addresses = interfaces()
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        state = read_text(folder / "operstate").strip()
+        if state not in ("up", "unknown"):
+            continue
+        speed = read_text(folder / "speed").strip()
+        known = int(speed) if speed.isdecimal() and int(speed) > 0 else None
+        yield NetworkInterface(name=folder.name, address=addresses.get(folder.name, ""), speed=known)
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _shared_memory() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total  # noqa: S108  (asked about, not written to)
+    except OSError:
+        return None
+
+
+def _limit(kind: int) -> tuple[int, int]:
+    soft, hard = resource.getrlimit(kind)
+    return tuple(-1 if value == resource.RLIM_INFINITY else value for value in (soft, hard))  # type: ignore[return-value]
+
+
+def _disk(use: str, folder: Path) -> Disk:
+    absolute = folder.absolute()
+    there = next(path for path in (absolute, *absolute.parents) if path.exists())
+    return Disk(
+        use=use,
+        path=str(there),
+        kind=file_system(there),
+        free=shutil.disk_usage(there).free,
+        writable=there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+    )
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the kind of file system a folder is on; empty when unknown.
+
+    Args:
+        folder: An absolute path that exists.
+        mounts: The kernel's table.
+    """
+    best, kind = "", ""
+    for line in read_text(mounts).splitlines():
+        words = line.split()
+        if len(words) < 3:  # noqa: PLR2004
+            continue
+        point = words[1].replace("\\040", " ")
+        inside = str(folder) == point or str(folder).startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, words[2]
+    return kind
+
+
+def _clock() -> bool | None:
+    """Ask the kernel whether something keeps its clock right: adjtimex(2) with nothing to adjust."""
+    buffer = ctypes.create_string_buffer(256)
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    except (OSError, AttributeError):
+        return None
+    if state < 0:
+        return None
+    status = struct.unpack_from("i", buffer, 40)[0]  # struct timex on 64-bit Linux: modes, then four longs
+    return not status & _UNSYNCHRONISED
+
+
+TIMEOUT_SECONDS = 120
+_CODE = """
+import json, sys
+import torch
+import torch.distributed as dist
+there = dist.is_available()
+cuda = torch.version.cuda or ""
+nccl = ""
+if there and dist.is_nccl_available() and cuda:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+sys.stdout.write("\\n" + json.dumps({
+    "version": torch.__version__, "cuda": cuda, "nccl": nccl,
+    "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
+    "sees_gpus": torch.cuda.device_count() if cuda else 0,
+    "has_gloo": there and dist.is_gloo_available(), "has_distributed": there,
+}))
+"""
+
+
+def probe_torch(python: str = sys.executable) -> TorchFacts:
+    """Start an interpreter that imports torch and says what it has; seconds.
+
+    Args:
+        python: The interpreter that workers would run.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _CODE],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+            preexec_fn=ended_with_us(),
+        )
+    except subprocess.TimeoutExpired:
+        return TorchFacts(error=f"importing it takes longer than {TIMEOUT_SECONDS} s")
+    except OSError as error:
+        return TorchFacts(error=f"{python} cannot be started: {error.strerror}")
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
+        return TorchFacts(error=last or f"importing it ended with status {done.returncode}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return TorchFacts(**{**found, "archs": tuple(found["archs"])})
+
+
+_SECRET_PAIR = re.compile(
+    rf"""([\w.-]*(?:{TELLING})[\w.-]*["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}\]]+)""", re.IGNORECASE
+)
+_ADDRESS = re.compile(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b")
+_HOME = re.compile(r"/(home|Users)/[^/\s:,)'\"]+")
+_OWNER = re.compile(r"(process \d+ \()([^,)]+)(?=[,)])")
+
+
+def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -> str:
+    """Return a text in which secrets, users, nodes and addresses are replaced.
+
+    Args:
+        text: Anything.
+        users: Names of users.
+        hosts: Names of nodes.
+    """
+    text = _SECRET_PAIR.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text))
+    text = IN_URL.sub(f"{HIDDEN}@", text)
+    text = _HOME.sub(r"/\1/USER", text)
+    text = _OWNER.sub(r"\1USER", text)
+    for names, word in ((users, "USER"), (hosts, "HOST")):
+        for name in sorted({name for name in names if name}, key=len, reverse=True):
+            text = re.sub(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", word, text)
+    return _ADDRESS.sub("ADDRESS", text)
+
+
+def bug_report_block(
+    facts: DoctorFacts,
+    checks: Sequence[Check],
+    *,
+    version: str,
+    settings: Mapping[str, str],
+    users: Sequence[str],
+) -> str:
+    """Return the block for a bug report, as Markdown.
+
+    Args:
+        facts: The node.
+        checks: What was found.
+        version: Of this package.
+        settings: Keys of the configuration that are not at their default, as texts.
+        users: Names of users to hide.
+    """
+    words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "-"}
+    lines = [f"fsdplaunch {version}", ""]
+    lines += [f"{words[check.status]:<8}{check.topic}: {check.text}" for check in checks]
+    lines += ["", "configuration:", *(f"  {name}: {_value(name, value)}" for name, value in settings.items())]
+    lines += [
+        "environment:",
+        *(f"  {name}={_value(name, value)}" for name, value in sorted(facts.environ.items())),
+    ]
+    hosts = (facts.hostname, facts.hostname.partition(".")[0])
+    return "```\n" + redact("\n".join(lines), users=users, hosts=hosts) + "\n```"
+
+
+def _value(name: str, value: str) -> str:
+    return HIDDEN if is_secret(name, value) else value

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fsdplaunch.byte_sizes import GIB
+from fsdplaunch.display_text import GIB, html_page
 from fsdplaunch.estimate.memory import MOMENTS, verdict_of
 from fsdplaunch.estimate.report import Report, moment_words, shares
-from fsdplaunch.html_page import html_page
 
 _COLOURS = {
     "parameters": "#4363b8", "gradients": "#e6893a", "optimizer": "#3a9a5b", "gathered": "#7fa7e0",

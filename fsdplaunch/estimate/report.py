@@ -1,14 +1,241 @@
-"""Everything an estimate says, as plain values: computed once, then shown as text, as JSON or as a page."""
+"""What an estimate answers: whether it fits, what to change and what that saves, fewest ranks, largest batch."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdplaunch.estimate.advice import SetupChange, changes, fewest_ranks, largest_batch
-from fsdplaunch.estimate.memory import MOMENTS, PARTS, MemoryCase, MemoryNeed, Verdict, verdict_of
-from fsdplaunch.estimate.report_notes import own_notes
+from fsdplaunch.display_text import GIB
+from fsdplaunch.estimate.memory import (
+    CONTEXT,
+    MOMENTS,
+    PARTS,
+    MemoryCase,
+    MemoryNeed,
+    TrainingSetup,
+    Verdict,
+    alternatives,
+    divides_heads,
+    goes_in_ring,
+    sent_bytes,
+    verdict_of,
+)
 from fsdplaunch.estimate.trace_client import StepTrace
-from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives
+
+_MOST_RANKS = 65_536
+_LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetupChange:
+    """One change to a run.
+
+    Attributes:
+        what: The change, in words.
+        option: How to make it: what `--set` takes, an option of the script, or a number of workers.
+        cost: What it costs, in words.
+        saves: Bytes per GPU; never negative.
+        need: What the run needs then.
+    """
+
+    what: str
+    option: str
+    cost: str
+    saves: int
+    need: MemoryNeed
+
+
+def changes(case: MemoryCase, yours: TrainingSetup) -> list[SetupChange]:
+    """Return the single changes that save memory on the GPU, the largest saving first.
+
+    Args:
+        case: The model.
+        yours: The run as it is.
+    """
+    now = case.need(yours).gpu
+    found = []
+    for what, option, cost, setup in _candidates(case, yours):
+        need = case.need(setup)
+        if need.gpu < now:
+            found.append(SetupChange(what=what, option=option, cost=cost, saves=now - need.gpu, need=need))
+    return sorted(found, key=lambda change: -change.saves)
+
+
+def _candidates(case: MemoryCase, yours: TrainingSetup) -> Iterator[tuple[str, str, str, TrainingSetup]]:
+    if not yours.checkpointing and case.shape is not None:
+        yield (
+            "activation checkpointing",
+            "fsdp_activation_checkpointing=true",
+            "about 30 % more time: every block's forward runs twice",
+            replace(yours, checkpointing=True),
+        )
+    if yours.keeps:
+        yield (
+            "free gathered parameters after forward",
+            "fsdp_reshard_after_forward=true" if yours.version != 1 else "fsdp_sharding_strategy=FULL_SHARD",
+            "one more gather per block and step",
+            replace(yours, keeps=0, strategy=yours.strategy.replace("SHARD_GRAD_OP", "FULL_SHARD")),
+        )
+    if yours.shards < yours.spread:
+        yield (
+            f"shard over all {yours.spread} ranks",
+            "fsdp_sharding_strategy=FULL_SHARD",
+            "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward",
+            replace(yours, shards=yours.spread, strategy="FULL_SHARD", keeps=0),
+        )
+    compute = yours.widths(case.sizes)[1]
+    if compute > 2:  # noqa: PLR2004
+        yield (
+            "compute in bf16",
+            "mixed_precision=bf16",
+            "rounding; faster on GPUs that have it",
+            replace(yours, compute=2, reduce=4, master=4),
+        )
+    if not yours.offload and yours.on_gpu:
+        yield (
+            "offload to host memory",
+            "fsdp_offload_params=true",
+            "every step copies parameters and gradients over PCIe; the optimizer runs on the CPU",
+            replace(yours, offload=True),
+        )
+    if yours.batch_size > 1 and case.shape is not None:
+        half = yours.batch_size // 2
+        yield (
+            f"batch of {half} instead of {yours.batch_size}",
+            f"a batch of {half} in the script",
+            "more steps of accumulation for the same batch over all ranks",
+            replace(yours, batch_size=half),
+        )
+    if yours.shards > 1 or yours.world == 1:
+        more = resized(yours, 2 * yours.world)
+        yield f"{more.world} ranks instead of {yours.world}", f"num_processes={more.world}", "more GPUs", more
+
+
+def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
+    """Return the same run with another number of ranks, sharded in the same way."""
+    inside = yours.strategy.startswith("HYBRID")
+    per_node = min(yours.per_node, world)
+    spread = max(1, world // yours.tensor)
+    shards = 1 if yours.strategy == "NO_SHARD" else per_node if inside else max(1, spread // yours.replicas)
+    return replace(yours, world=max(world, shards), per_node=per_node, shards=min(shards, spread))
+
+
+def fewest_ranks(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
+    """Return the smallest number of ranks with which the run fits, or None when no number is enough.
+
+    Ranks beyond one node come in whole nodes.
+
+    Args:
+        case: The model.
+        yours: The run; its strategy and batch per rank stay.
+        memory: Of one GPU, in bytes.
+    """
+    if yours.strategy == "NO_SHARD":
+        return 1 if _fits(case, yours, memory) else None
+    single = replace(yours, shards=1, world=1)  # one replica; more replicas change nothing per rank
+
+    def at(ranks: int) -> bool:
+        if ranks % (yours.tensor * yours.context):
+            return False
+        spread = replace(single, world=ranks, shards=ranks // yours.tensor, per_node=min(ranks, yours.per_node))
+        return _fits(case, spread, memory)
+
+    inside = next((ranks for ranks in range(1, yours.per_node + 1) if at(ranks)), None)
+    if inside is not None or yours.strategy.startswith("HYBRID"):
+        return inside
+    nodes = _first(lambda count: at(count * yours.per_node), _MOST_RANKS // yours.per_node)
+    return nodes * yours.per_node if nodes else None
+
+
+def largest_batch(case: MemoryCase, yours: TrainingSetup, memory: int) -> int | None:
+    """Return the largest batch per rank with which the run fits; 0 for none, None when activations are unknown.
+
+    Args:
+        case: The model.
+        yours: The run.
+        memory: Of one GPU, in bytes.
+    """
+    if case.shape is None:
+        return None
+
+    def too_large(batch: int) -> bool:
+        return not _fits(case, replace(yours, batch_size=batch), memory)
+
+    first = _first(too_large, _LARGEST_BATCH)
+    return _LARGEST_BATCH if first is None else first - 1
+
+
+def _fits(case: MemoryCase, setup: TrainingSetup, memory: int) -> bool:
+    return verdict_of(case.need(setup).gpu, memory) == "fits"
+
+
+def _first(holds: Callable[[int], bool], limit: int) -> int | None:
+    """Return the smallest number from 1 for which something holds that goes on holding; None up to a limit."""
+    high = 1
+    while not holds(high):
+        if high >= limit:
+            return None
+        high = min(2 * high, limit)
+    low = high // 2 + 1 if high > 1 else 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return high
+
+
+def own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> list[str]:
+    """Return what should be known about the numbers of one way to shard.
+
+    Args:
+        case: The model.
+        need: What that way needs.
+        host_memory: Of this node, in bytes; None when unknown or when the run is elsewhere.
+    """
+    notes = []
+    setup = need.setup
+    if not need.has_activations:
+        notes.append("activations are not counted: the folder has no config.json of a known model type")
+    if need.context:
+        notes.append(
+            f"{CONTEXT / GIB:.2f} GiB of each GPU are counted for the CUDA context, cuBLAS and NCCL: an assumption"
+        )
+    if case.shape is not None and 0 < case.shape.max_length < setup.length:
+        notes.append(f"sequences of {setup.length} are longer than the model's {case.shape.max_length}")
+    if host_memory is not None:
+        for amount, what in ((need.host_per_node, "training"), (need.loading, "loading the weights")):
+            if amount > host_memory:
+                notes.append(
+                    f"{what} needs {amount / GIB:.0f} GiB of host memory per node, "
+                    f"this one has {host_memory / GIB:.0f}"
+                )
+    rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)
+    if setup.shards > rows and setup.version != 1:
+        notes.append(f"no tensor has {setup.shards} rows: some ranks hold nothing")
+    return [*notes, *_exchanges(case, setup)]
+
+
+def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
+    """Yield what ranks that split layers or sequences exchange in one step, beside what FSDP does."""
+    shape = case.shape
+    if shape is None:
+        return
+    width = setup.widths(case.sizes)[1]
+    if setup.tensor > 1:
+        amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
+        yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
+    if shape.head_count % setup.tensor:
+        yield (
+            f"tp_size {setup.tensor} does not divide the model's {shape.head_count} heads: its attention cannot be"
+            " split by heads"
+        )
+    if not divides_heads(shape, setup):
+        yield (
+            f"cp_size {setup.context} does not divide the model's {shape.head_count} heads: training would stop"
+            " at its first step; set sharding.context_parallel_attention to auto or ring"
+        )
+    elif setup.context > 1:
+        what = "keys and values in a ring" if goes_in_ring(shape, setup) else "positions for heads"
+        amount = sent_bytes(shape, setup, width)
+        yield f"the {setup.context} ranks that split sequences send {amount / GIB:.2f} GiB each per step, {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +448,126 @@ def moment_words(need: MemoryNeed) -> str:
 def shares(parts: Mapping[str, int], context: int) -> list[tuple[str, int]]:
     """Return parts in the order they are shown, without empty ones; the context last."""
     return [(name, parts[name]) for name in PARTS if parts.get(name)] + ([("context", context)] if context else [])
+
+
+LETTERS = {
+    "parameters": "p", "gradients": "g", "optimizer": "o", "gathered": "w", "communication": "c",
+    "activations": "a", "temporary": "t", "context": "x",
+}  # fmt: skip
+"""The letter that stands for each part in a bar."""
+_HEADS = ("params", "grads", "optim", "gathered", "comm", "activ", "temp", "context")
+_MOST_CHANGES = 5
+
+
+def text_report(report: Report, *, width: int = 100) -> list[str]:
+    """Return the whole report as lines.
+
+    Args:
+        report: The estimate.
+        width: Columns of the terminal.
+    """
+    lines = [report.title, report.model, "", *_table(report)]
+    lines += ["", *_bars(report, width)]
+    if report.exact is not None:
+        lines += ["", *_exact_lines(report)]
+    lines += ["", *_answers(report)]
+    if report.changes:
+        lines += ["", "to change                                    saves   then    cost", *_change_lines(report)]
+    return [*lines, *(["", *(f"note: {note}" for note in report.notes)] if report.notes else [])]
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.1f}" if amount >= GIB / 20 or not amount else "<0.1"
+
+
+def _table(report: Report) -> Iterator[str]:
+    names = [row.label for row in report.rows]
+    wide = max(len("GiB per GPU, at the peak"), *map(len, names))
+    yield f"{'GiB per GPU, at the peak':<{wide}}" + "".join(f"{head:>9}" for head in _HEADS) + f"{'total':>8}"
+    for name, row in zip(names, report.rows, strict=True):
+        parts = row.need.parts
+        cells = "".join(f"{_gib(amount):>9}" for amount in (*(parts[part] for part in PARTS), row.need.context))
+        yield f"{name:<{wide}}{cells}{_gib(row.need.gpu):>8}  {_verdict(row)}"
+
+
+def _verdict(row: Row) -> str:
+    host = f"{row.need.host_per_node / GIB:.0f} GiB of host memory" if row.need.host else ""
+    words = [row.verdict if row.verdict != "unknown" else "", host]
+    return ", ".join(word for word in words if word)
+
+
+def _bars(report: Report, width: int) -> Iterator[str]:
+    """Draw a bar per way to shard, a letter per part; `|` marks the memory of one GPU where bars reach it."""
+    wide = max(len(row.label) for row in report.rows)
+    room = max(20, min(width, 120) - wide - 2)
+    for row in report.rows:
+        bar = bar_of(shares(row.need.parts, row.need.context), report.longest, room)
+        if report.memory:
+            mark = min(room - 1, round(room * report.memory / report.longest))
+            bar = f"{bar:<{room}}"
+            bar = (bar[:mark] + "|" + bar[mark + 1 :]).rstrip()
+        yield f"{row.label:<{wide}}  {bar}"
+    shown = [dict(shares(row.need.parts, row.need.context)) for row in report.rows]
+    used = [name for name in LETTERS if any(name in parts for parts in shown)]
+    yield " " * (wide + 2) + "  ".join(f"{LETTERS[name]} {name}" for name in used)
+
+
+def bar_of(parts: Sequence[tuple[str, int]], longest: int, room: int) -> str:
+    """Draw parts one after the other.
+
+    Args:
+        parts: (name, amount), in order.
+        longest: The amount that fills the room.
+        room: Characters.
+    """
+    bar, done = "", 0
+    for name, amount in parts:
+        done += amount
+        bar += LETTERS[name] * (round(room * done / longest) - len(bar))
+    return bar
+
+
+def _exact_lines(report: Report) -> Iterator[str]:
+    trace = report.exact
+    if trace is None:
+        return
+    calculated = report.yours.need.total
+    where = f" of {trace.module}" if trace.module else ""
+    yield (
+        f"exact: {trace.total / GIB:.2f} GiB per GPU at the peak, in the {trace.phase}{where}; "
+        f"the quick formula says {calculated / GIB:.2f} ({100 * (calculated / max(trace.total, 1) - 1):+.0f} %)"
+    )
+    parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in trace.parts.items() if amount)
+    yield f"       {parts}; traced in {trace.seconds:.0f} s"
+
+
+def _answers(report: Report) -> Iterator[str]:
+    need, setup = report.yours.need, report.setup
+    if report.memory is None:
+        yield "fits?           the GPU's memory is not known here: pass --gpu-memory, for example 80GB"
+    else:
+        spare = (report.memory - report.gpu) / GIB
+        words = f"{spare:.1f} GiB to spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
+        yield (
+            f"{report.verdict:<15} {report.gpu / GIB:.1f} of {report.memory / GIB:.1f} GiB per GPU"
+            f" ({report.memory_from}), {words}"
+        )
+    yield f"peak            {moment_words(need)}"
+    if report.memory is not None:
+        plural = "" if report.fewest == 1 else "s"
+        fewest = f"{report.fewest} rank{plural}" if report.fewest else "no number of ranks is enough"
+        yield f"smallest world  {fewest}, at a batch of {setup.batch_size} x {setup.length} tokens per rank"
+        if report.batch is not None:
+            batch = f"{report.batch} x {setup.length} tokens per rank" if report.batch else "not even 1"
+            yield f"largest batch   {batch}, with {setup.world} ranks"
+    loading, offloaded = need.loading / GIB, need.host_per_node / GIB
+    yield f"host memory     {loading:.1f} GiB per node while loading, {offloaded:.1f} for offloaded state"
+    yield f"checkpoint      {need.checkpoint / GIB:.1f} GiB, optimizer included"
+
+
+def _change_lines(report: Report) -> Iterator[str]:
+    for change in report.changes[:_MOST_CHANGES]:
+        verdict = verdict_of(change.need.gpu, report.memory)
+        then = f"{change.need.gpu / GIB:6.1f}" + (f" ({verdict})" if verdict != "unknown" else "")
+        yield f"{change.what:<41} {-change.saves / GIB:+8.1f} {then}   {change.cost}"
+        yield f"    {change.option}"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplaunch.config.environment import encode
+from fsdplaunch.config.resolve import mesh_sizes
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import mesh_sizes
 from fsdplaunch.errors import LaunchError, UsageError
-from fsdplaunch.estimate.model_sizes import ModelSizes, TensorSize, model_sizes
+from fsdplaunch.estimate.model import ModelSizes, TensorSize, model_sizes
 from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.private_dir import make_process_dir
 

@@ -1,8 +1,12 @@
 """Parts that others only name: programs that a launch starts, what workers preload, features apart."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from fsdplaunch.config.resolve import uses_xla
+from fsdplaunch.config.schema.config import Config
 
 AGENT = Path(__file__).parents[1] / "agent" / "main.py"
 """Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
@@ -12,7 +16,7 @@ SSH_REMOTE = "fsdplaunch.cli.launch.ssh_remote"
 """The module that an ssh connection starts on the other node."""
 NETWORK_TEST = "fsdplaunch.doctor.network_test"
 """The module that workers run for `fsdplaunch doctor --network`."""
-PLAIN_RUN = "fsdplaunch.runtime.comparison.record_run"
+PLAIN_RUN = "fsdplaunch.comparison.record"
 """The module that `fsdplaunch check --compare` runs the script in, as one process."""
 PRELOADED = (
     "fsdplaunch.runtime.device",
@@ -21,11 +25,11 @@ PRELOADED = (
     "fsdplaunch.runtime.torch_internals.compiler_import",
 )
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
-WARM_SERVER = Path(__file__).parents[1] / "agent" / "warm" / "main.py"
+WARM_SERVER = Path(__file__).parents[1] / "warm" / "main.py"
 """Started by its path, for the same reason."""
-WARM_CLIENT = "fsdplaunch.launch.warm.client"
+WARM_CLIENT = "fsdplaunch.warm.client"
 """Asks a warm interpreter for an agent."""
-WARM_IMPORTS, WARM_STAY = "fsdplaunch.agent.warm.import_record", "fsdplaunch.agent.warm.stay"
+WARM_IMPORTS, WARM_STAY = "fsdplaunch.warm.import_record", "fsdplaunch.warm.server"
 """What makes an interpreter that can be kept for the next launch."""
 KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
 """Runs on Kubernetes."""
@@ -43,3 +47,30 @@ def feature(name: str) -> Any:
         if error.name is not None and name.startswith(error.name):
             return None
         raise
+
+
+_TORCH = ("torch", "torch.distributed")
+_BOOTSTRAP = ("-m", BOOTSTRAP)
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Return whether workers run the bootstrap, and not a program of its own."""
+    return tuple(command[:2]) == _BOOTSTRAP
+
+
+def is_forked(config: Config, command: Sequence[str]) -> bool:
+    """Return whether workers are to be forked from a preloaded interpreter."""
+    return bool(config.launch.preload) and is_python(command)
+
+
+def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what to import before the fork server is forked, and in it.
+
+    Args:
+        config: Resolved configuration.
+        command: The workers' command, which follows the agent's options.
+    """
+    if not is_forked(config, command):
+        return (), ()
+    sharding = PRELOADED if config.distributed_type == "FSDP" and not uses_xla(config) else ()
+    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)

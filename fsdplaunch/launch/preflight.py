@@ -7,22 +7,99 @@ import importlib.util
 import os
 import resource
 import shutil
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from fsdplaunch.byte_sizes import GIB, MIB
+from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.xla import uses_xla
-from fsdplaunch.errors import CheckpointError
-from fsdplaunch.launch.agent_command import join_port, opens_port
+from fsdplaunch.display_text import GIB, MIB
+from fsdplaunch.errors import CheckpointError, LaunchError, MachineError
 from fsdplaunch.launch.entry_points import WARM_CLIENT, feature
-from fsdplaunch.launch.finding import Finding
-from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder
-from fsdplaunch.probe import torch_version, torch_xla_version
-from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_port
+from fsdplaunch.probe import torch_version
+from fsdplaunch.probe.hardware import Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is in the way.
+
+    Attributes:
+        message: What is wrong, in one line.
+        hint: What to do about it.
+        fatal: The run cannot work; otherwise it may, and the user should know.
+        in_script: The script is at fault and not this machine: it would end with 1 anywhere.
+    """
+
+    message: str
+    hint: str
+    fatal: bool = True
+    in_script: bool = False
+
+    @property
+    def error(self) -> LaunchError:
+        """Return it as an error."""
+        if self.in_script:
+            return LaunchError(self.message, hint=self.hint)
+        return MachineError(self.message, hint=self.hint)
+
+
+def find_holder(port: int) -> str | None:
+    """Return who listens on a port, in words; None when it is free.
+
+    Args:
+        port: 0 is always free.
+    """
+    return None if port == 0 or is_free(port) else _holder(port)
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on all addresses now, as torch's store does."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104  (see above)
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((address, port))
+            trial.listen(1)
+            return True
+    return False
+
+
+def describe_process(pid: int) -> str:
+    """Return a process's number, user and program, as far as they can be seen."""
+    folder = Path(f"/proc/{pid}")
+    words = []
+    with suppress(OSError, KeyError, ImportError):
+        import pwd
+
+        words.append(f"user {pwd.getpwuid(folder.stat().st_uid).pw_name}")
+    with suppress(OSError):
+        words.append((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
+    return f"process {pid} ({', '.join(words) or 'of another user or container'})"
+
+
+def _holder(port: int) -> str:
+    inodes = {inode for name in ("tcp", "tcp6") for inode in _listeners(name, port)}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        with suppress(OSError):
+            target = str(link.readlink())
+            if target.startswith("socket:[") and target[8:-1] in inodes:
+                return describe_process(int(link.parts[2]))
+    return "another program"
+
+
+def _listeners(name: str, port: int) -> Iterator[str]:
+    """Return the kernel's numbers of the sockets that listen on a port."""
+    with suppress(OSError):
+        for line in Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+            words = line.split()
+            if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # LISTEN, proc(5)
+                yield words[9]
+
 
 LITTLE_SPACE = GIB
 NO_SPACE = 64 * MIB
@@ -127,7 +204,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_torch_xla() -> Iterator[Finding]:
     """Check that there is a torch_xla, and that it goes with the torch that is installed."""
-    if (problem := torch_xla_version.installed_problem()) is not None:
+    if (problem := torch_version.installed_problem()) is not None:
         yield Finding(message=problem.message, hint=problem.hint)
 
 

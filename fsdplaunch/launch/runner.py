@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,23 +10,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
-from fsdplaunch.config.write.render import render
-from fsdplaunch.config.xla import shards_models
-from fsdplaunch.launch.agent_process import AgentProcess, start_agent
-from fsdplaunch.launch.coordination.interfaces import RunControl
-from fsdplaunch.launch.coordination.run_control import attach, conclude_run
+from fsdplaunch.config.render import render
+from fsdplaunch.config.resolve import shards_models
+from fsdplaunch.launch.coordination.run_control import RunControl, attach, conclude_run
+from fsdplaunch.launch.diagnosis import diagnose, failure_facts
+from fsdplaunch.launch.entry_points import WARM_CLIENT, feature, preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
-from fsdplaunch.launch.report.diagnosis import diagnose
-from fsdplaunch.launch.report.diagnosis.facts import failure_facts
-from fsdplaunch.launch.report.root_cause import shell_status, signal_name
-from fsdplaunch.launch.report.run_result import RunResult, read_result
-from fsdplaunch.launch.runs.registry import write_job
+from fsdplaunch.launch.root_cause import shell_status, signal_name
+from fsdplaunch.launch.run_result import RunResult, read_result
+from fsdplaunch.launch.runs import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
-from fsdplaunch.launch.standard_streams import open_missing_streams
-from fsdplaunch.parent_death import LAUNCHER
+from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_dir import (
     AGENT_LOG,
@@ -43,6 +41,87 @@ from fsdplaunch.run_dir import (
     write_json,
 )
 from fsdplaunch.run_secret import SECRET
+from fsdplaunch.sockets import HELD, inherited_limit
+from fsdplaunch.standard_streams import open_missing_streams
+
+
+class AgentProcess(Protocol):
+    """A running agent."""
+
+    pid: int
+
+    def send_signal(self, sig: int, /) -> None:
+        """Signal it, if it is still there."""
+
+    def kill(self) -> None:
+        """Kill it, and with it its workers."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its status; -n for a death by signal n.
+
+        Raises:
+            TimeoutExpired: It has not ended within so many seconds.
+        """
+
+
+def start_agent(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    *,
+    output: int | None,
+    folder: Path | None,
+    lost_status: Callable[[], int],
+    held_port: socket.socket | None = None,
+) -> tuple[AgentProcess, int]:
+    """Start the plan's agent, in a session of its own.
+
+    Args:
+        plan: What to run.
+        environ: All variables of the agent.
+        output: Descriptor of its standard output; ours when left out.
+        folder: Where it starts; the current one when left out.
+        lost_status: Returns its status where the warm interpreter it was forked from has gone before it.
+        held_port: Where the run's store is to listen; handed over, and closed here.
+
+    Returns:
+        The agent, and our end of its lifeline: to be held until the agent has ended.
+    """
+    # Nothing is ever written: that its other end closes, which no way of dying avoids, says that we have gone.
+    lifeline, held = os.pipe()
+    # A Ctrl-C waits until the agent can answer it: its interpreter alone would print a traceback.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    modules = preload_lists(plan.config, plan.target.command)
+    agent: AgentProcess | None = None
+    files = [lifeline, *([held_port.fileno()] if held_port is not None else [])]
+    try:
+        with inherited_limit():
+            if any(modules) and (warm := feature(WARM_CLIENT)) is not None:
+                agent = warm.warm_agent(
+                    plan.argv,
+                    environ,
+                    modules,
+                    folder or Path.cwd(),
+                    [0, 1 if output is None else output, 2, *files],
+                    keep_seconds=plan.config.launch.keep_warm_seconds,
+                    blocked=[*before, signal.SIGINT],
+                    lost_status=lost_status,
+                )
+            agent = agent or subprocess.Popen(
+                plan.argv,
+                env={**environ, **dict(zip((LIFELINE, HELD), map(str, files), strict=False))},
+                stdout=output,
+                start_new_session=True,
+                pass_fds=files,
+                cwd=folder,
+                preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(lifeline)
+        if held_port is not None:
+            held_port.close()  # its port is to be free again when the agent has ended
+    return agent, held
+
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""

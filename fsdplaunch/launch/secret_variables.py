@@ -1,10 +1,39 @@
-"""The secrets among launch.env, apart from the configuration: they travel unseen, and no file keeps them."""
+"""Which variables hold secrets, by their names and by what services' keys look like, and how they are kept unseen.
 
-from collections.abc import Sequence
+The secrets among launch.env travel apart from the configuration, and no file keeps them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.secret_names import is_secret, split_secrets
+
+HIDDEN = "***"
+TELLING = (
+    "TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|AUTH(?!OR)|API_?KEY|ACCESS_KEY"
+    "|(?<![A-Z0-9])KEYS?(?![A-Z0-9])"
+)
+"""What the name of a secret contains, in a regular expression for any case."""
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|sk-[A-Za-z0-9-]{8,}|AKIA[0-9A-Z]{12,}"
+    r"|xox[abps]-[\w-]{8,}|eyJ[\w-]{10,}\.[\w-]+\.[\w-]*)"
+)
+IN_URL = re.compile(r"(?<=://)[^/\s:@]+(:[^/\s@]*)?@")
+"""A user, perhaps with a password, in an address."""
+_NAME = re.compile(TELLING, re.IGNORECASE)
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Return whether a variable looks like one that nobody else is to read."""
+    return bool(_NAME.search(name) or SECRET_VALUE.search(value) or IN_URL.search(value))
+
+
+def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables that anybody may read, and those that nobody may."""
+    secret = {name: value for name, value in variables.items() if is_secret(name, value)}
+    return {name: value for name, value in variables.items() if name not in secret}, secret
+
 
 _KEY = "launch.env"
 

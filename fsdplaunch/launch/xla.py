@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from fsdplaunch.config.resolve import converts_to_bf16, runs_spmd, shards_on_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.xla import converts_to_bf16, runs_spmd, shards_on_xla
 from fsdplaunch.errors import MachineError, UsageError
 
 DEVICE, CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model_folder import ModelFacts
+from fsdplaunch.probe.model_files import ModelFacts
 
 ITEMSIZES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes per element of each dtype."""

@@ -14,16 +14,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
+from fsdplaunch.config.resolve import shards_models, uses_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.xla import shards_models, uses_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.features import MEASURE, RECORD, XLA, XLA_ENTRY, feature
 from fsdplaunch.parent_death import die_with_parent
-from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
-from fsdplaunch.runtime.compat.import_hook import before_import, once_imported
-from fsdplaunch.runtime.failure import conclude
-from fsdplaunch.runtime.heartbeat import start_heartbeat
-from fsdplaunch.runtime.late_modules import (
+from fsdplaunch.runtime.patch import (
     ABANDON_GROUP,
     FINISH_MEASUREMENT,
     FINISH_RECORD,
@@ -33,11 +29,14 @@ from fsdplaunch.runtime.late_modules import (
     RANK0_SAVES_END,
     REPORT_END,
     THREADS_END,
+    before_first_step,
+    before_import,
     call_if_imported,
+    once_imported,
 )
-from fsdplaunch.runtime.rank import hide_ranks, rank, world_size
-from fsdplaunch.runtime.script import ScriptTarget, parse_target, run_target
-from fsdplaunch.runtime.step_hooks import before_first_step
+from fsdplaunch.runtime.rank import hide_ranks, rank, start_heartbeat, world_size
+from fsdplaunch.runtime.script import ScriptTarget, conclude, parse_target, run_target
+from fsdplaunch.runtime.torch_error_notes import explaining_mixtures
 from fsdplaunch.standard_streams import flush_both
 
 if TYPE_CHECKING:
@@ -125,8 +124,7 @@ def _rehearse(steps: int) -> None:
 
 def _set_up_replicas(config: Config) -> None:
     """Prepare for a script that distributes itself: its set-up is its own, as under torchrun."""
-    from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
-    from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
+    from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
 
     wait_for_gloo_at_exit()
     if config.use_cpu and config.distributed_type != "NO":
@@ -136,7 +134,7 @@ def _set_up_replicas(config: Config) -> None:
 
 
 def _keep_accelerate_on_cpu() -> None:
-    from fsdplaunch.runtime.compat.accelerate.cpu import keep_accelerate_on_cpu
+    from fsdplaunch.runtime.compat.accelerate import keep_accelerate_on_cpu
 
     keep_accelerate_on_cpu()
 
@@ -164,7 +162,7 @@ def _check_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         return
-    from fsdplaunch.runtime.script_line import script_line
+    from fsdplaunch.runtime.messages import script_line
 
     workers = os.environ.get("WORLD_SIZE")
     msg = (
@@ -180,10 +178,8 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.adapt_libraries import adapt_libraries
     from fsdplaunch.runtime.device import choose_device, join_group, see_own_gpu
-    from fsdplaunch.runtime.first_step import check_at_first_step
-    from fsdplaunch.runtime.library_watch import watch_libraries
-    from fsdplaunch.runtime.sharding_watch import watch_sharding
-    from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import gather_outside_of_inference_mode
+    from fsdplaunch.runtime.sharding_watch import check_at_first_step, watch_libraries, watch_sharding
+    from fsdplaunch.runtime.torch_internals.fsdp import gather_outside_of_inference_mode
 
     automatic = config.launch.shard in ("auto", "always")
     if automatic and config.launch.hide_ranks:
@@ -207,7 +203,7 @@ def _install_hooks(config: Config, device: "torch.device") -> None:
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
-    from fsdplaunch.runtime.inspection.announce import print_waiting, wait_for_others
+    from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others
 
     hook_context = context_of(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context))

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.run_dir import REHEARSAL
-from fsdplaunch.runtime.inspection.accessors import local_tensor
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.inspection.parameters import named_parameters
+from fsdplaunch.runtime.inspection.units import local_tensor
 from fsdplaunch.runtime.rank import own_folder, rank
-from fsdplaunch.runtime.saving.background.background_save import finish_saves
+from fsdplaunch.runtime.saving.background_save import finish_saves
 from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
 from fsdplaunch.runtime.sharding.registry import models_of
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
-from fsdplaunch.runtime.collectives.gloo_threads import wait_for_gloo_at_exit
-from fsdplaunch.runtime.collectives.quiet_gloo import keep_gloo_quiet
+from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.stores import group_store
-from fsdplaunch.runtime.late_modules import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
+from fsdplaunch.runtime.patch import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
 from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
-from fsdplaunch.runtime.torch_internals.process_groups import keep_groups_from_being_freed
+from fsdplaunch.runtime.torch_internals.distributed import keep_groups_from_being_freed
 
 
 def see_own_gpu() -> None:

@@ -1,11 +1,153 @@
-"""Exchange one attribute of an object that is not ours for as long as a context lasts."""
+"""Change what is not ours: an attribute for a while, a module once it is imported, the first step of an optimizer.
 
-from collections.abc import Callable, Iterator
+A worker must not import a library that its script may never use, only to adapt it; nor a part of this package that
+matters only where something else has imported it. Nothing here imports torch by itself.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from fsdplaunch.runtime.compat.import_hook import once_imported
+Adapt = Callable[[Any], None]
+
+
+def once_imported(name: str, adapt: Adapt) -> None:
+    """Call `adapt(module)` right after module `name` is executed, or at once when it has been.
+
+    Args:
+        name: Dotted name of the module.
+        adapt: Called once, before the importing statement sees the module.
+    """
+    if name in sys.modules:
+        adapt(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Waiting(name, adapt))
+
+
+def before_import(name: str, start: Callable[[], None]) -> None:
+    """Call `start()` right before a package is imported, or at once when it has been.
+
+    For what adapts several of its modules by `once_imported`: it need not be imported itself until then.
+    """
+    if name in sys.modules:
+        start()
+    else:
+        sys.meta_path.insert(0, _Starting(name, start))
+
+
+class _Starting(importlib.abc.MetaPathFinder):
+    """Stands first in the search until one package is looked for, and leaves."""
+
+    def __init__(self, name: str, start: Callable[[], None]) -> None:
+        self.name = name
+        self.start = start
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Call the function when the package is looked for, and find it as the others do."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        self.start()
+        return _found_by_others(fullname, path, target)
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Stands first in the search, finds one module as the others would, and leaves."""
+
+    def __init__(self, name: str, adapt: Adapt) -> None:
+        self.name = name
+        self.adapt = adapt
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find module `name` with the finders behind this one, and have its execution followed by `adapt`."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = _found_by_others(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            _follow(spec.loader, self.adapt)
+        return spec
+
+
+def _found_by_others(
+    name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _follow(loader: Any, adapt: Adapt) -> None:
+    """Replace the loader's own method, not its class's: the loader belongs to this one module."""
+    execute = loader.exec_module
+
+    def execute_and_adapt(module: ModuleType) -> None:
+        execute(module)
+        adapt(module)
+
+    loader.exec_module = execute_and_adapt
+
+
+ABANDON_GROUP = "fsdplaunch.runtime.device.abandon_group"
+GROUP_IS_ABANDONED = "fsdplaunch.runtime.device.group_is_abandoned"
+PROCESSES_END = "fsdplaunch.runtime.auto.ddp.raise_refused"
+MISSING_GRADIENTS_NOTE = "fsdplaunch.runtime.api.gradients.missing_gradients_note"
+PRINT_SHARDED = "fsdplaunch.runtime.inspection.describe.print_waiting"
+REPORT_END = "fsdplaunch.runtime.collectives.waits.report_end"
+WEIGHTS_USED = "fsdplaunch.runtime.loading.pretrained.weights_used"
+RANK0_SAVES_OPEN = "fsdplaunch.runtime.auto.rank0.service.is_open"
+RANK0_SAVES_END = "fsdplaunch.runtime.auto.rank0.service.note_end"
+RANK0_SAVES_CLOSE = "fsdplaunch.runtime.auto.rank0.service.close"
+WAIT_FOR_COPIES = "fsdplaunch.runtime.saving.background_save.wait_for_copies"
+THREADS_END = "fsdplaunch.runtime.state_dict.gather.raise_failed"
+FINISH_SAVES = "fsdplaunch.runtime.saving.background_save.finish_saves"
+
+XLA_TO_SAVE = "fsdplaunch.runtime.xla.saving.to_save"
+XLA_READ = "fsdplaunch.runtime.xla.saving.read"
+XLA_CLIP = "fsdplaunch.runtime.xla.wrappers.clip_norm"
+XLA_NO_SYNC = "fsdplaunch.runtime.xla.wrappers.unsynchronized"
+
+FINISH_RECORD = "fsdplaunch.comparison.record.finish"
+FINISH_MEASUREMENT = "fsdplaunch.tune.measure.finish"
+
+
+def call_if_imported(function: str, *arguments: Any) -> Any:
+    """Call the function of this name and return what it does; None while nothing has imported its module."""
+    module, _, name = function.rpartition(".")
+    return getattr(sys.modules[module], name)(*arguments) if module in sys.modules else None
+
+
+def before_first_step(optimizers: Any, check: Callable[[], None]) -> None:
+    """Call a function once, before the first step of any optimizer of the process.
+
+    The hook stays afterwards and does nothing: torch goes over its hooks at that moment, and fails when one of
+    them is taken out while there are others.
+
+    Args:
+        optimizers: The module `torch.optim.optimizer`.
+        check: What to call; what it raises ends the step.
+    """
+    called = False
+
+    def call(*_: Any) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            check()
+
+    optimizers.register_optimizer_step_pre_hook(call)
+
 
 _PACKAGE = str(Path(__file__).parents[1])
 

@@ -1,14 +1,19 @@
-"""Which worker this process is, and where its files are."""
+"""Which worker this process is, where its files are, and its heartbeat in them."""
 
+import faulthandler
+import mmap
 import os
 import re
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.config.resolve import has_one_axis, mesh_sizes
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import has_one_axis, mesh_sizes
-from fsdplaunch.run_dir import rank_folder
+from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, STACK_SIGNAL, rank_folder
 
 _RANK_VARIABLE = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS)"
@@ -71,3 +76,39 @@ def own_folder() -> Path | None:
     folder = rank_folder(Path(run_dir), rank())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+_kept: list[Any] = []
+"""Files that stay open for the life of the process."""
+
+
+def start_heartbeat() -> None:
+    """Count optimizer steps in this rank's folder from now on; nothing happens outside a launched run.
+
+    In a process that has no torch yet no steps are counted: importing it is the script's business.
+    """
+    folder = own_folder()
+    if folder is None or STACK_SIGNAL is None:
+        return
+    stack = (folder / STACK).open("a", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    beat = _open(folder / HEARTBEAT)
+    _kept.extend([stack, beat])
+    pid, steps = os.getpid(), 0
+    LAYOUT.pack_into(beat, 0, pid, 0, 0)
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        LAYOUT.pack_into(beat, 0, pid, steps, time.time_ns())
+
+    if "torch" in sys.modules:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(count)
+
+
+def _open(path: Path) -> mmap.mmap:
+    path.write_bytes(bytes(LAYOUT.size))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), LAYOUT.size)

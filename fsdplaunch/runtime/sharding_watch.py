@@ -1,21 +1,119 @@
-"""Record whether this process ever sharded a model, whoever did it: this package, a library, the script.
+"""Whether this process ever sharded a model, and who did it: this package, a library, the script.
 
-The moment is recorded, not the objects: a model may be gone by the time the script ends.
+Looked at before the first optimizer step, when all is known and nothing is lost yet, and at the script's end. The
+moment of sharding is recorded, not the objects: a model may be gone by the time the script ends.
 """
 
 import functools
+import gc
 import os
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
-from fsdplaunch.runtime.compat.import_hook import once_imported
 from fsdplaunch.runtime.device import joined_by_script
-from fsdplaunch.runtime.late_modules import WEIGHTS_USED, call_if_imported
-from fsdplaunch.runtime.library_watch import built_library, tell_listeners
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import WEIGHTS_USED, before_first_step, call_if_imported, once_imported
 from fsdplaunch.runtime.rank import own_folder, world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A library that trains in its own way.
+
+    Attributes:
+        name: Of the class that was built, as its users say it.
+        remedy: How it is told to shard.
+        replicates: Whether it keeps replicas, with DistributedDataParallel, unless it is told otherwise.
+    """
+
+    name: str
+    remedy: str
+    replicates: bool = False
+
+
+_ACCELERATE = "give the model to accelerator.prepare, and leave distributed_type: FSDP in the file"
+_TRAINER = "leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
+_OTHER = "let {} shard in its own way and start it without FSDP, or call fsdplaunch.prepare(model) in a plain loop"
+
+
+def _of_lightning(name: str) -> Library:
+    """Return what one of Lightning's two entries means: by itself it keeps replicas."""
+    remedy = (
+        f"give {name} strategy='ddp', whose model is then sharded as configured, or its own FSDPStrategy(); and"
+        " devices= the workers of a node"
+    )
+    return Library(name=name, remedy=remedy, replicates=True)
+
+
+_CLASSES = (
+    ("accelerate.accelerator", "Accelerator", Library(name="Accelerator", remedy=_ACCELERATE)),
+    ("transformers.trainer", "Trainer", Library(name="Trainer", remedy=_TRAINER)),
+    *(
+        (module, "Trainer", _of_lightning("Lightning's Trainer"))
+        for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+    ),
+    *(
+        (module, "Fabric", _of_lightning("Lightning's Fabric"))
+        for module in ("lightning.fabric.fabric", "lightning_fabric.fabric")
+    ),
+    *(
+        (module, cls, Library(name=cls, remedy=_OTHER.format(cls)))
+        for module, cls in (
+            ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+            ("colossalai.booster.booster", "Booster"),
+            ("composer.trainer.trainer", "Trainer"),
+        )
+    ),
+)
+"""Module, class, and what its being built means."""
+
+_built: list[Library] = []
+_listeners: list[Callable[[], None]] = []
+
+
+def on_sharding(listener: Callable[[], None]) -> None:
+    """Call a function from now on whenever a model is sharded or an object that will shard is built."""
+    _listeners.append(listener)
+
+
+def tell_listeners() -> None:
+    """Call the functions."""
+    for listener in _listeners:
+        listener()
+
+
+def built_library() -> Library | None:
+    """Return the library whose object was built; the outermost, which was built first."""
+    return _built[0] if _built else None
+
+
+def watch_libraries() -> None:
+    """Start to notice them, in modules that are imported and in those that will be."""
+    for module, name, library in _CLASSES:
+        once_imported(module, functools.partial(_before_construction, name=name, library=library))
+
+
+def _before_construction(module: Any, *, name: str, library: Library) -> None:
+    cls = getattr(module, name)
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def note_and_construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        _built.append(library)  # before: constructors move and wrap models
+        tell_listeners()
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = note_and_construct
+
 
 _seen: list[str] = []
 _replicated: list[str] = []
@@ -164,3 +262,102 @@ def _check_weights_used(name: str) -> None:
     msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
     hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"
     raise ShardingError(msg, hint=hint)
+
+
+def check_at_first_step(name: str) -> None:
+    """Check at the first step of any optimizer, and never again.
+
+    Args:
+        name: The script's, for the error.
+    """
+
+    def check() -> None:
+        if not may_stay_unsharded():
+            raise never_sharded(name, f"; found at its first optimizer step, {script_line()}")
+        describe_others()
+
+    before_first_step(optimizers, check)
+    _Updates(name).watch()
+
+
+class _Updates:
+    """Parameters that change between backward passes, without an optimizer and before anything was sharded."""
+
+    MOST_PASSES = 10
+    """After which nothing is looked at any more: scripts compute gradients for other ends as well."""
+    MOST_NODES = 5000
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.left = self.MOST_PASSES
+        self.sums: dict[weakref.ref[nn.Parameter], float] = {}
+
+    def watch(self) -> None:
+        """Look at each of the first backward passes."""
+        backward = torch.autograd.backward
+        before_first_step(optimizers, self._end)
+
+        @functools.wraps(backward)
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.left:
+                self._look(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
+            return backward(tensors, *args, **kwargs)
+
+        torch.autograd.backward = watched
+
+    def _end(self) -> None:
+        self.left = 0
+
+    def _look(self, loss: Any) -> None:
+        if may_stay_unsharded():
+            self._end()
+            return
+        self.left -= 1
+        param = _parameter_below(loss, self.MOST_NODES)
+        if param is None:
+            return
+        now = float(param.detach().double().sum().item())
+        if self.sums.setdefault(weakref.ref(param), now) != now:
+            where = f"; found at its second backward pass, {script_line()}"
+            also = "or move it to its device by model.to(device), where it is sharded"
+            raise never_sharded(self.name, where, also)
+
+
+def _parameter_below(loss: Any, most: int) -> nn.Parameter | None:
+    """Return one of the parameters that a loss has a gradient for."""
+    waiting, seen = [getattr(loss, "grad_fn", None)], set[Any]()
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            return leaf
+        waiting += [below for below, _ in node.next_functions]
+    return None
+
+
+def describe_others() -> None:
+    """Print how the models are sharded that something else than this package has sharded."""
+    from fsdplaunch.runtime.inspection.units import is_sharded
+    from fsdplaunch.runtime.sharding.registry import registered  # only now: a worker must start fast
+
+    models = [thing for thing in gc.get_objects() if _is_module(thing) and is_sharded(thing)]
+    inside = {id(part) for model in models for child in model.children() for part in child.modules()}
+    for model in models:
+        if id(model) not in inside and registered(model) is None:
+            _describe(model)
+
+
+def _is_module(thing: Any) -> bool:
+    return issubclass(type(thing), nn.Module)  # isinstance would ask proxies, which import what they stand for
+
+
+def _describe(model: nn.Module) -> None:
+    from fsdplaunch.runtime.inspection.describe import announce, describe_seen
+    from fsdplaunch.runtime.inspection.units import reshard
+
+    reshard(model)  # an evaluation may have left parameters gathered, which tell nothing
+    library = built_library()
+    announce(describe_seen(model), f"by {sharded_by() if library is None else library.name}")

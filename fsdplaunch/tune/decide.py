@@ -14,7 +14,7 @@ from math import log, sqrt
 from statistics import mean, stdev
 from typing import Literal, TypeVar
 
-from fsdplaunch.tune.outcome import Outcome
+from fsdplaunch.tune.trial import Outcome
 
 Verdict = Literal["first", "second", "equal", "open"]
 Pair = tuple[Outcome, Outcome]

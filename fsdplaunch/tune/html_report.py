@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fsdplaunch.byte_sizes import size_words
-from fsdplaunch.html_page import html_page
-from fsdplaunch.tune.outcome import Outcome
-from fsdplaunch.tune.result import TuneResult
-from fsdplaunch.tune.rows import Row
-from fsdplaunch.tune.table import closing_lines, step_words
+from fsdplaunch.display_text import html_page, size_words
+from fsdplaunch.tune.result import TuneResult, closing_lines, step_words
+from fsdplaunch.tune.search import Row
+from fsdplaunch.tune.trial import Outcome
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 900, 420, 80, 45, 30
 _COLOURS = {"kept": "#3a9a5b", "yours": "#4363b8", "fits": "#8a8f98", "not": "#d9534f"}

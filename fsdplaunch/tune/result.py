@@ -1,15 +1,21 @@
-"""What a search came to, as plain values: computed once, then shown as a table, as JSON, as YAML or as a page."""
+"""The result of a search: what is kept, in words, in a file to resume from, and as a configuration."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fsdplaunch.config.schema.walk import Path as KeyPath
-from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.rows import Duel, Row
+from fsdplaunch.config.render import render
+from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, keys_by_path
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.display_text import size_words
+from fsdplaunch.errors import UsageError
+from fsdplaunch.run_dir import PRIVATE_MODE, read_json, write_json
+from fsdplaunch.tune.search import Duel, Row, SearchStopped
+from fsdplaunch.tune.space import Candidate
+from fsdplaunch.tune.trial import Outcome, outcome_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,3 +167,300 @@ def duel_data(duel: Duel) -> dict[str, Any]:
         "verdict": duel.verdict,
         "rounds": [[first.median, second.median] for first, second in duel.rounds],
     }
+
+
+STATE = "tune.json"
+SUFFIX = "-tune"
+"""What the name of a search's folder ends with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TuneState:
+    """A search on disk.
+
+    Attributes:
+        folder: Of the search.
+        request: What was asked: script, arguments, options, as plain data.
+        outcomes: Changes, steps and outcome of each launch, in order.
+    """
+
+    folder: Path
+    request: Mapping[str, Any]
+    outcomes: list[tuple[Mapping[str, Any], int, Outcome]] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Write it, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        outcomes = [
+            {"changes": changes, "steps": steps, "outcome": outcome.to_dict()}
+            for changes, steps, outcome in self.outcomes
+        ]
+        write_json(self.folder / STATE, {"request": self.request, "outcomes": outcomes}, mode=PRIVATE_MODE)
+
+    def trial(self, launch: Callable[[Candidate, int, int], Outcome]) -> Callable[[Candidate, int], Outcome]:
+        """Return what gives the outcomes that are known, one after the other, and launches for the next ones.
+
+        Args:
+            launch: Takes the candidate, the number of the launch and the steps.
+        """
+        at = 0
+
+        def run(candidate: Candidate, steps: int) -> Outcome:
+            nonlocal at
+            known = self.outcomes[at] if at < len(self.outcomes) else None
+            at += 1
+            if known is not None and known[:2] == (candidate.to_dict(), steps):
+                return known[2]
+            del self.outcomes[at - 1 :]  # what came after belongs to another course
+            outcome = launch(candidate, at, steps)
+            if outcome.kind == "stopped":
+                raise SearchStopped(outcome.failure)
+            self.outcomes.append((candidate.to_dict(), steps, outcome))
+            self.write()
+            return outcome
+
+        return run
+
+
+def find_state(name: str, log_dir: Path) -> TuneState:
+    """Return the search of a folder, or of a name in the folder of the runs.
+
+    Args:
+        name: `--resume`'s value: a path, a name, its beginning, or its end before `-tune`.
+        log_dir: Where runs are.
+
+    Raises:
+        UsageError: There is none, more than one, or its file is broken.
+    """
+    given = Path(name)
+    folders = [given] if (given / STATE).is_file() else []
+    if not folders and log_dir.is_dir():
+        all_of_them = [path for path in log_dir.iterdir() if (path / STATE).is_file()]
+        folders = [
+            path for path in all_of_them if path.name.startswith(name) or path.name.endswith((name, name + SUFFIX))
+        ]
+    if len(folders) != 1:
+        count = f"{len(folders)} searches" if folders else "no search"
+        msg = f"--resume {name}: {count} by this name"
+        raise UsageError(msg, hint=f"name the folder of one, {log_dir}/...{SUFFIX}")
+    return _read(folders[0].absolute())
+
+
+def _read(folder: Path) -> TuneState:
+    data = read_json(folder / STATE)
+    try:
+        outcomes: list[tuple[Mapping[str, Any], int, Outcome]] = [
+            (dict(one["changes"]), int(one["steps"]), outcome_of(one["outcome"])) for one in data["outcomes"]
+        ]
+        return TuneState(folder=folder, request=dict(data["request"]), outcomes=outcomes)
+    except (KeyError, TypeError, ValueError) as error:
+        raise broken_state(folder) from error
+
+
+def broken_state(folder: Path) -> UsageError:
+    """Return the error for a search whose file cannot be read."""
+    msg = f"{folder / STATE} is not the file of a search"
+    return UsageError(msg, hint="start again without --resume")
+
+
+_BAR = 16
+_LONGEST = 60
+_SECOND = 1.0
+
+
+def table_lines(
+    rows: Sequence[Row], *, limit: int | None = None, kept: Candidate | None = None, progress: str = ""
+) -> list[str]:
+    """Return a head and a line per candidate, measured ones by their speed, the others after them.
+
+    Args:
+        rows: The candidates.
+        limit: Bytes that a rank may need; None where nothing limits it.
+        kept: The one to take, which gets a mark.
+        progress: What the running one is doing.
+    """
+    measured = sorted((row for row in rows if row.fastest), key=_order)
+    others = [row for row in rows if not row.fastest]
+    slowest = max((row.fastest.median for row in measured if row.fastest), default=0.0)
+    rates = {name for row in measured if row.fastest for name in ("tokens", "rows") if getattr(row.fastest, name)}
+    rate = "tokens" if "tokens" in rates else "rows" if rates else ""
+    cells = [_cells(row, row.fastest, slowest, rate, limit) for row in measured if row.fastest]
+    head = ["", "step", "half of them", "", f"{'samples' if rate == 'rows' else rate}/s" if rate else "", "memory",
+            "waiting", ""]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    names = max((len(_name(row)) for row in rows), default=0)
+    lines = [_line(" " * (names + 2), head, widths)] if cells else []
+    for row, own in zip(measured, cells, strict=True):
+        mark = "* " if row.candidate == kept else "  "
+        running = progress if row.state == "running" else own[-1]
+        lines.append(_line(f"{mark}{_name(row):<{names}}", [*own[:-1], running], widths))
+    for row in others:
+        state = progress or "running" if row.state == "running" else _state(row)
+        lines.append(f"  {_name(row):<{names}}  {state}".rstrip())
+    return lines
+
+
+def _order(row: Row) -> float:
+    return row.fastest.median if row.fastest else 0.0
+
+
+def _name(row: Row) -> str:
+    label = row.candidate.label
+    return label if len(label) <= _LONGEST else label[: _LONGEST - 3] + "..."
+
+
+def _state(row: Row) -> str:
+    if row.state == "same run":
+        return row.reason
+    return f"{row.state}: {row.reason}" if row.reason else row.state
+
+
+def _line(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
+    aligned = [
+        f"{cell:<{width}}" if number in (2, 6) else f"{cell:>{width}}"
+        for number, (cell, width) in enumerate(zip([*cells][1:-1], [*widths][1:-1], strict=True))
+    ]
+    return "  ".join([name, *aligned, [*cells][-1]]).rstrip()
+
+
+def _cells(row: Row, fastest: Outcome, slowest: float, rate: str, limit: int | None) -> list[str]:
+    low, high = fastest.quartiles
+    bar = "#" * max(1, round(_BAR * fastest.median / slowest))
+    amount = getattr(fastest, rate) if rate else None
+    memory = size_words(fastest.memory) + (f" of {size_words(limit)}" if limit else "")
+    return [
+        "",
+        step_words(fastest.median),
+        f"{step_words(low)} to {step_words(high)}",
+        bar,
+        f"{amount:,.0f}" if amount else "",
+        memory,
+        "" if fastest.waiting is None else f"{100 * fastest.waiting:.0f} %",
+        "" if row.state == "measured" else _state(row),
+    ]
+
+
+def step_words(seconds: float) -> str:
+    """Return the time of a step: `12.3 ms` or `1.23 s`."""
+    return f"{seconds:.2f} s" if seconds >= _SECOND else f"{1000 * seconds:.1f} ms"
+
+
+def closing_lines(result: TuneResult) -> Iterator[str]:
+    """Yield what the search came to, after its table."""
+    for duel in result.duels:
+        yield duel_words(duel)
+    yield from _answer(result)
+    for gain in result.gains():
+        yield f"  {gain_words(gain)}"
+    off = result.predictions()
+    if off:
+        worst = max(off, key=abs)
+        middle = sorted(off)[len(off) // 2]
+        yield (
+            f"estimate: runs needed {_off_words(middle)} memory than predicted (median of {len(off)}), "
+            f"{_off_words(worst)} at worst"
+        )
+
+
+def _off_words(off: float) -> str:
+    return f"{100 * abs(off):.0f} % {'less' if off < 0 else 'more'}"
+
+
+def _answer(result: TuneResult) -> Iterator[str]:
+    kept, speed = result.kept, result.speed
+    until = "" if result.is_complete else "so far, "
+    if kept is None:
+        yield f"{until}no candidate fits"
+    elif kept.is_yours:
+        yield f"{until}yours is the one to keep: nothing tried is clearly faster"
+    elif not result.yours.fits:
+        yield f"{until}best of those that fit: {kept.label}; yours does not fit"
+    elif speed is None:
+        yield f"{until}best: {kept.label}; not measured against yours in turn"
+    else:
+        yield f"{until}best: {kept.label}, {speed:.2f} times the speed of yours"
+
+
+def duel_words(duel: Duel) -> str:
+    """Return one comparison in words."""
+    names = f"{duel.first.label} and {duel.second.label}"
+    count = f"{len(duel.rounds)} round{'s' if len(duel.rounds) != 1 else ''} in turn"
+    if duel.verdict == "open":
+        return f"{names}: not decided after {count}"
+    if duel.verdict == "equal":
+        return f"{names}: no difference in {count}"
+    fast, slow = (0, 1) if duel.verdict == "first" else (1, 0)
+    pairs = duel.rounds
+    share = sum(1 - pair[fast].median / pair[slow].median for pair in pairs) / len(pairs)
+    winner = duel.first if duel.verdict == "first" else duel.second
+    return f"{names}: {winner.label} takes {100 * share:.0f} % less time, clear after {count}"
+
+
+def gain_words(gain: Gain) -> str:
+    """Return what a changed key gained."""
+    name = ".".join(gain.path)
+    value = str(gain.value).lower() if isinstance(gain.value, bool) else gain.value
+    if gain.makes_it_fit:
+        return f"{name}: {value}  makes it fit"
+    if gain.share is None:
+        return f"{name}: {value}  was measured together with the others only"
+    more_or_less = "less" if gain.share >= 0 else "more"
+    return f"{name}: {value}  {100 * abs(gain.share):.0f} % {more_or_less} time per step by itself"
+
+
+_HEAD, _REMARK = "# measured by fsdplaunch tune", "# tune:"
+"""What our comments begin with: at the top, and before a key."""
+
+
+def winner_text(
+    result: TuneResult, config: Config, *, old: str | None, changes: Sequence[tuple[KeySpec, object]]
+) -> str:
+    """Return the text of a file that says the kept candidate.
+
+    Args:
+        result: With a kept candidate.
+        config: The candidate's, resolved.
+        old: The text of the user's file, whose comments and layout stay; None where there is none.
+        changes: What has to change in it; None as a value takes a key out.
+    """
+    text = render(config)
+    if old is not None:
+        try:
+            text = set_keys(_without_remarks(old), list(changes))
+        except UsageError:  # values shared through anchors: the text cannot be kept
+            text = render(config)
+    return "\n".join([*_head(result), *_with_gains(text, result)]) + "\n"
+
+
+def _without_remarks(text: str) -> str:
+    """Return a file's text without what an earlier search wrote about its measurements."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.lstrip().startswith((_HEAD, _REMARK)))
+
+
+def _head(result: TuneResult) -> Iterator[str]:
+    fastest = result.row(result.kept).fastest if result.kept is not None else None
+    if fastest is None:
+        return
+    speed = f", {result.speed:.2f} times the speed before" if result.speed and result.yours.fits else ""
+    words = f"{result.script}: {step_words(fastest.median)} per step on {result.world} workers{speed}"
+    yield f"{_HEAD} {words}"
+
+
+def _with_gains(text: str, result: TuneResult) -> Iterator[str]:
+    """Yield a text's lines, with a comment before each key that the search changed."""
+    gains = {gain.path[-1]: gain for gain in result.gains()}
+    for line in text.splitlines():
+        name = line.strip().partition(":")[0]
+        spellings = [key for key in gains if name in (key, *_short(key))]
+        if spellings and not line.lstrip().startswith("#"):
+            indent = line[: len(line) - len(line.lstrip())]
+            yield f"{indent}{_REMARK} {gain_words(gains[spellings[0]]).partition('  ')[2]}"
+        yield line
+
+
+def _short(key: str) -> tuple[str, ...]:
+    """Return the other spellings of a key that a user's file may have."""
+    spec = next(spec for spec in keys_by_path().values() if spec.name == key)
+    names = (key, *spec.key.aliases)
+    return tuple(name.removeprefix(prefix) for name in names for prefix in ("fsdp_", "parallelism_config_", ""))

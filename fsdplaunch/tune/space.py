@@ -1,15 +1,75 @@
-"""Which candidates there are: every value that the schema declares tunable, where it makes another run. Pure."""
+"""Candidates: the user's configuration with some keys changed; which keys and values a search tries."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.layers import read_assignments
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.resolve import mesh_sizes
+from fsdplaunch.config.rules.base import shown_value
+from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, keys_by_path, value_at
 from fsdplaunch.config.schema.key import Tunable
-from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, keys_by_path, value_at
-from fsdplaunch.config.world_size import mesh_sizes
-from fsdplaunch.errors import LaunchError
-from fsdplaunch.tune.candidate import Candidate, candidate_of
+from fsdplaunch.errors import LaunchError, UsageError
+
+_PREFIXES = ("fsdp_", "parallelism_config_", "dynamo_")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Some changes to the user's configuration; none for that itself.
+
+    Attributes:
+        changes: Keys and their canonical values, in the schema's order.
+    """
+
+    changes: tuple[tuple[KeyPath, Any], ...] = ()
+
+    @property
+    def is_yours(self) -> bool:
+        """Return whether nothing is changed."""
+        return not self.changes
+
+    @property
+    def label(self) -> str:
+        """Return a short name, without what another key implies: `forward_prefetch=true, checkpoint_every=2`."""
+        specs = [keys_by_path()[path] for path, _ in self.changes]
+        implied = {name for spec in specs if spec.key.tunable for name in spec.key.tunable.needs}
+        shown = [(path, value) for path, value in self.changes if ".".join(path) not in implied]
+        words = [f"{short_name(path)}={shown_value(value)}" for path, value in shown]
+        return ", ".join(words) or "yours"
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the changes as `KEY=VALUE` texts; what says the same in other words is taken back before."""
+        specs = [(keys_by_path()[path], value) for path, value in self.changes]
+        follow = [name for spec, _ in specs if spec.key.tunable for name in spec.key.tunable.follow]
+        return [
+            *(f"{name}=" for name in follow),
+            *(f"{spec.dotted}={spec.key.kind.write(value)}" for spec, value in specs),
+        ]
+
+    def with_changes(self, other: "Candidate") -> "Candidate":
+        """Return the changes of both; of a key that both change, the other's."""
+        return candidate_of({**dict(self.changes), **dict(other.changes)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the changes as plain data, by dotted key."""
+        return {".".join(path): value for path, value in self.changes}
+
+
+def candidate_of(changes: Mapping[KeyPath, Any]) -> Candidate:
+    """Return the candidate with these changes."""
+    return Candidate(tuple((spec.path, changes[spec.path]) for spec in all_keys() if spec.path in changes))
+
+
+def short_name(path: KeyPath) -> str:
+    """Return a key's name without what accelerate puts before the names of a section."""
+    name = path[-1]
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
 
 _STRATEGY = ("fsdp_config", "fsdp_sharding_strategy")
 _MESH = tuple(("parallelism_config", f"parallelism_config_dp_{axis}_size") for axis in ("replicate", "shard"))
@@ -34,7 +94,7 @@ class Space:
     world: int
     on_gpu: bool
     allowed: frozenset[str] = frozenset()
-    tries: Mapping[Path, Sequence[Any]] = field(default_factory=dict)
+    tries: Mapping[KeyPath, Sequence[Any]] = field(default_factory=dict)
 
     def config(self, candidate: Candidate) -> Config | None:
         """Return a candidate's configuration; None where the rules refuse it or the mesh does not fit."""
@@ -84,7 +144,7 @@ def divisors(world: int, which: str) -> list[int]:
     return [number for number in range(2, most + 1) if world % number == 0]
 
 
-def _needed(spec: KeySpec, base: Config) -> dict[Path, Any]:
+def _needed(spec: KeySpec, base: Config) -> dict[KeyPath, Any]:
     """Return what has to be set with a key for it to change anything."""
     needs = spec.key.tunable.needs if spec.key.tunable else {}
     paths = {tuple(name.split(".")): values for name, values in needs.items()}
@@ -122,3 +182,60 @@ def _is_idle(tunable: Tunable, config: Config, shards: int) -> bool:
 
 def _value(config: Config, dotted: str) -> Any:
     return value_at(config, keys_by_path()[tuple(dotted.split("."))].path)
+
+
+_OF_A_STEP = (
+    "fsdp_config",
+    "sharding",
+    "parallelism_config",
+    "precision",
+    "fp8_config",
+    "dynamo_config",
+    "mixed_precision",
+)
+"""Sections, and a key at the top level, that decide how a step is computed; others say how runs are started."""
+
+
+def read_tries(texts: Sequence[str]) -> dict[KeyPath, list[Any]]:
+    """Return the canonical values to try, by key, in the order given and each once.
+
+    Args:
+        texts: `KEY=V1,V2`; the key dotted or bare, each value as in YAML.
+
+    Raises:
+        UsageError: With everything that is wrong, in one message.
+    """
+    found: dict[KeyPath, list[Any]] = {}
+    wrong: list[str] = []
+    for text in texts:
+        try:
+            for spec, value in _assignments(text):
+                values = found.setdefault(spec.path, [])
+                values += [] if value in values else [value]
+        except ConfigError as error:
+            wrong += [f"{problem.key} {problem.message}".strip() for problem in error.problems]
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        msg = f"--try: {'; '.join(dict.fromkeys(wrong))}"
+        raise UsageError(msg, hint="write it as --try fsdp_reshard_after_forward=true,false")
+    return found
+
+
+def _assignments(text: str) -> list[tuple[KeySpec, Any]]:
+    """Return the key with each of its values.
+
+    Raises:
+        ConfigError: A value is none of the key's, or there is no such key.
+        ValueError: No value is given, or the key has no part in a step.
+    """
+    key, equals, values = text.partition("=")
+    found = [one for value in values.split(",") for one in read_assignments([f"{key}{equals}{value}"])]
+    spec = found[0][0]
+    if any(value is None for _, value in found):
+        msg = f"{spec.dotted} is given no value"
+        raise ValueError(msg)
+    if spec.path[0] not in _OF_A_STEP:
+        msg = f"{spec.dotted} does not decide how a step is computed"
+        raise ValueError(msg)
+    return found

@@ -1,21 +1,205 @@
-"""One trial: an ordinary launch of the user's script with a candidate's configuration, in a folder of its own."""
+"""One trial: launch the script with a candidate's configuration, in a folder of links, and read what it took."""
 
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
 
 from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE, MEASURE_STEPS
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.report.run_result import Failure, RunResult
+from fsdplaunch.launch.run_result import Failure, RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.run_dir import MEASURED, rank_folder, read_json
-from fsdplaunch.tune.measured import WARM_UP, read_measured
-from fsdplaunch.tune.outcome import Outcome
-from fsdplaunch.tune.scratch import make_scratch, moved
+
+_LEAST_FOR_QUARTILES = 2
+"""Values that quartiles need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One launch of one candidate.
+
+    Attributes:
+        seconds: Of each measured step, on the slowest rank; empty where nothing was measured.
+        memory: Peak bytes on the rank that needed most: of the GPU's allocator, or resident on the CPU.
+        start: Bytes a CPU rank had before the script began.
+        rows: Per second over all ranks; None where no loader told.
+        tokens: The same.
+        waiting: Share of the time spent in collectives; None where that cannot be told.
+        wall: Seconds of the whole launch.
+        failure: Why there is no measurement; "" where there is one.
+        kind: Of failure: `memory`, `time`, `write`, `stopped` or `error`; "" without one.
+        model: What rank 0 found out about the model; empty where nothing was measured.
+    """
+
+    seconds: tuple[float, ...] = ()
+    memory: int = 0
+    start: int = 0
+    rows: float | None = None
+    tokens: float | None = None
+    waiting: float | None = None
+    wall: float = 0.0
+    failure: str = ""
+    kind: str = ""
+    model: Mapping[str, Any] | None = None
+
+    @property
+    def median(self) -> float:
+        """Return the median step in seconds."""
+        return median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Return the seconds under which a quarter and three quarters of the steps were."""
+        return quartiles(self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        found = {name: getattr(self, name) for name in Outcome.__dataclass_fields__}
+        return {**found, "seconds": [round(each, 6) for each in self.seconds]}
+
+
+def quartiles(seconds: tuple[float, ...]) -> tuple[float, float]:
+    """Return the lower and the upper quartile."""
+    if len(seconds) < _LEAST_FOR_QUARTILES:
+        return seconds[0], seconds[0]
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return low, high
+
+
+def outcome_of(data: Mapping[str, Any]) -> Outcome:
+    """Return the outcome that `to_dict` wrote.
+
+    Raises:
+        TypeError, ValueError: It did not write this.
+    """
+    return Outcome(**{**data, "seconds": tuple(float(each) for each in data["seconds"])})
+
+
+WARM_UP = 3
+"""Steps that are made before those that count: allocation, first gathers, compilation."""
+_FEWEST_STEPS = 3
+"""Measured steps below which a launch says nothing."""
+
+
+def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
+    """Return what the ranks measured together.
+
+    Args:
+        records: Of each rank, in their order; an empty one where a rank made no step.
+        steps: That were to be measured.
+    """
+    made = min((record.get("steps", 0) for record in records), default=0)
+    counted = made - WARM_UP
+    if counted < min(_FEWEST_STEPS, steps):
+        found = "no optimizer step" if not made else f"{made} optimizer step{'s' if made > 1 else ''}"
+        return Outcome(failure=f"the script ended after {found}, {WARM_UP + steps} are needed", kind="error")
+    first = made - 1 - counted  # the first interval begins after the first step
+    spans = slice(first, made - 1)
+    each_rank = [record["seconds"][spans] for record in records]
+    seconds = tuple(max(column) for column in zip(*each_rank, strict=True))
+    total = sum(seconds)
+    return Outcome(
+        seconds=seconds,
+        memory=max(record["memory"] for record in records),
+        start=max(record["start"] for record in records),
+        rows=_rate(records, "rows", spans, total),
+        tokens=_rate(records, "tokens", spans, total),
+        waiting=_waiting(records, spans, each_rank),
+        model=records[0]["model"],
+    )
+
+
+def _rate(records: Sequence[Mapping[str, Any]], name: str, spans: slice, seconds: float) -> float | None:
+    total = sum(sum(record[name][spans]) for record in records)
+    return float(total / seconds) if total and seconds else None
+
+
+def _waiting(
+    records: Sequence[Mapping[str, Any]], spans: slice, each_rank: Sequence[Sequence[float]]
+) -> float | None:
+    """Return the share of the steps that the ranks waited for each other, on average."""
+    if any(record["waits"] is None for record in records):
+        return None
+    shares = [
+        sum(record["waits"][spans]) / max(sum(own), 1e-9) for record, own in zip(records, each_rank, strict=True)
+    ]
+    return float(min(1.0, sum(shares) / len(shares)))
+
+
+_COPIED_BYTES = 1 << 20
+"""Size up to which a file is copied."""
+_ALL_COPIED_BYTES = 64 << 20
+"""What the copies may take together; the files that come after them are links."""
+_MOST_FILES = 20_000
+_MOST_IN_FOLDER = 2_000
+
+
+def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> None:
+    """Make a folder that reads as another one.
+
+    Args:
+        source: The user's folder.
+        target: To be made.
+        leave_out: Folders that are not shown: those of trials.
+    """
+    target.mkdir(parents=True)
+    count, room = 0, _ALL_COPIED_BYTES
+    pending = [(source, target)]
+    while pending:
+        folder, place = pending.pop()
+        entries = _entries(folder, leave_out)
+        count += len(entries)
+        for entry in entries:
+            if _is_opened(entry, count):
+                (place / entry.name).mkdir()
+                pending.append((Path(entry.path), place / entry.name))
+            else:
+                room -= _show(entry, place / entry.name, room)
+
+
+def _entries(folder: Path, leave_out: Collection[Path]) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(
+                (entry for entry in found if Path(entry.path) not in leave_out), key=lambda entry: entry.name
+            )
+    except PermissionError:
+        return []
+
+
+def _is_opened(entry: os.DirEntry[str], count: int) -> bool:
+    """Return whether a folder is shown file by file."""
+    if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
+        return False
+    if count > _MOST_FILES or not os.access(entry.path, os.R_OK | os.X_OK):
+        return False
+    with os.scandir(entry.path) as inside:
+        return sum(1 for _ in inside) <= _MOST_IN_FOLDER
+
+
+def _show(entry: os.DirEntry[str], place: Path, room: int) -> int:
+    """Copy or link a file, or link a folder; return the bytes that were copied."""
+    size = entry.stat().st_size if entry.is_file() and os.access(entry.path, os.R_OK) else None
+    if size is not None and size <= min(_COPIED_BYTES, room):
+        shutil.copy2(entry.path, place)
+        return size
+    place.symlink_to(os.path.realpath(entry.path))
+    return 0
+
+
+def moved(text: str, source: Path, target: Path) -> str:
+    """Return a script's argument with paths in the user's folder leading into the scratch folder."""
+    if len(source.parts) < 2:  # noqa: PLR2004  (the root is in every path)
+        return text
+    return re.sub(rf"(^|[=:,]){re.escape(str(source))}(?=/|$)", lambda found: f"{found[1]}{target}", text)
+
 
 _GRACE_SECONDS = 5.0
 _ENDING_SECONDS = 10.0

@@ -1,36 +1,145 @@
-"""The conversation: asks each question that matters, goes back, shows what would be written, changes one answer.
+"""The conversation: an existing file, each question that matters, any further key, what would be written.
 
 Nothing is written here. Leaving with Ctrl-C or Cancel raises KeyboardInterrupt.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
+from typing import Any
 
-from fsdplaunch.config.schema.walk import build_config, keys_by_path
-from fsdplaunch.config.write.render import render
+from fsdplaunch.config.layers import flag_layer
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.render import render
+from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, build_config, keys_by_path
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model_folder import describe_model
-from fsdplaunch.wizard.auto_answers import answer_automatically
-from fsdplaunch.wizard.compose import broken_rule, compose, drop_stale_answers, find_problems
+from fsdplaunch.probe.model_files import describe_model, find_model
+from fsdplaunch.wizard.answers import (
+    QUESTIONS,
+    StartingValues,
+    answer_automatically,
+    broken_rule,
+    compose,
+    drop_stale_answers,
+    earlier,
+    find_problems,
+    read_source,
+)
+from fsdplaunch.wizard.model_questions import MODEL
 from fsdplaunch.wizard.prompts import BACK, EXPLAIN, PromptRequest, Prompts
-from fsdplaunch.wizard.questions.all import QUESTIONS, earlier
-from fsdplaunch.wizard.questions.any_key import ask_settings
-from fsdplaunch.wizard.questions.question import (
+from fsdplaunch.wizard.question import (
     KEEP,
     TYPE_IT,
     Choice,
     Question,
+    UserMessages,
     accept,
     can_keep,
     is_answer,
     proposed,
 )
-from fsdplaunch.wizard.questions.training import MODEL
-from fsdplaunch.wizard.questions.user_messages import UserMessages
-from fsdplaunch.wizard.result import new_text
-from fsdplaunch.wizard.review import preview, remarks
-from fsdplaunch.wizard.state import WizardState
+from fsdplaunch.wizard.review import WizardResult, conclude, new_text, preview, remarks
+from fsdplaunch.wizard.state import VERSION, WizardState
+
+_DONE = "done"
+
+
+def further_keys(state: WizardState) -> tuple[KeySpec, ...]:
+    """Return the keys that no question decides and that have a meaning in the version that is written.
+
+    Args:
+        state: With all answers.
+    """
+    decided = {path for question in QUESTIONS for path in question.keys}
+    return tuple(
+        spec
+        for spec in all_keys()
+        if spec.path not in decided
+        and not spec.key.unread
+        and (state.version in spec.key.versions or spec.path == VERSION)
+    )
+
+
+def ask_settings(
+    prompts: Prompts, state: WizardState, say: Callable[[str], None]
+) -> dict[KeyPath, Any] | PromptRequest:
+    """Let keys be chosen and set until the user has enough; returns all settings, or the wish to go back.
+
+    Args:
+        prompts: Who asks.
+        state: With all answers.
+        say: Where explanations go.
+    """
+    settings = dict(state.settings)
+    while (first := prompts.select("Any other setting?", _first_choices(settings), default="no")) == EXPLAIN:
+        say("  Every key that no question above decides; fsdplaunch config explain KEY tells about one.")
+    if isinstance(first, PromptRequest) or first == "no":
+        return first if isinstance(first, PromptRequest) else settings
+    while True:
+        chosen = prompts.select("Which key?", _key_choices(state, settings), default=_DONE, filtered=True)
+        if chosen == _DONE or isinstance(chosen, PromptRequest):
+            return settings
+        spec = next(spec for spec in all_keys() if spec.dotted == chosen)
+        say(f"  {spec.key.text}")
+        answer = _ask_value(prompts, spec)
+        if isinstance(answer, str):
+            settings[spec.path] = read_setting(spec, answer)
+
+
+def read_setting(spec: KeySpec, text: str) -> Any:
+    """Return the canonical value of a key; None for an empty text, which takes the key back.
+
+    Args:
+        spec: The key.
+        text: As `--set` takes it.
+
+    Raises:
+        ValueError: It is no value of this key.
+    """
+    layer = flag_layer([f"{spec.dotted}={text}"])
+    if layer.problems:
+        problem = layer.problems[0]
+        raise ValueError(problem.message + (f" ({problem.hint})" if problem.hint else ""))
+    return layer.values[spec.path].value
+
+
+def _first_choices(settings: Mapping[KeyPath, Any]) -> tuple[Choice, ...]:
+    so_far = ", ".join(f"{path[-1]} {_shown(path, value)}" for path, value in settings.items())
+    return (
+        Choice(value="no", title="No", consequence=so_far and f"set so far: {so_far}"),
+        Choice(value="yes", title="Yes, choose from all keys"),
+    )
+
+
+def _key_choices(state: WizardState, settings: Mapping[KeyPath, Any]) -> list[Choice]:
+    values = compose(state) | dict(settings)
+    choices = [Choice(value=_DONE, title="That is all")]
+    for spec in further_keys(state):
+        value = values.get(spec.path, spec.default)
+        now = _shown(spec.path, value)
+        choices.append(Choice(value=spec.dotted, title=spec.dotted, consequence=now, detail=spec.key.text))
+    return choices
+
+
+def _shown(path: KeyPath, value: Any) -> str:
+    return "not set" if value in (None, (), {}) else keys_by_path()[path].key.kind.write(value)
+
+
+def _ask_value(prompts: Prompts, spec: KeySpec) -> str | PromptRequest:
+    kind = spec.key.kind
+    names = kind.choices or (("true", "false") if isinstance(spec.default, bool) else ())
+    if names:
+        choices = [Choice(value=name, title=name) for name in names]
+        return prompts.select(spec.dotted, [*choices, Choice(value="", title="not set")], default=names[0])
+    return prompts.line(f"{spec.dotted}:", remark=f"({kind.expects})", problem=lambda text: _problem(spec, text))
+
+
+def _problem(spec: KeySpec, text: str) -> str | None:
+    try:
+        read_setting(spec, text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,3 +349,93 @@ def _endings(path: FilePath, problems: int) -> Sequence[Choice]:
         Choice(value="all", title="Show every key"),
         Choice(value="cancel", title="Cancel: write nothing"),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class FileChoice:
+    """One conversation, about one file in the end.
+
+    Attributes:
+        state: Facts and settings; no answers yet.
+        given: Answers that options gave, as typed; these are not asked.
+        path: The file to be written.
+        overwrite: Whether to start over when it exists, without asking.
+        out: Where words go that are no prompt.
+        prompts: Who asks; a terminal when left out.
+    """
+
+    state: WizardState
+    given: Mapping[str, str]
+    path: FilePath
+    overwrite: bool
+    out: UserMessages
+    prompts: Prompts = field(default_factory=Prompts)
+
+    def run(self) -> WizardResult:
+        """Hold the conversation.
+
+        Raises:
+            KeyboardInterrupt: The user left.
+        """
+        try:
+            return self._talk()
+        except KeyboardInterrupt:
+            self.out.say("Nothing was written.")
+            raise
+
+    def _talk(self) -> WizardResult:
+        edited = self._existing() if self.path.exists() and not self.overwrite else None
+        old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else None
+        session = Conversation(
+            state=self.state,
+            given=self.given,
+            path=self.path,
+            old=old,
+            edited=edited,
+            model_folder=find_model(FilePath()),
+            prompts=self.prompts,
+            out=self.out,
+        )
+        return conclude(session.run(), path=self.path, overwrite=old is not None, edited=edited)
+
+    def _existing(self) -> str | None:
+        """Ask what to do about the file that is there; returns its text when it is to be edited."""
+        source = self._readable()
+        choices = (
+            Choice(value="edit", title=f"Edit {self.path}", disabled=None if source else "it cannot be read"),
+            Choice(value="new", title="Start over", consequence="replaces it when you choose to write"),
+            Choice(value="other", title="Write to another file"),
+        )
+        answer: str | PromptRequest = PromptRequest("none")
+        while isinstance(answer, PromptRequest):
+            answer = self.prompts.select(f"{self.path} exists. What now?", choices)
+        if answer == "other":
+            self.path = self._other_file()
+        if answer != "edit" or source is None:
+            return None
+        self.state = replace(self.state, base=source.values, editing=True)
+        return source.text
+
+    def _readable(self) -> StartingValues | None:
+        try:
+            return read_source(self.path)
+        except ConfigError as error:
+            self.out.say(str(error))
+        except (OSError, UnicodeDecodeError) as error:
+            self.out.say(f"{self.path} cannot be read: {error}")
+        return None
+
+    def _other_file(self) -> FilePath:
+        answer: str | PromptRequest = PromptRequest("none")
+        while isinstance(answer, PromptRequest):
+            answer = self.prompts.line("Which file?", problem=_file_problem)
+        return FilePath(answer)
+
+
+def _file_problem(text: str) -> str | None:
+    path = FilePath(text.strip())
+    if not text.strip():
+        return "must be a file's name"
+    if path.exists():
+        return f"{path} exists too"
+    return None if path.absolute().parent.is_dir() else f"{path.parent} is no folder"

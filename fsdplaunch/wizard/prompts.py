@@ -14,8 +14,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 
-from fsdplaunch.terminal_text import one_line, printable
-from fsdplaunch.wizard.questions.question import Choice
+from fsdplaunch.display_text import one_line, printable
+from fsdplaunch.wizard.question import Choice
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
 _EDGE = 8

@@ -1,21 +1,62 @@
-"""What is shown before anything is written: the file or its changes, memory, the command that repeats it."""
+"""What the wizard comes to: the text to write or its changes, memory, notes, the command that repeats it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.load.load import DEFAULT_FILE
-from fsdplaunch.config.schema.walk import Path, keys_by_path
-from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
-from fsdplaunch.wizard.auto_answers import answer_all
-from fsdplaunch.wizard.compose import compose
-from fsdplaunch.wizard.questions.all import QUESTIONS
-from fsdplaunch.wizard.questions.question import KEEP
-from fsdplaunch.wizard.questions.sharding_goal import GOAL, memory_words
+from fsdplaunch.config.load import DEFAULT_FILE
+from fsdplaunch.config.render import render
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import flow_text, plain_value
+from fsdplaunch.display_text import GIB
+from fsdplaunch.errors import UsageError
+from fsdplaunch.estimate.memory import memory_need, training_setup, verdict_of
+from fsdplaunch.estimate.model import read_architecture, read_sizes
+from fsdplaunch.wizard.answers import QUESTIONS, answer_all, compose
+from fsdplaunch.wizard.model_questions import GOAL, memory_words
+from fsdplaunch.wizard.question import KEEP
 from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
-from fsdplaunch.wizard.step_memory import step_words
+
+_LENGTH = 2048
+
+
+def step_words(state: WizardState) -> Iterator[str]:
+    """Yield a line about the memory of one step, activations included; nothing where it is not known.
+
+    Args:
+        state: With all answers.
+    """
+    model, workers = state.run_facts.model, state.workers
+    if model is None or model.folder is None or workers is None or state.answers.get("where") == "cpu":
+        return
+    try:
+        shape = read_architecture(model.folder / "config.json").shape
+        config = resolve(build_config(compose(state)))
+        setup = training_setup(
+            config,
+            world=workers * state.num_nodes,
+            per_node=workers,
+            batch_size=1,
+            length=min(shape.max_length or _LENGTH, _LENGTH),
+            optimizer="adamw",
+            on_gpu=True,
+        )
+        need = memory_need(read_sizes(model.folder), shape, setup)
+    except UsageError:
+        return  # a family that is not known, or a mesh that a rule refuses in its own words
+    memory = state.run_facts.hardware.gpu_memory_bytes
+    verdict = verdict_of(need.gpu, memory)
+    limit = f" of {memory / GIB:.0f}" if memory else ""
+    fits = f" ({verdict})" if verdict != "unknown" else ""
+    yield (
+        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
+        f"fsdplaunch estimate {shlex.quote(str(model.folder))} says more."
+    )
 
 
 def preview(old: str | None, new: str, path: FilePath) -> str:
@@ -84,10 +125,10 @@ def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = Fals
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
 
 
-def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, Any]]:
+def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[KeyPath, Any]]:
     """Return the options and `--set`s that lead to the same values without questions and without a file."""
     answers = {name: text for name, text in state.answers.items() if text != KEEP}
-    settings: dict[Path, Any] = {} if state.version == NEWEST else {VERSION: state.version}
+    settings: dict[KeyPath, Any] = {} if state.version == NEWEST else {VERSION: state.version}
     target = compose(state)
     while True:
         fresh = WizardState(facts=state.facts, settings=settings)
@@ -102,7 +143,7 @@ def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[Path, 
         answers = {one.name: answers[one.name] for one in QUESTIONS if one.name in answers and one.applies(left)}
 
 
-def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[Path, Any]:
+def _differences(before: Mapping[KeyPath, Any], after: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     """Return the values that turn one configuration into another; None takes a key back."""
     paths = [
         path
@@ -110,3 +151,71 @@ def _differences(before: Mapping[Path, Any], after: Mapping[Path, Any]) -> dict[
         if before.get(path, spec.default) != after.get(path, spec.default)
     ]
     return {path: after.get(path) for path in paths}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WizardResult:
+    """What the wizard came to.
+
+    Attributes:
+        path: The file to write; not always the given one, the user may have named another.
+        text: Its whole text.
+        config: What it says, not resolved.
+        answers: Every answer by question name.
+        reasons: Why a suggested value is what it is, by dotted key.
+        notes: What the reader should know and no key can say.
+        command: The command that writes the same file without questions.
+    """
+
+    path: FilePath
+    text: str
+    config: Config
+    answers: Mapping[str, str]
+    reasons: Mapping[str, str]
+    notes: tuple[str, ...]
+    command: str
+
+
+def conclude(
+    state: WizardState, *, path: FilePath, overwrite: bool = False, edited: str | None = None
+) -> WizardResult:
+    """Return the result of a situation with every answer.
+
+    Args:
+        state: With every answer.
+        path: The file to write.
+        overwrite: Whether the command that repeats it must replace a file.
+        edited: The text of the file that is changed in place; None for a new text.
+    """
+    values, suggestion = compose(state), state.suggestion
+    taken = [pin for pin in suggestion.pins if pin in values and values[pin] == value_at(suggestion.config, pin)]
+    return WizardResult(
+        path=path,
+        text=new_text(state, edited),
+        config=build_config(values),
+        answers=dict(state.answers),
+        reasons={".".join(pin): suggestion.reasons[".".join(pin)] for pin in taken},
+        notes=tuple(note for note in suggestion.notes if note not in state.facts.hardware.notes),
+        command=repeat_command(state, path, overwrite=overwrite),
+    )
+
+
+def new_text(state: WizardState, edited: str | None) -> str:
+    """Return the text to write: the edited file with only its changed keys touched, else a new one.
+
+    Args:
+        state: With every answer.
+        edited: The text of the file that is changed in place, or None.
+    """
+    values = compose(state)
+    if edited is None:
+        return render(build_config(values))
+    changes = [
+        (spec, values.get(path))
+        for path, spec in keys_by_path().items()
+        if values.get(path) != state.base.get(path)
+    ]
+    try:
+        return set_keys(edited, changes)
+    except UsageError:
+        return render(build_config(values))  # values shared through anchors: the text cannot be kept

@@ -3,21 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
-from fsdplaunch.config.load.load import DEFAULT_FILE
-from fsdplaunch.config.load.problems import ConfigError
+from fsdplaunch.config.load import DEFAULT_FILE
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.hardware import describe_hardware, read_hardware
-from fsdplaunch.probe.model_folder import describe_model
+from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
+from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
-from fsdplaunch.probe.tpus import count_tpu_chips
-from fsdplaunch.wizard.auto_answers import answer_all
-from fsdplaunch.wizard.compose import find_problems
-from fsdplaunch.wizard.questions.all import check_names
-from fsdplaunch.wizard.questions.user_messages import UserMessages
-from fsdplaunch.wizard.result import WizardResult, conclude
-from fsdplaunch.wizard.starting_values import read_overrides, read_source
-from fsdplaunch.wizard.state import WizardState
-from fsdplaunch.wizard.suggest import SuggestionFacts
+from fsdplaunch.wizard.answers import answer_all, check_names, find_problems, read_overrides, read_source
+from fsdplaunch.wizard.question import UserMessages
+from fsdplaunch.wizard.review import WizardResult, conclude
+from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
 
 def run_wizard(
@@ -60,7 +55,7 @@ def run_wizard(
         editing=source is not None,
     )
     if interactive and not yes:
-        from fsdplaunch.wizard.file_choice import FileChoice  # imports questionary, 100 ms
+        from fsdplaunch.wizard.conversation import FileChoice  # imports questionary, 100 ms
 
         return FileChoice(state=state, given=given, path=path, overwrite=overwrite, out=out).run()
     if path.exists() and not overwrite:

@@ -1,4 +1,4 @@
-"""What is known and answered so far: everything that a question, a suggestion or a text may depend on."""
+"""What is known and answered so far, and the configuration to suggest for it, with a reason for every value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,14 +6,194 @@ from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.resolve import default_version
-from fsdplaunch.config.schema.walk import Path, build_config, keys_by_path
-from fsdplaunch.probe.hub_models import hub_folder, is_hub_name
-from fsdplaunch.probe.model_folder import ModelFacts, parse_count, read_model, sized_model
+from fsdplaunch.config.resolve import CPU_WORKERS, default_version
+from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.probe.memory_plan import Sharding, plan_memory
+from fsdplaunch.probe.model_files import ModelFacts, hub_folder, is_hub_name, parse_count, read_model, sized_model
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.suggest import Suggestion, SuggestionFacts, suggest_for
 
-VERSION: Path = ("fsdp_config", "fsdp_version")
+SPARE = 0.8
+"""Share of a GPU's memory that a plan may fill; the rest is for activations."""
+_HOST_SPARE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuggestionFacts:
+    """What is known before the first question.
+
+    Attributes:
+        hardware: This machine.
+        cluster: The job it runs in.
+        model: The model, when a folder or a size was named.
+        on_tpus: Whether PyTorch/XLA is to shard, on TPUs.
+        elsewhere: Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
+    """
+
+    hardware: Hardware
+    cluster: Cluster
+    model: ModelFacts | None = None
+    on_tpus: bool = False
+    elsewhere: bool = False
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Return GPUs on each node: what is seen here, else what the scheduler gave."""
+        return len(self.hardware.gpus) or self.cluster.gpus_on_node or 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the nodes of the job, 1 when nothing says how many."""
+        return self.cluster.num_nodes or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A configuration for a run.
+
+    Attributes:
+        config: What to write.
+        pins: Paths of the keys that were decided, whether or not they equal the default.
+        reasons: Why, by dotted key.
+        notes: What the reader should know and no key can say.
+    """
+
+    config: Config
+    pins: tuple[KeyPath, ...]
+    reasons: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    path: KeyPath
+    value: Any
+    reason: str
+
+
+def suggest_for(facts: SuggestionFacts) -> Suggestion:
+    """Return the configuration that suits what is known.
+
+    Args:
+        facts: The nodes of the run, their job and the model.
+    """
+    choices = [*_layout(facts), *_mixed_precision(facts), *_sharding(facts)]
+    return Suggestion(
+        config=build_config({choice.path: choice.value for choice in choices}),
+        pins=tuple(choice.path for choice in choices),
+        reasons={".".join(choice.path): choice.reason for choice in choices},
+        notes=(*facts.hardware.notes, *_notes(facts)),
+    )
+
+
+def _layout(facts: SuggestionFacts) -> list[_Choice]:
+    if facts.on_tpus:  # PyTorch/XLA has one process per chip or per host
+        return [_Choice(("fsdp_config", "xla"), True, "PyTorch/XLA shards on TPUs")]
+    nodes, per_node = facts.num_nodes, facts.gpus_per_node
+    choices = [_Choice(("num_machines",), nodes, "nodes of this run")] if nodes > 1 else []
+    if per_node > 0:
+        across = f"one for each of {per_node} GPUs on {nodes} nodes"
+        here = f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
+        return [*choices, _Choice(("num_processes",), nodes * per_node, across if nodes > 1 else here)]
+    if facts.elsewhere:
+        return [*choices, _Choice(("launch", "workers_per_node"), "auto", "the GPUs are not seen from here")]
+    return [
+        _Choice(("use_cpu",), True, "no GPU was found"),
+        _Choice(("num_processes",), CPU_WORKERS, "the fewest workers that share a model"),
+    ]
+
+
+def _mixed_precision(facts: SuggestionFacts) -> list[_Choice]:
+    if facts.on_tpus:
+        return [_Choice(("mixed_precision",), "bf16", "TPUs compute in bf16")]
+    if facts.hardware.all_have_bf16:
+        return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
+    unseen = facts.elsewhere or facts.gpus_per_node > 0
+    reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"
+    if facts.hardware.gpus:
+        reason = "a GPU here does not compute bf16"
+    return [_Choice(("mixed_precision",), "no", reason)]
+
+
+def _sharding(facts: SuggestionFacts) -> list[_Choice]:
+    section = "fsdp_config"
+    chosen = [
+        _Choice(("distributed_type",), "FSDP", "shard the model"),
+        _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
+        _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
+        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own shards"),
+    ]
+    if facts.on_tpus:
+        return chosen
+    chosen.append(_Choice((section, "fsdp_version"), 2, "the implementation torch develops"))
+    if _needs_offload(facts):
+        reason = "the model does not fit the GPUs otherwise"
+        chosen += [
+            _Choice((section, "fsdp_offload_params"), True, reason),
+            _Choice((section, "fsdp_activation_checkpointing"), True, reason),
+        ]
+    if _loads_too_often(facts):
+        reason = "every worker loading the full model would fill this machine's memory"
+        chosen.append(_Choice((section, "fsdp_cpu_ram_efficient_loading"), True, reason))
+    return chosen
+
+
+def full_shard(facts: SuggestionFacts, *, offload: bool = False) -> Sharding:
+    """Return the default way of sharding here, as far as memory depends on it.
+
+    Args:
+        facts: The machine and the job.
+        offload: Whether host memory helps.
+    """
+    ranks = max(1, facts.gpus_per_node * facts.num_nodes)
+    compute = "bf16" if facts.hardware.all_have_bf16 else "no"
+    return Sharding(ranks=ranks, compute=compute, offload=offload)
+
+
+def _needs_offload(facts: SuggestionFacts) -> bool:
+    memory = facts.hardware.gpu_memory_bytes
+    if memory is None or facts.model is None or facts.model.parameters is None:
+        return False
+    return plan_memory(facts.model, full_shard(facts)).gpu > SPARE * memory
+
+
+def _loads_too_often(facts: SuggestionFacts) -> bool:
+    memory = facts.hardware.memory_bytes
+    if memory is None or facts.model is None:
+        return False
+    workers = facts.gpus_per_node or CPU_WORKERS
+    return workers > 1 and workers * facts.model.size_bytes > _HOST_SPARE * memory
+
+
+def _notes(facts: SuggestionFacts) -> list[str]:
+    notes = []
+    seen, given = len(facts.hardware.gpus), facts.cluster.gpus_on_node
+    if given and seen and seen != given:
+        notes.append(f"the scheduler gave {given} GPUs to this node, {seen} are visible")
+    if facts.gpus_per_node == 1 and facts.num_nodes == 1:
+        notes.append("with one GPU nothing is sharded; sharding starts to save memory at two")
+    if _needs_offload(facts):
+        notes += _offload_notes(facts)
+    return notes
+
+
+def _offload_notes(facts: SuggestionFacts) -> list[str]:
+    """Tell whether offloading is enough, on the GPU and on the host."""
+    model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
+    if model is None or memory is None:
+        return []
+    plan = plan_memory(model, full_shard(facts, offload=True))
+    notes = []
+    if plan.gpu > SPARE * memory:
+        notes.append(f"even offloaded, {plan.gpu / GIB:.1f} of {memory / GIB:.0f} GiB per GPU would be in use")
+    need = plan.host * facts.gpus_per_node
+    if host is not None and need > host:
+        notes.append(f"offloading needs {need / GIB:.0f} GiB of host memory here, there are {host / GIB:.0f}")
+    return notes
+
+
+VERSION: KeyPath = ("fsdp_config", "fsdp_version")
 NEWEST = 2
 """The FSDP version of new files."""
 
@@ -32,9 +212,9 @@ class WizardState:
 
     facts: SuggestionFacts
     answers: Mapping[str, str] = field(default_factory=dict)
-    base: Mapping[Path, Any] = field(default_factory=dict)
+    base: Mapping[KeyPath, Any] = field(default_factory=dict)
     editing: bool = False
-    settings: Mapping[Path, Any] = field(default_factory=dict)
+    settings: Mapping[KeyPath, Any] = field(default_factory=dict)
 
     def answering(self, name: str, answer: str) -> "WizardState":
         """Return the state after one more answer."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
-from fsdplaunch.launch.coordination.run_secrets import SecretSource
+from fsdplaunch.launch.coordination.join import SecretSource
+from fsdplaunch.launch.coordination.protocol import CoordinatorHandshake, NodeHandshake
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 
 SECRET = "ab" * 32

@@ -50,7 +50,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
 
     from fsdplaunch.config.environment import encode
     from fsdplaunch.config.resolve import resolve
-    from fsdplaunch.config.schema.walk import build_config
+    from fsdplaunch.config.schema.config import build_config
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.service import close
@@ -120,8 +120,8 @@ def _by_fsdp1(gigabytes: float) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    from fsdplaunch.runtime.compat.fsdp1_gathering import gather_with_all_ranks
-    from fsdplaunch.runtime.compat.full_saves import save_full_weights
+    from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks
+    from fsdplaunch.runtime.compat.hugging_face import save_full_weights
 
     save_full_weights()
     gather_with_all_ranks()

@@ -27,18 +27,17 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
-from fsdplaunch.agent.agreed_rendezvous import AgreedNodes, AgreedRendezvous
+from fsdplaunch.agent.rendezvous import AgreedNodes, AgreedRendezvous
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
-from fsdplaunch.launch.coordination.interfaces import JoinProgress
-from fsdplaunch.launch.coordination.join import config_texts
+from fsdplaunch.launch.coordination.join import SecretSource, config_texts
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.run_secrets import SecretSource
+from fsdplaunch.launch.coordination.run_control import JoinProgress
 from fsdplaunch.launch.coordination.server import JoinRequirements
-from fsdplaunch.launch.ports import is_free
+from fsdplaunch.launch.preflight import is_free
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 SECRET = "5e" * 32

@@ -5,11 +5,10 @@ import os
 import pytest
 
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.load.load import load_config
-from fsdplaunch.config.schema.walk import all_keys
-from fsdplaunch.config.world_size import with_mesh, world_size
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchTarget, build_plan
+from fsdplaunch.config.load import load_config
+from fsdplaunch.config.resolve import with_mesh, world_size
+from fsdplaunch.config.schema.config import all_keys
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: {type}\nnum_machines: 1\nnum_processes: 4\n"
 FSDP = HEAD.format(type="FSDP") + "mixed_precision: bf16\nfsdp_config:\n"

@@ -7,11 +7,11 @@ from enum import Enum
 
 import pytest
 
-from fsdplaunch.cli.launch.key_options import expand, option_notes
-from fsdplaunch.cli.signatures.key_options import own_options
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.cli.commands import own_options
+from fsdplaunch.cli.key_options import expand, option_notes
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 NO_ANSWER = {"unknown-key", "misplaced-key", "wrong-value"}

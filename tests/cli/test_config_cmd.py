@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fsdplaunch.cli import config_files
-from fsdplaunch.config.load.load import load_config
-from fsdplaunch.config.load.problems import ConfigError
+from fsdplaunch.cli import config
+from fsdplaunch.config.load import load_config
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.errors import UsageError
 
 GOOD = "# mine\nnum_processes: 2   # here\nfsdp_config:\n  fsdp_version: 2\n"
@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_show_prints_a_file_that_means_the_same(folder, out):
     (folder / "fsdp.yaml").write_text(GOOD)
-    assert config_files.show(file=None, overrides=["use_cpu=true"], origin=False, as_json=False, out=out) == 0
+    assert config.show(file=None, overrides=["use_cpu=true"], origin=False, as_json=False, out=out) == 0
     shown = folder / "shown.yaml"
     shown.write_text(out.text + "\n")
     assert load_config(shown).config == load_config(overrides=["use_cpu=true"]).config
@@ -61,14 +61,14 @@ def test_show_prints_a_file_that_means_the_same(folder, out):
 
 
 def test_show_without_a_file_says_that_these_are_the_defaults(out):
-    config_files.show(file=None, overrides=[], origin=False, as_json=False, out=out)
+    config.show(file=None, overrides=[], origin=False, as_json=False, out=out)
     assert out.notes == ["no fsdp.yaml here; these are the defaults"]
 
 
 def test_show_tells_where_each_value_comes_from(folder, out, monkeypatch):
     (folder / "fsdp.yaml").write_text(GOOD)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    config_files.show(file=None, overrides=["num_machines=2"], origin=True, as_json=False, out=out)
+    config.show(file=None, overrides=["num_machines=2"], origin=True, as_json=False, out=out)
     lines = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in out.text.splitlines()}
     assert lines["num_processes: 2"] == "fsdp.yaml:2"
     assert lines["mixed_precision: bf16"] == "env ACCELERATE_MIXED_PRECISION"
@@ -78,7 +78,7 @@ def test_show_tells_where_each_value_comes_from(folder, out, monkeypatch):
 
 def test_show_as_json_holds_every_key(folder, out):
     (folder / "fsdp.yaml").write_text(GOOD)
-    config_files.show(file=None, overrides=[], origin=True, as_json=True, out=out)
+    config.show(file=None, overrides=[], origin=True, as_json=True, out=out)
     shown = json.loads(out.text)
     assert shown["file"] == "fsdp.yaml"
     assert shown["config"]["num_processes"] == {"value": 2, "layer": "file", "from": "fsdp.yaml:2"}
@@ -87,14 +87,14 @@ def test_show_as_json_holds_every_key(folder, out):
 
 def test_set_changes_one_line(folder, out):
     (folder / "fsdp.yaml").write_text(GOOD)
-    assert config_files.set_values(["num-processes=8", "offload_params=yes"], file=None, out=out) == 0
+    assert config.set_values(["num-processes=8", "offload_params=yes"], file=None, out=out) == 0
     expected = GOOD.replace("2   # here", "8   # here") + "  fsdp_offload_params: true\n"
     assert (folder / "fsdp.yaml").read_text() == expected
     assert out.stderr == ["fsdp.yaml: num_processes, fsdp_config.fsdp_offload_params"]
 
 
 def test_set_makes_a_file_where_there_is_none(folder, out):
-    assert config_files.set_values(["fsdp_version=2"], file=None, out=out) == 0
+    assert config.set_values(["fsdp_version=2"], file=None, out=out) == 0
     assert (folder / "fsdp.yaml").read_text() == "fsdp_config:\n  fsdp_version: 2\n"
 
 
@@ -102,7 +102,7 @@ def test_set_makes_a_file_where_there_is_none(folder, out):
 def test_set_writes_nothing_that_would_be_wrong(folder, out, assignment):
     (folder / "fsdp.yaml").write_text(GOOD)
     with pytest.raises(ConfigError):
-        config_files.set_values([assignment], file=None, out=out)
+        config.set_values([assignment], file=None, out=out)
     assert (folder / "fsdp.yaml").read_text() == GOOD
     assert [path.name for path in folder.iterdir()] == ["fsdp.yaml"]
 
@@ -112,7 +112,7 @@ def test_set_keeps_permissions_and_follows_links(folder, out):
     real.write_text(GOOD)
     real.chmod(0o640)
     (folder / "fsdp.yaml").symlink_to(real)
-    config_files.set_values(["num_processes=4"], file=None, out=out)
+    config.set_values(["num_processes=4"], file=None, out=out)
     assert (folder / "fsdp.yaml").is_symlink()
     assert "num_processes: 4" in real.read_text()
     assert real.stat().st_mode & 0o777 == 0o640
@@ -123,7 +123,7 @@ def test_validate_reports_every_file(folder, out):
     (folder / "bad.yaml").write_text("num_process: 2\n")
     (folder / "worse.yaml").write_text("num_machines: 0\nuse_cpu: perhaps\n")
     names = [folder.joinpath(name).relative_to(folder) for name in ("good.yaml", "bad.yaml", "worse.yaml")]
-    assert config_files.validate(names, as_json=False, out=out) == 2
+    assert config.validate(names, as_json=False, out=out) == 2
     lines = out.text.splitlines()
     assert lines[0] == "good.yaml: no problems"
     assert [line.split(": ")[0] for line in lines[1:] if line[0] != " "] == [
@@ -137,12 +137,12 @@ def test_validate_reports_every_file(folder, out):
 def test_validate_looks_at_the_file_alone(folder, out, monkeypatch):
     (folder / "fsdp.yaml").write_text(GOOD)
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "perhaps")
-    assert config_files.validate([], as_json=False, out=out) == 0
+    assert config.validate([], as_json=False, out=out) == 0
 
 
 def test_validate_as_json_for_editors(folder, out):
     (folder / "fsdp.yaml").write_text("num_process: 2\n")
-    assert config_files.validate([], as_json=True, out=out) == 2
+    assert config.validate([], as_json=True, out=out) == 2
     assert json.loads(out.text) == {
         "ok": False,
         "problems": [
@@ -162,37 +162,37 @@ def test_validate_as_json_for_editors(folder, out):
 
 def test_notes_are_no_problems_unless_strict(folder, out):
     (folder / "fsdp.yaml").write_text("fp16: true\nsame_network: true\n")
-    assert config_files.validate([], as_json=False, out=out) == 0
+    assert config.validate([], as_json=False, out=out) == 0
     assert out.stdout == ["fsdp.yaml: no problems"]
     assert out.notes == [
         "fsdp.yaml:1:1: fp16: is read as mixed_precision: fp16",
         "fsdp.yaml:2:1: same_network: has no effect here",
     ]
-    assert config_files.validate([], strict=True, as_json=False, out=out) == 2
+    assert config.validate([], strict=True, as_json=False, out=out) == 2
     assert out.stdout[1].splitlines() == [
         "fsdp.yaml:1:1: fp16: is read as mixed_precision: fp16 [former-place]",
         "fsdp.yaml:2:1: same_network: has no effect here [written-by-accelerate]",
         "2 problems",
     ]
-    assert config_files.validate([], as_json=True, out=out) == 0
+    assert config.validate([], as_json=True, out=out) == 0
     assert [note["line"] for note in json.loads(out.stdout[2])["notes"]] == [1, 2]
 
 
 def test_explain_shows_the_value_of_the_file_if_there_is_one(folder, out):
-    config_files.explain("num_processes", file=None, as_json=False, markdown=False, out=out)
+    config.explain("num_processes", file=None, as_json=False, markdown=False, out=out)
     (folder / "fsdp.yaml").write_text(GOOD)
-    config_files.explain("num_processes", file=None, as_json=False, markdown=False, out=out)
+    config.explain("num_processes", file=None, as_json=False, markdown=False, out=out)
     (folder / "fsdp.yaml").write_text("num_processes: [\n")
-    config_files.explain("num_processes", file=None, as_json=True, markdown=False, out=out)
+    config.explain("num_processes", file=None, as_json=True, markdown=False, out=out)
     assert "yours" not in out.stdout[0]
     assert "yours: 2 (fsdp.yaml:2)" in out.stdout[1]
     assert json.loads(out.stdout[2])[0]["key"] == "num_processes"
 
 
 def test_explain_lists_sections(out):
-    config_files.explain("checkpoint", file=None, as_json=False, markdown=False, out=out)
-    config_files.explain(None, file=None, as_json=False, markdown=False, out=out)
-    config_files.explain(None, file=None, as_json=False, markdown=True, out=out)
+    config.explain("checkpoint", file=None, as_json=False, markdown=False, out=out)
+    config.explain(None, file=None, as_json=False, markdown=False, out=out)
+    config.explain(None, file=None, as_json=False, markdown=True, out=out)
     assert "keep_last" in out.stdout[0]
     assert "fsdp_version" not in out.stdout[0]
     assert "fsdp_version" in out.stdout[1]
@@ -200,14 +200,14 @@ def test_explain_lists_sections(out):
 
 
 def test_schema_is_json(out):
-    assert config_files.schema(out=out) == 0
+    assert config.schema(out=out) == 0
     assert json.loads(out.text)["properties"]["fsdp_config"]["properties"]["fsdp_version"]["enum"] == [1, 2, None]
 
 
 def test_presets_are_listed_and_printed(folder, out):
-    config_files.presets(None, as_json=False, out=out)
-    config_files.presets("laptop_cpu", as_json=False, out=out)
-    config_files.presets(None, as_json=True, out=out)
+    config.presets(None, as_json=False, out=out)
+    config.presets("laptop_cpu", as_json=False, out=out)
+    config.presets(None, as_json=True, out=out)
     assert "laptop_cpu" in out.stdout[0]
     (folder / "fsdp.yaml").write_text(out.stdout[1])
     assert load_config().config.use_cpu is True
@@ -218,28 +218,28 @@ def test_convert_writes_a_new_file_and_names_what_changes(folder, out):
     (folder / "old.yaml").write_text("fsdp_config:\n  fsdp_version: 1\n  fsdp_use_orig_params: true  # x\n")
     new = folder / "new.yaml"
     arguments = {"to": "fsdp2", "as_json": False, "out": out}
-    assert config_files.convert(folder / "old.yaml", new, overwrite=False, **arguments) == 0
+    assert config.convert(folder / "old.yaml", new, overwrite=False, **arguments) == 0
     assert load_config(new).config.fsdp_config.fsdp_version == 2
     assert any(line.startswith("dropped  fsdp_config.fsdp_use_orig_params") for line in out.stderr)
     with pytest.raises(UsageError, match="exists"):
-        config_files.convert(folder / "old.yaml", new, overwrite=False, **arguments)
-    assert config_files.convert(folder / "old.yaml", new, overwrite=True, **arguments) == 0
+        config.convert(folder / "old.yaml", new, overwrite=False, **arguments)
+    assert config.convert(folder / "old.yaml", new, overwrite=True, **arguments) == 0
 
 
 def test_convert_for_accelerate(folder, out):
     (folder / "ours.yaml").write_text("num_processes: 2\nlaunch: {max_restarts: 1}\n")
     new = folder / "theirs.yaml"
-    config_files.convert(folder / "ours.yaml", new, to="accelerate", overwrite=False, as_json=True, out=out)
+    config.convert(folder / "ours.yaml", new, to="accelerate", overwrite=False, as_json=True, out=out)
     assert [change["key"] for change in json.loads(out.text)["changes"]] == ["launch.max_restarts"]
     assert "launch:" not in new.read_text()
     with pytest.raises(UsageError, match="nothing to convert to"):
-        config_files.convert(
+        config.convert(
             folder / "ours.yaml", folder / "x.yaml", to="fsdp3", overwrite=False, as_json=False, out=out
         )
 
 
 def test_a_source_that_is_not_there_is_a_problem_with_its_name(folder, out):
     with pytest.raises(ConfigError, match=r"none\.yaml: does not exist"):
-        config_files.convert(
+        config.convert(
             folder / "none.yaml", folder / "x.yaml", to="fsdp2", overwrite=False, as_json=False, out=out
         )

@@ -11,13 +11,12 @@ import urllib.request
 
 import pytest
 
-from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.estimate.hf_config import describe
+from fsdplaunch.display_text import GIB
 from fsdplaunch.estimate.html_report import html_report
-from fsdplaunch.estimate.memory import MemoryCase
+from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup
+from fsdplaunch.estimate.model import describe
 from fsdplaunch.estimate.report import make_report
 from fsdplaunch.estimate.trace_client import StepTrace
-from fsdplaunch.estimate.training_setup import TrainingSetup
 from tests.unit.estimate.conftest import LLAMA
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

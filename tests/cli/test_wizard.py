@@ -15,16 +15,14 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
-from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.file_choice import FileChoice
+from fsdplaunch.wizard.answers import QUESTIONS
+from fsdplaunch.wizard.conversation import FileChoice
 from fsdplaunch.wizard.prompts import Prompts
-from fsdplaunch.wizard.questions.all import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.state import WizardState
-from fsdplaunch.wizard.suggest import SuggestionFacts
+from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -424,7 +422,7 @@ def test_wizard_every_question_can_be_explained():
 def test_config_command_has_one_option_per_question():
     import inspect
 
-    from fsdplaunch.cli.signatures.config import config
+    from fsdplaunch.cli.config_commands import config
 
     parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
     assert {question.name for question in QUESTIONS} <= parameters

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.byte_sizes import GIB
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.suggest import SuggestionFacts
+from fsdplaunch.wizard.state import SuggestionFacts
 from tests.cli.test_accelerate_environment import NEWER, meaning
 
 EIGHT = SuggestionFacts(

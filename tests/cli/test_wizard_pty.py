@@ -8,7 +8,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from fsdplaunch.config.load.load import load_config
+from fsdplaunch.config.load import load_config
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -140,7 +140,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> tuple[str, Any]:
-    from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+    from fsdplaunch.runtime.plugin import ambient_plugin
 
     before = dict(os.environ)
     os.environ.update(env)

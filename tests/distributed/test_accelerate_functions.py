@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdplaunch
 from fsdplaunch.errors import CheckpointError, LaunchError, ShardingError, UsageError
-from fsdplaunch.runtime.plugin.wrap_policy import torch_form
 from fsdplaunch.runtime.sharding.settings import Settings
-from fsdplaunch.runtime.sharding.wrap import plan_units
+from fsdplaunch.runtime.sharding.wrap import plan_units, torch_form
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import Block, adamw, build, my_part, plugin, train_sharded
 
@@ -695,7 +694,7 @@ def _through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from fsdplaunch.runtime.compat.accelerate.cpu import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.accelerate import adapt_accelerate_to_cpu
 
     adapt_accelerate_to_cpu()
     split = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2))

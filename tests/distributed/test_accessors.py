@@ -295,7 +295,7 @@ def test_copy_of_a_compiled_module_computes_with_its_own_parameters() -> None:
     from copy import deepcopy
     from inspect import signature
 
-    from fsdplaunch.runtime.compute.compile import CompiledForward
+    from fsdplaunch.runtime.sharding.compute import CompiledForward
     from fsdplaunch.runtime.sharding.settings import Compiling
 
     module = nn.Linear(3, 2)

@@ -38,11 +38,11 @@ def late_copies(seconds: float = UNMET_SECONDS) -> Iterator[None]:
     Args:
         seconds: When it begins if nobody does.
     """
-    from fsdplaunch.runtime.saving.background import background_save, host_copies
+    from fsdplaunch.runtime.saving import background_save
 
-    copy, wait = host_copies._copy_on_host, host_copies.HostCopies.wait
+    copy, wait = background_save._copy_on_host, background_save.HostCopies.wait
     main, waited_for = list[int](), threading.Event()
-    at_once, host_copies.AT_ONCE = host_copies.AT_ONCE, 0
+    at_once, background_save.AT_ONCE = background_save.AT_ONCE, 0
 
     def copy_late(tensors: Any) -> None:
         if len(main) == 1:  # the first call is in the training's thread
@@ -55,11 +55,15 @@ def late_copies(seconds: float = UNMET_SECONDS) -> Iterator[None]:
         waited_for.set()
         wait(copies)
 
-    host_copies._copy_on_host, host_copies.HostCopies.wait = copy_late, say_and_wait
+    background_save._copy_on_host, background_save.HostCopies.wait = copy_late, say_and_wait
     try:
         yield
     finally:
-        host_copies._copy_on_host, host_copies.AT_ONCE, host_copies.HostCopies.wait = copy, at_once, wait
+        background_save._copy_on_host, background_save.AT_ONCE, background_save.HostCopies.wait = (
+            copy,
+            at_once,
+            wait,
+        )
 
 
 def trained(fields: dict[str, Any], seed: int) -> tuple[nn.Module, Any]:
@@ -90,7 +94,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 def save_twice(folder: str, fields: dict[str, Any]) -> tuple[list[bool], str]:
     """For a few seeds: whether a save beside the next step has the bytes of a blocking one; what was said."""
-    from fsdplaunch.runtime.saving.background.background_save import background, finish_saves
+    from fsdplaunch.runtime.saving.background_save import background, finish_saves
 
     said, equal = io.StringIO(), []
     background._told = False
@@ -120,7 +124,7 @@ def test_step_right_after_the_call_does_not_reach_the_file(two_ranks: RankPool, 
 
 def change_meanwhile(folder: str) -> tuple[str, str, bool]:
     """Change a parameter by hand, load it, and average a second model while copies are made."""
-    from fsdplaunch.runtime.saving.background.background_save import finish_saves
+    from fsdplaunch.runtime.saving.background_save import finish_saves
 
     model, optimizer = trained(FORMS["2"], 0)
     with late_copies(LATE):
@@ -155,7 +159,7 @@ def test_other_changes_end_the_save_wait_or_do_not_matter(two_ranks: RankPool, t
 
 def reuse(folder: str) -> tuple[int, list[int]]:
     """The buffer's memory after each of some saves of models of several sizes."""
-    from fsdplaunch.runtime.saving.background.background_save import background, finish_saves
+    from fsdplaunch.runtime.saving.background_save import background, finish_saves
 
     background._buffer._memory = torch.empty(0, dtype=torch.uint8)
     places = []

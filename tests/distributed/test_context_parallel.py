@@ -11,10 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel.apply import split_blocks
-from fsdplaunch.runtime.context_parallel.attention import attend
-from fsdplaunch.runtime.context_parallel.exchanges import own_piece
-from fsdplaunch.runtime.torch_internals import operators
+from fsdplaunch.runtime.context_parallel.split_blocks import attend, own_piece, split_blocks
+from fsdplaunch.runtime.torch_internals import tensors
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tensor_parallel import against_one, variables
@@ -156,7 +154,7 @@ def test_a_ring_drops_out_casts_and_refuses_second_gradients(four_ranks: RankPoo
 @pytest.mark.parametrize("name", ["FLASH", "EFFICIENT"])
 def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
     """On tensors without values, by which torch knows what a kernel takes and returns: tests/gpu computes."""
-    kernel = getattr(operators, name)
+    kernel = getattr(tensors, name)
     query, key = (torch.empty(2, 3, length, 64, device="meta") for length in (100, 60))
     result, sums, more = kernel.forward(query, key, key, False, 0.1)
     assert (result.shape, sums.shape) == (query.shape, query.shape[:-1])

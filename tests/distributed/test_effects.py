@@ -35,7 +35,7 @@ from fsdplaunch import FullyShardedDataParallelPlugin
 from fsdplaunch.config.schema import kinds as value_kinds
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import mixed_precision_of, param_groups
+from fsdplaunch.runtime.torch_internals.fsdp import mixed_precision_of, param_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import Norm, TinyLM, adamw, batch, loss_of, my_part
 

@@ -11,15 +11,14 @@ import torch
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_text import YamlText
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.build_model import build_from_config, build_from_script, make_batch, taken_apart
 from fsdplaunch.estimate.families import FAMILIES
-from fsdplaunch.estimate.hf_config import describe, read_architecture
-from fsdplaunch.estimate.memory import MemoryNeed, memory_need
+from fsdplaunch.estimate.memory import MemoryNeed, memory_need, training_setup
+from fsdplaunch.estimate.model import describe, read_architecture
 from fsdplaunch.estimate.trace_client import StepTrace, trace_step
-from fsdplaunch.estimate.training_setup import training_setup
+from fsdplaunch.estimate.trace_step import build_from_config, build_from_script, make_batch, taken_apart
 from tests.distributed.pool import RankPool
 from tests.needs import has
 

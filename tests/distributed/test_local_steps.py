@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdplaunch.runtime.sharding.local_steps import stepping_with_local_shards
+from fsdplaunch.runtime.sharding.optimizers import stepping_with_local_shards
 from tests.distributed.pool import RankPool
 
 STEPS = 4

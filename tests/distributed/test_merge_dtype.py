@@ -9,8 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.merge.cast_dtype import convert
+from fsdplaunch.checkpoint.dtypes import DTYPES, convert
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
 

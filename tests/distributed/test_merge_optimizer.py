@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
-from fsdplaunch.checkpoint.readers.not_found import AmbiguousError
+from fsdplaunch.checkpoint.readers.open import AmbiguousError
 from fsdplaunch.errors import CheckpointError, UsageError
 
 OPTIMIZER = MergeOptions(optimizer=True)

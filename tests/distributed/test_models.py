@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdplaunch
-from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.inspection.parameters import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import (
     VOCAB,

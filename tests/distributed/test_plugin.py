@@ -26,9 +26,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from fsdplaunch import FullyShardedDataParallelPlugin
 from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import build_config
+from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.errors import ShardingError, UsageError
-from fsdplaunch.runtime.plugin.plugin import ambient_plugin
+from fsdplaunch.runtime.plugin import ambient_plugin
 from fsdplaunch.runtime.sharding.settings import settings_of
 from tests.distributed.tiny import Block, build
 

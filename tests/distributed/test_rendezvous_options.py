@@ -9,8 +9,7 @@ from fsdplaunch.agent.elastic_agent import read_options
 from fsdplaunch.agent.main import split
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchTarget, build_plan
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 from tests.needs import needs
 
 SAID = LaunchSection(

@@ -53,8 +53,7 @@ def test_checkpoint_written_beside_training_is_of_the_moment_it_was_asked_for(
 
 def save_while_blocked(folder: str) -> tuple[bool, bool, bool]:
     """Whether the first save had returned unwritten, whether a second waited for it, whether both are there."""
-    from fsdplaunch.runtime.saving import save_job
-    from fsdplaunch.runtime.saving.background import background_save
+    from fsdplaunch.runtime.saving import background_save, save_job
 
     model, optimizer = fresh()
     gate, original, before = threading.Event(), save_job.write_bytes, Path.cwd()
@@ -83,7 +82,7 @@ def test_second_save_waits_for_the_one_under_way(two_ranks: RankPool, tmp_path: 
 def fail_beside_training(folder: str) -> tuple[list[str], str, bool, str]:
     """What two calls raise, what the next save and the end do, and whether the first left anything."""
     from fsdplaunch.runtime.saving import save_job
-    from fsdplaunch.runtime.saving.background.background_save import finish_saves
+    from fsdplaunch.runtime.saving.background_save import finish_saves
 
     def fail(*_: Any) -> None:
         if dist.get_rank() == 1:

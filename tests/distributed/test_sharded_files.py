@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsdplaunch
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving import write_sharded
 from fsdplaunch.runtime.saving.model_and_optimizer import model_to_save, optimizer_to_save
-from fsdplaunch.runtime.saving.sharded import write_sharded
 from tests.distributed.pool import RankPool
 from tests.distributed.test_async_copies import go_on
 from tests.distributed.tiny import plugin

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import mixed_precision_of, param_groups
+from fsdplaunch.runtime.torch_internals.fsdp import mixed_precision_of, param_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import adamw, build, plugin, train_alone, train_sharded
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsdplaunch
-from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.runtime.inspection.parameters import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import plugin
 

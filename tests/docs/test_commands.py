@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from fsdplaunch.cli.app import app, run
-from fsdplaunch.cli.signatures.key_options import expanded
+from fsdplaunch.cli.commands import expanded
 from fsdplaunch.errors import LaunchError
 from tests.docs.pages import ROOT, blocks, every, spans
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load.load import load_config, stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.world_size import with_mesh, world_size
-from fsdplaunch.config.write.render import render
-from fsdplaunch.config.write.to_accelerate import keys_ignored_by_accelerate, to_accelerate
+from fsdplaunch.config.load import load_config, stack
+from fsdplaunch.config.render import render
+from fsdplaunch.config.resolve import with_mesh, world_size
+from fsdplaunch.config.yaml_text import read_text
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 PEER = Path(__file__).with_name("accelerate_peer.py")

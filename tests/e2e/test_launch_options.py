@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.agent.numa import processors_for_ranks
+from fsdplaunch.agent.worker_spec import processors_for_ranks
 from fsdplaunch.probe.torch_version import NEWEST, installed_numbers
 
 SEEN = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.agent.fork_server.client import CLOSE_SECONDS
+from fsdplaunch.agent.fork_client import CLOSE_SECONDS
 from fsdplaunch.parent_death import ORPHAN_SECONDS
 from scripts.campaigns.attack_classes.stores import descendants
 from tests.e2e.conftest import WARM

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fsdplaunch.worker_status import read_heartbeat
+from fsdplaunch.run_dir import read_heartbeat
 
 CRASHING = """
 import os

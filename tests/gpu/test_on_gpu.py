@@ -97,8 +97,8 @@ KERNELS = {"float32": "EFFICIENT", "float16": "FLASH", "bfloat16": "FLASH"}
 @pytest.mark.parametrize("dtype", KERNELS)
 def test_what_kernels_compute_of_parts_of_the_keys_adds_up(dtype: str) -> None:
     """On one GPU: 100 rows see 160 keys as two parts, as they come to a rank of a ring."""
-    from fsdplaunch.runtime.context_parallel.part_attention import added
-    from fsdplaunch.runtime.torch_internals import operators
+    from fsdplaunch.runtime.context_parallel.ring import added
+    from fsdplaunch.runtime.torch_internals import tensors
 
     kind, scale = getattr(torch, dtype), 0.125
     torch.manual_seed(0)
@@ -107,8 +107,8 @@ def test_what_kernels_compute_of_parts_of_the_keys_adds_up(dtype: str) -> None:
     wanted = torch.nn.functional.scaled_dot_product_attention(*(each.double() for each in full), scale=scale)
     gradient = torch.randn_like(query)
     wanted.backward(gradient.double())
-    kernel = operators.kernel_for(query, key, value)
-    assert kernel in (getattr(operators, KERNELS[dtype]), operators.EFFICIENT)
+    kernel = tensors.kernel_for(query, key, value)
+    assert kernel in (getattr(tensors, KERNELS[dtype]), tensors.EFFICIENT)
     with torch.no_grad():
         parts = [(key[:, :, :100], value[:, :, :100]), (key[:, :, 100:], value[:, :, 100:])]
         found = [kernel.forward(query, *part, False, scale) for part in parts]

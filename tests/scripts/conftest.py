@@ -14,7 +14,7 @@ import pytest
 
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import build_config, keys_by_path
+from fsdplaunch.config.schema.config import build_config, keys_by_path
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.comparison import record
+from fsdplaunch.comparison.causes import Cause, find_cause, may_be_rounding, rounding
+from fsdplaunch.comparison.verdict import Difference, Verdict, compare, read_run
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
-from fsdplaunch.launch.comparison.causes import Cause, find_cause
-from fsdplaunch.launch.comparison.records import read_run
-from fsdplaunch.launch.comparison.rounding import may_be_rounding, rounding
-from fsdplaunch.launch.comparison.verdict import Difference, Verdict, compare
 from fsdplaunch.run_dir import COMPARED_CHANGED
-from fsdplaunch.runtime.comparison import record_run
 from tests.scripts.conftest import PROGRAMS, Forks
 
 SCRIPT = Path(__file__).with_name("comparing.py")
@@ -24,7 +22,7 @@ def compared(
     records = folder / "records"
     records.mkdir()
     environ = {COMPARE_DIR: str(records), REHEARSAL_STEPS: str(STEPS)}
-    recorder = Path(record_run.__file__)
+    recorder = Path(record.__file__)
     one = forks.run(recorder, folder / "one", str(script), *arguments, environ=environ)
     assert one.codes == [0], one.err
     keys = {"launch__keep_global_batch": True} | keys
@@ -43,7 +41,7 @@ def as_rounding(forks: Forks, folder: Path, first: Difference, *arguments: str) 
     """Run a script once more, from weights changed in their last digits; return rounding or None."""
     records = folder / "records"
     environ = {COMPARE_DIR: str(records), REHEARSAL_STEPS: str(STEPS), COMPARE_CHANGED: "1"}
-    one = forks.run(Path(record_run.__file__), folder / "three", str(SCRIPT), *arguments, environ=environ)
+    one = forks.run(Path(record.__file__), folder / "three", str(SCRIPT), *arguments, environ=environ)
     assert one.codes == [0], one.err
     plain, sharded, changed = read_run(records, 0), read_run(records, 2), read_run(records, 0, COMPARED_CHANGED)
     assert plain is not None

@@ -1,4 +1,4 @@
-from fsdplaunch.byte_sizes import size_words
+from fsdplaunch.display_text import size_words
 
 
 def test_sizes_are_written_in_powers_of_1024():

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.agent.output import OutputRelay
-from fsdplaunch.cli import progress
+from fsdplaunch.cli import output
 from fsdplaunch.cli.app import run
 from fsdplaunch.cli.output import Output
-from fsdplaunch.terminal_text import one_line, printable, quoted
+from fsdplaunch.display_text import one_line, printable, quoted
 
 HOSTILE = "a\x1b]0;title\x07\u202eb\x9b2J[red]<script>alert(1)</script>\ud83d"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
@@ -21,7 +21,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 def test_prompts_show_names_without_escapes(monkeypatch):
     prompts = pytest.importorskip("fsdplaunch.wizard.prompts")
-    from fsdplaunch.wizard.questions.question import Choice
+    from fsdplaunch.wizard.question import Choice
 
     shown: dict[str, object] = {}
     monkeypatch.setattr(
@@ -42,11 +42,11 @@ def test_prompts_show_names_without_escapes(monkeypatch):
 def test_progress_shows_names_as_they_are(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
-    with progress._live() as update:
+    with output._live() as update:
         for item in (HOSTILE, "[/red]", "[link=file:///etc]x", "a\nb"):
             update("copy", 1, 2, item)
-    update = progress._lines(Output())
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    update = output._lines(Output())
+    monkeypatch.setattr(output, "LINE_SECONDS", 0)
     update("copy", 1, 2, HOSTILE)
     assert not re.search("[\x07\u202e\x9b]|\x1b\\]", screen.getvalue())
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from fsdplaunch.held_port import HELD, held, listening, take_held
 from fsdplaunch.launch.coordination import network
+from fsdplaunch.sockets import HELD, held, listening, take_held
 
 
 @pytest.mark.parametrize("shared", [0, 1])

@@ -4,9 +4,8 @@ import socket
 
 import pytest
 
-from fsdplaunch.held_port import held
-from fsdplaunch.host_names import addresses, connected
 from fsdplaunch.launch.coordination import network
+from fsdplaunch.sockets import addresses, connected, held
 
 ODD = ("a..b", "x" * 64, f"{'9' * 200}.example", "\udce4.example")
 

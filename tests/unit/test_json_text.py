@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from fsdplaunch.json_text import SPARE, TIMES, JsonError, _most_bytes, parse_json
+from fsdplaunch.files import SPARE, TIMES, JsonError, _most_bytes, parse_json
 
 MEASURES = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from fsdplaunch.json_text import SPARE, TIMES, JsonError, parse_json
+from fsdplaunch.files import SPARE, TIMES, JsonError, parse_json
 def memory():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 deep = "[" * 400 + "]" * 400 + ","

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsdplaunch
 from fsdplaunch.launch import entry_points
-from fsdplaunch.runtime import late_modules
+from fsdplaunch.runtime import patch
 
 PACKAGE = Path(fsdplaunch.__file__).parent
 DOTTED = re.compile(r"\bfsdplaunch(?:\.[A-Za-z_]\w*)+")
@@ -66,7 +66,7 @@ def test_a_wrong_name_would_be_found():
 def test_modules_to_start_and_to_look_up_are_modules():
     assert entry_points.AGENT.is_file()
     started = [entry_points.BOOTSTRAP, entry_points.SSH_REMOTE, entry_points.NETWORK_TEST, entry_points.PLAIN_RUN]
-    looked_up = [value for name, value in vars(late_modules).items() if name.isupper() and name[0] != "_"]
+    looked_up = [value for name, value in vars(patch).items() if name.isupper() and name[0] != "_"]
     assert len(looked_up) > 10
     assert all(map(is_there, looked_up))
     for name in (*started, *entry_points.PRELOADED):
@@ -74,6 +74,6 @@ def test_modules_to_start_and_to_look_up_are_modules():
 
 
 def test_programs_started_by_their_path_take_their_folder_off_the_search_path():
-    for file in ("agent/main.py", "agent/fork_server/server.py"):
+    for file in ("agent/main.py", "agent/fork_server.py", "warm/main.py"):
         text = (PACKAGE / file).read_text()
         assert f'sys.path[0].endswith("{Path(file).parent.name}")' in text

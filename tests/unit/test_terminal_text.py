@@ -6,8 +6,8 @@ import unicodedata
 import pytest
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.display_text import MOST, TerminalFilter, printable, shortened, text_of
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.terminal_text import MOST, TerminalFilter, printable, shortened, text_of
 
 
 def test_every_control_and_direction_mark_is_escaped_and_everything_else_stays():

@@ -1,4 +1,4 @@
-"""Options of a merge, its progress while it runs, and its result."""
+"""Options of a merge, who follows it and what they hear, and its result."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fsdplaunch.checkpoint.merge.cast_dtype import check_target
+from fsdplaunch.checkpoint.dtypes import check_target
+from fsdplaunch.checkpoint.output_folder import free_space
+from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.errors import UsageError
 
 _PROGRESS_SECONDS = 0.1
@@ -199,3 +201,26 @@ class ProgressMeter:
         if now >= self.next or self.done == self.total:
             self.next = now + _PROGRESS_SECONDS
             self.progress(MergeProgress(phase=self.phase, done=self.done, total=self.total, tensor=self.tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """Who follows a merge."""
+
+    progress: Progress | None
+    announce: Announce | None
+
+    def start(self, opened: OpenCheckpoint, target: Path, tensors: int, nbytes: int, memory: int) -> None:
+        """Say what is about to be written."""
+        if self.announce is None:
+            return
+        start = MergeStart(
+            source=opened.folder,
+            output=target,
+            tensors=tensors,
+            files=len(opened.index.files),
+            nbytes=nbytes,
+            free=free_space(target),
+            memory=memory,
+        )
+        self.announce(start)

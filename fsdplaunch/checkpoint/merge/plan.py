@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.invalid_file import short
-from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.merge.cast_dtype import written_dtype
+from fsdplaunch.checkpoint.chunks import ItemLocation, Piece, Region, is_dense, is_one_run, row_major
+from fsdplaunch.checkpoint.dtypes import Dtype, written_dtype
 from fsdplaunch.checkpoint.merge.weight_names import Selection
 from fsdplaunch.checkpoint.readers.dcp_index import StoredTensor
-from fsdplaunch.checkpoint.readers.pieces import Piece
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.regions import Region, is_dense, is_one_run, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.checkpoint.safetensors_format import (
     INDEX_NAME,
@@ -24,6 +20,7 @@ from fsdplaunch.checkpoint.safetensors_format import (
     index_bytes,
     split_into_files,
 )
+from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
 
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}

@@ -1,19 +1,269 @@
-"""Write a plan's safetensors files: header, then each tensor's bytes, moved inside the kernel where possible."""
+"""Write a plan's safetensors files, check the stored checksums on the way, and read the result back.
 
+The kernel moves data from file to file: nothing passes through here but what has to be put together or converted.
+"""
+
+import itertools
 import os
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
 
-from fsdplaunch.checkpoint.merge.assemble_tensor import written_blocks
-from fsdplaunch.checkpoint.merge.checksums import ChecksumCheck
-from fsdplaunch.checkpoint.merge.file_copy import Copier, write_all
+from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, crc32, write_all
+from fsdplaunch.checkpoint.chunks import Piece, Region, flat_offset, intersect, row_major
+from fsdplaunch.checkpoint.dtypes import convert
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
-from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
-from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
+from fsdplaunch.checkpoint.merge.parallel import run_jobs, split_by_tensors
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
-from fsdplaunch.checkpoint.writeback import Writeback
+from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, MAX_HEADER, file_shape
+from fsdplaunch.checkpoint.untrusted_files import short
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import parse_json
+
+BLOCK = 8 * 2**20
+# A conversion holds a block several times.
+_CONVERTED_BLOCK = 2 * 2**20
+# A sparse stretch of source is read whole up to this many bytes; beyond, it is cut until it is dense enough.
+_SPARSE_READ = 16 * 2**10
+_SPARSE_RATIO = 4
+_LONG_RUN = 64
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+ReadPiece = Callable[[Piece, int, int], bytes]  # (piece, byte offset in its data, length)
+
+
+def blocks_of(shape: Sequence[int], size: int, limit: int = BLOCK) -> Iterator[Region]:
+    """Yield rectangles that cover `shape` in memory order, each one run of at most `limit` bytes.
+
+    Args:
+        shape: The tensor's shape, without empty dimensions.
+        size: Bytes per element.
+        limit: Bytes; one element is always allowed.
+    """
+    dim, inner = len(shape), size
+    while dim and inner * shape[dim - 1] <= limit:
+        dim -= 1
+        inner *= shape[dim]
+    if not dim:
+        yield Region((0,) * len(shape), tuple(shape))
+        return
+    dim -= 1
+    step = max(1, limit // inner)
+    for outer in itertools.product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            sizes = (*(1 for _ in outer), min(step, shape[dim] - start), *shape[dim + 1 :])
+            yield Region((*outer, start, *(0 for _ in shape[dim + 1 :])), sizes)
+
+
+def written_blocks(tensor: PlannedTensor, read: ReadPiece) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of `tensor` as the output file holds them, block by block, in its dtype there."""
+    same = tensor.written is tensor.dtype
+    for block in blocks_of(tensor.shape, tensor.dtype.size, BLOCK if same else _CONVERTED_BLOCK):
+        yield convert(gather_block(tensor, block, read), tensor.dtype, tensor.written, name=tensor.stored_name)
+
+
+def gather_block(tensor: PlannedTensor, block: Region, read: ReadPiece) -> bytearray:
+    """Return the bytes of one block of `tensor`, in row-major order."""
+    size = tensor.dtype.size
+    target = bytearray(block.numel * size)
+    view = memoryview(target)
+    strides = row_major(block.sizes)
+    for piece in tensor.pieces:
+        common = intersect(piece.region, block)
+        if common is not None:
+            inside = tuple(a - b for a, b in zip(common.offsets, block.offsets, strict=True))
+            _gather(piece, common, read, view, flat_offset(block.sizes, inside), strides, size)
+    return target
+
+
+def _gather(
+    piece: Piece, region: Region, read: ReadPiece, target: memoryview, at: int, strides: tuple[int, ...], size: int
+) -> None:
+    """Copy `region` of a piece into `target` at element `at`, cutting it until each read is dense."""
+    reach = [(n - 1) * s for n, s in zip(region.sizes, piece.strides, strict=True)]
+    span = sum(reach) + 1
+    dense = span <= _SPARSE_RATIO * region.numel and span * size <= BLOCK
+    if dense or span * size <= _SPARSE_READ:
+        first = piece.start + sum(
+            (a - b) * s for a, b, s in zip(region.offsets, piece.region.offsets, piece.strides, strict=True)
+        )
+        raw = read(piece, first * size, span * size)
+        _place(flip_bits(raw, piece.flip, size), piece.strides, target, at, strides, region.sizes, size)
+        return
+    dim = reach.index(max(reach))
+    half = region.sizes[dim] // 2
+    for start, count in ((0, half), (half, region.sizes[dim] - half)):
+        offsets = tuple(o + start if d == dim else o for d, o in enumerate(region.offsets))
+        sizes = tuple(count if d == dim else n for d, n in enumerate(region.sizes))
+        _gather(piece, Region(offsets, sizes), read, target, at + start * strides[dim], strides, size)
+
+
+def _place(
+    raw: bytes,
+    source_strides: Sequence[int],
+    target: memoryview,
+    at: int,
+    strides: Sequence[int],
+    sizes: Sequence[int],
+    size: int,
+) -> None:
+    """Copy elements of `size` bytes; one of 16 bytes is moved as two words."""
+    words = max(1, size // 8)
+    if words > 1:
+        source_strides = (*(step * words for step in source_strides), 1)
+        strides = (*(step * words for step in strides), 1)
+        sizes = (*sizes, words)
+    code = _FORMATS[size // words]
+    copy_strided(memoryview(raw).cast(code), source_strides, target.cast(code), at * words, strides, sizes)
+
+
+def copy_strided(
+    source: memoryview,
+    source_strides: Sequence[int],
+    target: memoryview,
+    at: int,
+    target_strides: Sequence[int],
+    sizes: Sequence[int],
+) -> None:
+    """Copy elements of one layout into another; `source` starts at its first element, `target` at `at`."""
+    dims = _coalesce([d for d in zip(sizes, source_strides, target_strides, strict=True) if d[0] != 1])
+    if not dims:
+        target[at] = source[0]
+        return
+    runs = [d for d in dims if d[1] == d[2] == 1 and d[0] * source.itemsize >= _LONG_RUN]
+    inner = runs[0] if runs else max(dims)
+    dims.remove(inner)
+    count, step, target_step = inner
+    for place in itertools.product(*(range(n) for n, _, _ in dims)):
+        start = sum(i * d[1] for i, d in zip(place, dims, strict=True))
+        goal = at + sum(i * d[2] for i, d in zip(place, dims, strict=True))
+        target[goal : goal + (count - 1) * target_step + 1 : target_step] = _slice(source, start, count, step)
+
+
+def _slice(source: memoryview, start: int, count: int, step: int) -> memoryview:
+    if step:
+        return source[start : start + (count - 1) * step + 1 : step]
+    return memoryview(bytes(source[start : start + 1]) * count).cast(source.format)  # type: ignore[call-overload, no-any-return]
+
+
+def _coalesce(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join neighbouring dimensions that both layouts run through without a gap."""
+    joined: list[tuple[int, int, int]] = []
+    for size, source, target in dims:
+        if joined and joined[-1][1] == size * source and joined[-1][2] == size * target:
+            joined[-1] = (joined[-1][0] * size, source, target)
+        else:
+            joined.append((size, source, target))
+    return joined
+
+
+def flip_bits(data: bytes, bits: int, size: int) -> bytes:
+    """Invert `bits` in every element of `data`."""
+    if not bits:
+        return data
+    mask = bits.to_bytes(size, "little") * (len(data) // size)
+    return (int.from_bytes(data, "little") ^ int.from_bytes(mask, "little")).to_bytes(len(data), "little")
+
+
+# Reading and checking this much is quicker than handing it to a thread.
+_SMALL = 64 * 2**10
+_BUFFER = 2**20
+_MAX_THREADS = 4
+_DAMAGED = "the checkpoint is damaged there; copy it again or use an older one"
+
+
+class ChecksumCheck:
+    """Checks chunks of one checkpoint, each once; leaving the block without an error waits for all of them.
+
+    Args:
+        sources: The checkpoint's files.
+        wanted: Whether to check at all.
+        processes: How many processes do so at once, and share the processors.
+    """
+
+    def __init__(self, sources: DataFiles, *, wanted: bool = True, processes: int = 1) -> None:
+        self._sources, self._wanted = sources, wanted
+        self._done: set[tuple[str, int, int]] = set()
+        self._waiting: deque[tuple[str, Piece, Future[int]]] = deque()
+        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // processes))
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="fsdplaunch-checksum")
+        self._local = threading.local()
+        self.checked = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            while kind is None and self._waiting:
+                self._compare()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, name: str, piece: Piece) -> None:
+        """Check the chunk `piece` of the tensor `name`, now or soon.
+
+        Raises:
+            CheckpointError: This chunk, or one before it, does not match its checksum.
+        """
+        place = (piece.place.file, piece.file_offset, piece.place.offset if piece.packed else piece.data_length)
+        if not self._wanted or piece.crc is None or place in self._done:
+            return
+        self._done.add(place)  # many tensors may lie in one storage
+        self.checked += piece.data_length
+        if piece.packed or piece.data_length <= _SMALL:
+            check_crc(self._sources, name, piece, crc_of(piece, self._sources))
+            return
+        while len(self._waiting) > self._threads:
+            self._compare()
+        fd = os.dup(self._sources.descriptor(piece.place.file))
+        self._waiting.append((name, piece, self._pool.submit(self._crc_in_file, fd, piece)))
+
+    def _compare(self) -> None:
+        name, piece, future = self._waiting.popleft()
+        check_crc(self._sources, name, piece, future.result())
+
+    def _crc_in_file(self, fd: int, piece: Piece) -> int:
+        """Return the checksum of what stands in the file, and close the descriptor."""
+        try:
+            if not hasattr(self._local, "buffer"):
+                self._local.buffer = memoryview(bytearray(_BUFFER))
+            buffer, crc, position, left = self._local.buffer, 0, piece.file_offset, piece.data_length
+            while left and (count := os.preadv(fd, [buffer[: min(left, _BUFFER)]], position)):
+                crc = crc32(buffer[:count], crc)
+                position += count
+                left -= count
+            return crc
+        finally:
+            os.close(fd)
+
+
+def crc_of(piece: Piece, sources: DataFiles) -> int:
+    """Return the checksum of a chunk's data, decompressed if it has to be."""
+    crc = 0
+    for offset in range(0, piece.data_length, _BUFFER):
+        crc = crc32(sources.read_piece(piece, offset, min(_BUFFER, piece.data_length - offset)), crc)
+    return crc
+
+
+def check_crc(sources: DataFiles, name: str, piece: Piece, crc: int) -> None:
+    """Compare the checksum of a chunk of the tensor `name` with the stored one, if there is one.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    if piece.crc is None or piece.crc == crc:
+        return
+    path = sources.folder / piece.place.file
+    msg = f"{path}: the bytes of {short(name)} at {piece.file_offset} do not match their checksum"
+    raise CheckpointError(msg, hint=_DAMAGED)
 
 
 def write_plan(
@@ -126,3 +376,176 @@ def _assemble(tensor: PlannedTensor, output: _Output, sources: DataFiles) -> Non
     for data in written_blocks(tensor, sources.read_piece):
         write_all(output.fd, data, output.position)
         output.moved(len(data))
+
+
+_PIECE = 4 * 2**20
+
+
+def verify_merge(
+    plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter, *, jobs: int = 1
+) -> None:
+    """Compare what stands in `folder` with what `plan` took from `sources`, in so many processes.
+
+    Raises:
+        CheckpointError: When a tensor differs, or when the source does not match its own checksums.
+    """
+    for file in plan.files:
+        _check_header(file, folder / file.name)
+
+    def compare(files: Sequence[PlannedFile], meter: ProgressMeter) -> None:
+        for file in files:
+            _check_tensors(file, folder / file.name, sources, meter)
+
+    run_jobs(split_by_tensors(plan.files, jobs) if jobs > 1 else [plan.files], compare, meter)
+    if plan.index:
+        _check_index(plan, folder / INDEX_NAME)
+
+
+def is_result(plan: MergePlan, folder: Path) -> bool:
+    """Return whether a folder holds files as `plan` makes them, going by sizes and headers."""
+    try:
+        for file in plan.files:
+            with (folder / file.name).open("rb") as opened:
+                if (
+                    os.fstat(opened.fileno()).st_size != file.nbytes
+                    or opened.read(len(file.header)) != file.header
+                ):
+                    return False
+        return plan.index is None or (folder / INDEX_NAME).read_bytes() == plan.index
+    except OSError:
+        return False
+
+
+def _check_tensors(file: PlannedFile, path: Path, sources: DataFiles, meter: ProgressMeter) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for tensor in file.tensors:
+            meter.tensor = tensor.name
+            _check_tensor(tensor, fd, sources, meter)
+    finally:
+        os.close(fd)
+
+
+def _check_header(file: PlannedFile, path: Path) -> None:
+    """Check what the file says about itself against the plan."""
+    with path.open("rb") as opened:
+        # From the disk, not from the pages just written.
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        length = int.from_bytes(opened.read(8), "little")
+        if length > MAX_HEADER or path.stat().st_size != file.nbytes:
+            _differs(f"{path} has another size than planned")
+        header = _json(opened.read(length), path)
+    header.pop("__metadata__", None)
+    for tensor in file.tensors:
+        start = tensor.offset - 8 - length
+        wanted = {
+            "dtype": tensor.written.code,
+            "shape": list(file_shape(tensor.written, tensor.shape)),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        if header.pop(tensor.name, None) != wanted:
+            _differs(f"{path} describes {short(tensor.name)} otherwise than planned")
+    if header:
+        _differs(f"{path} holds tensors that were not planned")
+
+
+def _json(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        _differs(f"{path} is not readable")
+    return found
+
+
+def _check_index(plan: MergePlan, path: Path) -> None:
+    found = _json(path.read_bytes(), path)
+    if found.get("weight_map") != {tensor.name: file.name for file in plan.files for tensor in file.tensors}:
+        _differs(f"{path} does not list the files' tensors")
+
+
+def _check_tensor(tensor: PlannedTensor, fd: int, sources: DataFiles, meter: ProgressMeter) -> None:
+    if tensor.in_runs:
+        for piece in tensor.pieces:
+            _check_run(tensor, piece, fd, sources, meter)
+        return
+    for piece in tensor.pieces:
+        if piece.crc is not None:
+            check_crc(sources, tensor.stored_name, piece, crc_of(piece, sources))
+    position = tensor.offset
+    for data in written_blocks(tensor, sources.read_piece):
+        if _read(fd, position, len(data)) != data:
+            _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
+        position += len(data)
+        meter.tick(len(data))
+
+
+def _check_run(tensor: PlannedTensor, piece: Piece, fd: int, sources: DataFiles, meter: ProgressMeter) -> None:
+    """Compare one run with the merged file, and its item with its checksum, reading the source once."""
+    first = piece.start * tensor.dtype.size
+    base, crc = tensor.offset + piece.target, 0
+    for offset in range(0, piece.data_length, _PIECE):
+        data = sources.read_piece(piece, offset, min(_PIECE, piece.data_length - offset))
+        crc = crc32(data, crc)
+        start, end = max(offset, first), min(offset + len(data), first + piece.nbytes)
+        if start < end:
+            if _read(fd, base + start - first, end - start) != data[start - offset : end - offset]:
+                _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
+            meter.tick(end - start)
+    check_crc(sources, tensor.stored_name, piece, crc)
+
+
+def _read(fd: int, offset: int, count: int) -> bytes:
+    parts = []
+    while count and (part := os.pread(fd, count, offset)):
+        parts.append(part)
+        offset += len(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _differs(what: str) -> NoReturn:
+    raise CheckpointError(what, hint="the disk or a program changed it; merge again")
+
+
+def verify_torch_file(path: Path, state: Mapping[Any, Any]) -> None:
+    """Read a file of torch's back and compare it; tensors as bytes, so that NaN equals itself.
+
+    Raises:
+        CheckpointError: It does not hold the same.
+    """
+    import pickle  # with torch, and not where safetensors are checked
+
+    import torch
+
+    try:
+        written = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as problem:
+        msg = f"{path.name} could not be read back: {str(problem).splitlines()[0]}"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
+    if not _is_same(written, state):
+        msg = f"{path.name} was read back and differs from the checkpoint"
+        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged; check the disk")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two trees of tensors and plain values are equal, dtypes and bytes of tensors included."""
+    import torch
+
+    if isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and _same_bytes(one, other)
+    if isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in other)
+    if isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other) or one is other or (one != one and other != other)  # noqa: PLR0124  (NaN)
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    import torch
+
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)] if one.numel() else []
+    return not flat or torch.equal(*flat)

@@ -9,19 +9,16 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdplaunch.checkpoint.checked_ints import check_counts
+from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.dtypes import Dtype
-from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
-from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
-from fsdplaunch.checkpoint.readers.dcp_places import MAX_FILES
-from fsdplaunch.checkpoint.readers.files_by_rank import check_still_there, refuse
+from fsdplaunch.checkpoint.readers.dcp_index import MAX_FILES, CheckpointIndex, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.readers.rank_files import check_still_there, refuse
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header
+from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, check_counts, short
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.json_text import parse_json
+from fsdplaunch.files import parse_json
 
 SHARD_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"

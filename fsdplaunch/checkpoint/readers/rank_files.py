@@ -1,33 +1,362 @@
-"""Checkpoints of one torch.save file per rank, or of a single one with the full model; read without torch.
+"""Checkpoints of one torch.save file per rank, or of a single one with the full model; read without torch."""
 
-Written so: accelerate's LOCAL_STATE_DICT and `use_dcp=False`, verl's `model_world_size_N_rank_r.pt`, and
-FULL_STATE_DICT's `pytorch_model_fsdp.bin`. Each file says which shard of each tensor it holds.
-"""
-
+import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
-from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath, StoredValue
-from fsdplaunch.checkpoint.readers.files_by_rank import all_ranks, check_still_there, reading
-from fsdplaunch.checkpoint.readers.flat_params import read_flat_layouts
-from fsdplaunch.checkpoint.readers.found_tensors import (
-    FoundTensors,
-    add_shard,
-    found_tensor,
-    note_bytes,
-    stored_tensor,
+from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault, row_major
+from fsdplaunch.checkpoint.dtypes import Dtype
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, model_entry
+from fsdplaunch.checkpoint.readers.dcp_index import (
+    CheckpointIndex,
+    NamePath,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
 )
-from fsdplaunch.checkpoint.readers.mesh_regions import shard_region
-from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory, member_bytes, read_zip
-from fsdplaunch.checkpoint.regions import Region
-from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import ListedShards, MeshShard, read_state
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.checkpoint.readers.torch_zip import (
+    ReadWindow,
+    TorchZipItem,
+    ZipDirectory,
+    locate_data,
+    member_bytes,
+    read_zip,
+)
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import ListedShards, MeshShard, TensorDescription, read_state
+from fsdplaunch.checkpoint.untrusted_files import (
+    COPY_AGAIN,
+    InvalidFileError,
+    check_count,
+    check_counts,
+    open_regular,
+    read_exactly,
+    short,
+)
 from fsdplaunch.errors import CheckpointError
+
+MAX_RANKS = 100_000
+
+
+def check_still_there(folder: Path, files: Sized) -> None:
+    """Check that a folder that was found to hold a checkpoint's files still does.
+
+    Raises:
+        CheckpointError: They have gone since.
+    """
+    if not files:
+        msg = f"{folder} was changed while it was read: its files have gone"
+        raise CheckpointError(msg, hint="read it when nothing writes to it")
+
+
+def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
+    """Return the files of all ranks, rank 0 first.
+
+    Args:
+        folder: Where they are.
+        names: Those that are there, by rank.
+        world: How many there are to be.
+
+    Raises:
+        CheckpointError: One is missing, or there are more than can be.
+    """
+    missing = [] if world > MAX_RANKS else sorted(set(range(world)) - set(names))
+    if missing or world > MAX_RANKS:
+        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")  # noqa: PLR2004
+        msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {shown}"
+        raise CheckpointError(msg, hint="bring the files of all ranks together")
+    return [names[rank] for rank in sorted(names)]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[ReadWindow]:
+    """Give a file's bytes, all of it; what turns out to be wrong with it is an error that names it.
+
+    Raises:
+        CheckpointError: It cannot be opened or read, or what it says is not what such files say.
+    """
+    try:
+        fd = open_regular(path)
+    except InvalidFileError as problem:
+        refuse(path, str(problem))
+    try:
+        yield ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
+    except (InvalidFileError, UnicodeDecodeError) as problem:
+        refuse(path, str(problem) if isinstance(problem, InvalidFileError) else "a text in it is damaged")
+    finally:
+        os.close(fd)
+
+
+def refuse(path: Path, reason: str) -> NoReturn:
+    """Raise the error of a file that cannot be read."""
+    msg = f"{path} cannot be read: {reason}"
+    raise CheckpointError(msg, hint=COPY_AGAIN) from None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameterSpan:
+    """A parameter in a flat parameter.
+
+    Attributes:
+        names: All its names.
+        shape: Its shape.
+        start: Its first element's place in the flat parameter.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """One flat parameter.
+
+    Attributes:
+        ranks: The ranks that hold its parts, in the order of the parts; others hold replicas.
+        part: Elements of each part but the last.
+        numel: Elements in all.
+        runs: Its parameters; padding lies between them.
+    """
+
+    ranks: tuple[int, ...]
+    part: int
+    numel: int
+    runs: tuple[FlatParameterSpan, ...]
+
+    def pieces(
+        self, rank: int, local: TensorDescription
+    ) -> Iterator[tuple[FlatParameterSpan, Region, TensorDescription]]:
+        """Yield the rectangles of parameters that a rank holds, and where each is in its file.
+
+        Args:
+            rank: One of `ranks`.
+            local: The rank's part, of one dimension.
+
+        Raises:
+            InvalidFileError: The part has another size than the rank's place in the order gives it.
+        """
+        first = min(self.ranks.index(rank) * self.part, self.numel)
+        last = min(first + self.part, self.numel)
+        if local.shape != (last - first,) or local.strides not in {(1,), ()}:
+            msg = f"its flat parameter has shape {list(local.shape)} where [{last - first}] belongs"
+            raise InvalidFileError(msg)
+        for run in self.runs:
+            begin, end = max(first, run.start), min(last, run.start + math.prod(run.shape))
+            for start, region in rectangles(run.shape, begin - run.start, end - run.start):
+                here = local.start + run.start + start - first
+                yield run, region, replace(local, shape=region.sizes, strides=row_major(region.sizes), start=here)
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[int, Region]]:
+    """Cut the elements `begin` to `end` of a row-major tensor into rectangles of consecutive elements.
+
+    Args:
+        shape: The tensor's shape.
+        begin: The first element.
+        end: One past the last.
+
+    Yields:
+        Each rectangle's first element, and the rectangle; in their order.
+    """
+    if begin >= end:
+        return
+    if len(shape) <= 1:
+        yield begin, Region((begin,) * len(shape), (end - begin,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows: first to last
+    if first > last:  # both ends in one row
+        yield from _inside(shape, last, begin, end)
+        return
+    yield from _inside(shape, first - 1, begin, first * row)
+    if first < last:
+        offsets, sizes = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+        yield first * row, Region(offsets, sizes)
+    yield from _inside(shape, last, last * row, end)
+
+
+def _inside(shape: tuple[int, ...], at: int, begin: int, end: int) -> Iterator[tuple[int, Region]]:
+    """Yield the rectangles within row `at`."""
+    row = at * math.prod(shape[1:])
+    for start, (offsets, sizes) in rectangles(shape[1:], begin - row, end - row):
+        yield row + start, Region((at, *offsets), (1, *sizes))
+
+
+def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
+    """Read what the manifest of a checkpoint says about the flat parameters of one of its models.
+
+    Args:
+        folder: The checkpoint.
+        number: The model's number.
+
+    Returns:
+        By the flat parameter's name; empty without a manifest that tells.
+
+    Raises:
+        InvalidFileError: What it says is no layout.
+    """
+    flat = model_entry(folder, number).get("flat_parameters")
+    try:
+        return {str(name): _layout(value) for name, value in flat.items()} if isinstance(flat, dict) else {}
+    except (LookupError, TypeError):
+        msg = f"what {MANIFEST_NAME} beside it says about flat parameters cannot be read"
+        raise InvalidFileError(msg) from None
+
+
+def _layout(entry: Any) -> FlatLayout:
+    ranks, part = (
+        tuple(check_count(rank, "a rank") for rank in entry["ranks"]),
+        check_count(entry["part"], "a part"),
+    )
+    runs, start = list[FlatParameterSpan](), 0
+    for names, sizes in entry["runs"]:
+        shape = check_counts(tuple(sizes), "a shape")
+        if names:
+            runs.append(FlatParameterSpan(tuple(map(str, names)), shape, start))
+        start += math.prod(shape)
+    if len(set(ranks)) != len(ranks) or part * len(ranks) < start:
+        msg = "the manifest's shards do not make up its flat parameter"
+        raise InvalidFileError(msg)
+    return FlatLayout(ranks, part, start, tuple(runs))
+
+
+def shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
+    """Return the rectangle of a rank, as torch cuts: into parts of equal size, the last ones smaller or empty.
+
+    Args:
+        shard: The shard, with the rank's place in the mesh.
+        mesh: The mesh's shape.
+    """
+    offsets, sizes = [0] * len(shard.shape), list(shard.shape)
+    for axis in _order_of_cuts(shard, mesh):
+        placement, count, at = shard.placements[axis], mesh[axis], shard.coordinates[axis]
+        dim = placement.dim
+        if dim is None:
+            continue
+        if not -len(sizes) <= dim < len(sizes):
+            msg = f"a tensor of {len(sizes)} dimensions is cut along dimension {dim}"
+            raise CheckpointError(msg, hint=COPY_AGAIN)
+        step = -(-sizes[dim] // count)
+        start = min(step * at, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _order_of_cuts(shard: MeshShard, mesh: tuple[int, ...]) -> list[int]:
+    """Return the mesh's axes in the order in which they cut a tensor: those that cut what others cut come last.
+
+    FSDP cuts parameters along an axis before that of tensor parallelism, which had cut them already; torch calls
+    such a placement strided, by as many as the later axes cut.
+    """
+    plain = [axis for axis, placement in enumerate(shard.placements) if placement.cuts == 1]
+    strided = [axis for axis, placement in enumerate(shard.placements) if placement.cuts != 1]
+    for axis in strided:
+        dim = shard.placements[axis].dim
+        later = (mesh[other] for other in plain if other > axis and shard.placements[other].dim == dim)
+        if len(strided) > 1 or prod(later) != shard.placements[axis].cuts:
+            msg = "a tensor is placed by _StridedShard, and not as FSDP cuts what tensor parallelism has cut"
+            raise CheckpointError(
+                msg, hint="save it with SHARDED_STATE_DICT, whose index says where each shard is"
+            )
+    return plain + strided
+
+
+@dataclass(slots=True)
+class FoundTensor:
+    """A tensor as its shards are found."""
+
+    path: NamePath
+    dtype: Dtype
+    shape: tuple[int, ...]
+    shards: dict[Region, ItemLocation] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FoundTensors:
+    """What the files hold, as they are read."""
+
+    folder: Path
+    tensors: dict[str, FoundTensor] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
+    items: dict[ItemLocation, TorchZipItem] = field(default_factory=dict)
+    on_meshes: list[tuple[str, str, MeshShard, ItemLocation]] = field(default_factory=list)
+    layouts: dict[str, FlatLayout] | None = None
+    sharded: bool = False
+
+
+def note_bytes(
+    file: str,
+    local: TensorDescription,
+    dtype: Dtype,
+    name: str,
+    window: ReadWindow,
+    built: ZipDirectory,
+    found: FoundTensors,
+) -> ItemLocation:
+    """Note where a shard's bytes are and return their place."""
+    if local.dtype.name != dtype.name:
+        msg = f"{short(name)} is {dtype.name}, its shard {local.dtype.name}"
+        raise InvalidFileError(msg)
+    item = locate_data(window, built, local)
+    first = item.data_offset + local.start * dtype.size
+    place = ItemLocation(file, first, item.data_length)
+    item = item._replace(data_offset=item.data_offset - first)
+    if found.items.setdefault(place, item) != item:
+        msg = f"{short(name)} and another tensor see the same bytes in different ways"
+        raise InvalidFileError(msg)
+    return place
+
+
+def found_tensor(
+    found: FoundTensors, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
+) -> FoundTensor:
+    """Return the tensor of this name, as far as its shards are known; all files must say the same of it."""
+    full = found.tensors.setdefault(name, FoundTensor(path, dtype, shape))
+    if (full.dtype.name, full.shape) != (dtype.name, shape):
+        here = f"{dtype.name} of shape {list(shape)}"
+        msg = f"{found.folder}: {short(name)} is {here} in {file}, in another file it is not"
+        raise CheckpointError(msg, hint="the files are from different saves")
+    return full
+
+
+def add_shard(
+    found: FoundTensors,
+    file: str,
+    name: str,
+    full: FoundTensor,
+    region: Region,
+    local: TensorDescription,
+    place: ItemLocation,
+) -> None:
+    """Add a shard to a tensor."""
+    if local.shape != region.sizes:
+        shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
+        msg = f"{found.folder / file}: {short(name)} has a shard {shapes}"
+        raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
+    full.shards.setdefault(region, place)  # ranks that hold the same shard each write it
+
+
+def stored_tensor(folder: Path, name: str, full: FoundTensor) -> StoredTensor:
+    """Return a tensor whose shards are all there.
+
+    Raises:
+        CheckpointError: Some are not, or they overlap.
+    """
+    regions = sorted(region for region in full.shards if region.numel)
+    fault = find_tiling_fault(full.shape, regions)
+    if fault is not None:
+        msg = f"{folder}: {short(name)} of shape {list(full.shape)}: {fault}"
+        raise CheckpointError(msg, hint="bring the files of all ranks together")
+    chunks = tuple(StoredChunk(region, full.shards[region]) for region in regions)
+    return StoredTensor(name, full.path, full.dtype, full.shape, chunks)
+
 
 RANK_FILE = re.compile(
     r"(?P<stem>pytorch_model_fsdp(_(?P<number_of_model>\d+))?)(_rank(?P<rank>\d+))?\.bin"

@@ -11,26 +11,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.checkpoint.checked_ints import check_count, check_counts
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.item_location import ItemLocation
+from fsdplaunch.checkpoint.chunks import ItemLocation, Region, row_major
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
-from fsdplaunch.checkpoint.readers.files_by_rank import all_ranks, check_still_there, reading
-from fsdplaunch.checkpoint.readers.flat_params import FlatLayout, FlatParameterSpan
-from fsdplaunch.checkpoint.readers.found_tensors import (
+from fsdplaunch.checkpoint.readers.rank_files import (
+    MAX_DIRECTORY,
+    MAX_STATE,
+    MOST_OF_NAMES,
+    SMALL_NAMES,
+    FlatLayout,
+    FlatParameterSpan,
     FoundTensors,
     add_shard,
+    all_ranks,
+    check_still_there,
     found_tensor,
     note_bytes,
+    reading,
     stored_tensor,
 )
-from fsdplaunch.checkpoint.readers.rank_files import MAX_DIRECTORY, MAX_STATE, MOST_OF_NAMES, SMALL_NAMES
-from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.readers.zip_directory import ReadWindow, ZipDirectory, member_bytes, read_zip
-from fsdplaunch.checkpoint.regions import Region, row_major
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
-from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import RANK_FILE_NAMES, read_state
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import RANK_FILE_NAMES, TensorDescription, read_state
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, check_count, check_counts, short
 from fsdplaunch.errors import CheckpointError
 
 XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.(bin|pth|pt)")

@@ -1,17 +1,450 @@
 """Read a pickle without trusting it: a small interpreter that knows a few opcodes and imports nothing.
 
 The standard unpickler looks names up in real modules and lets a few bytes ask for gigabytes (LONG_BINPUT).
-This one only builds containers, numbers, texts and the records a caller declares; every other opcode or
-name is refused by name. Memory is bounded by a small multiple of the file's own size.
+This one only builds containers, numbers, texts and the records a caller declares; every other opcode or name is
+refused by name. Memory is bounded by a small multiple of the file's own size.
 """
 
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from sys import getsizeof
 from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError, short
-from fsdplaunch.checkpoint.safe_pickle.interpreter import Call, Interpreter, Names, Unknown
-from fsdplaunch.checkpoint.safe_pickle.opcodes import TABLE
+from fsdplaunch.checkpoint.chunks import ItemKey
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
+
+Call = Callable[[tuple[Any, ...]], Any]
+# Bytes that objects of a file may take: what real files take is at most three quarters of it.
+BYTES_PER_BYTE = 17
+BYTES_TO_BEGIN_WITH = 32 * 2**20
+# What CPython takes: a place on a list, an empty container with its place, an entry of a dictionary, an object.
+SLOT, CONTAINER, ENTRY, OBJECT = 9, 72, 64, 128
+# Larger ones could be chosen so that they all hash alike.
+_MAX_INTEGER_KEY = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class PickledCallable:
+    """A class or function that a pickle may name.
+
+    Attributes:
+        name: How messages call it.
+        call: What stands for calling it, given checked positional arguments; None when it may not be called.
+        new: What makes an empty record for NEWOBJ; None when that is not allowed.
+        any_arguments: NEWOBJ may bring arguments, which are dropped.
+        fuse: What may read several records at once from where its name was recalled; `record_patterns.py`.
+    """
+
+    name: str
+    call: Call | None = None
+    new: Callable[[], "PickledRecord"] | None = None
+    any_arguments: bool = False
+    fuse: "Fuse | None" = None
+
+
+class PickledRecord:
+    """An object of ours that a pickle may fill in."""
+
+    __slots__ = ()
+    weight = OBJECT
+    """Bytes that it takes."""
+    takes_state = False
+    """Whether all that its state held is in fields of its own, so that the state is of no further use."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Take over the pickled state, checked field by field."""
+        msg = f"{type(self).__name__} takes no state, got {type(state).__name__}"
+        raise InvalidFileError(msg)
+
+
+class PickledDict(dict[Any, Any], PickledRecord):
+    """A dictionary with attributes, such as a state dict with its versions; the attributes are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the state."""
+
+
+Fuse = Callable[["Interpreter", int], int]
+Names = Mapping[tuple[str, str], Any]
+Unknown = Callable[[str, str], Any]
+_KEYS = (str, int, float, bytes, type(None))
+_MAX_KEY_PARTS = 16
+_NOT_LISTED = object()
+
+
+def _is_key(key: Any) -> bool:
+    """Say whether `key` hashes in constant time and unlike others."""
+    if type(key) is int and abs(key) > _MAX_INTEGER_KEY:
+        return False
+    if isinstance(key, (*_KEYS, ItemKey, PickledRecord)):
+        return True
+    return type(key) is tuple and len(key) <= _MAX_KEY_PARTS and all(isinstance(part, _KEYS) for part in key)
+
+
+class Interpreter:
+    """The stack, the marks and the memo while one pickle is read."""
+
+    __slots__ = (
+        "data",
+        "fetched",
+        "known",
+        "marks",
+        "memo",
+        "names",
+        "persistent",
+        "position",
+        "spent",
+        "stack",
+        "unknown",
+    )
+
+    def __init__(self, data: bytes, names: Names, persistent: Call | None, unknown: Unknown) -> None:
+        self.data = data
+        self.position = 0
+        self.spent = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        # What fused records look up again and again, by the bytes that ask for it.
+        self.fetched: dict[bytes, Any] = {}
+        self.known: Any = None
+        self.names = names
+        self.persistent = persistent
+        self.unknown = unknown
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        start, end = self.position, self.position + count
+        if count < 0 or end > len(self.data):
+            msg = f"the pickle ends inside the value at byte {start}"
+            raise InvalidFileError(msg)
+        self.position = end
+        return self.data[start:end]
+
+    def pop(self) -> Any:
+        """Take the top of the stack, not beyond a mark."""
+        if self.marks and len(self.stack) <= self.marks[-1]:
+            msg = f"the stack runs empty at byte {self.position}"
+            raise InvalidFileError(msg)
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        """Return the top of the stack, not beyond a mark."""
+        if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
+            msg = f"the stack runs empty at byte {self.position}"
+            raise InvalidFileError(msg)
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[Any]:
+        """Take everything above the last mark."""
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def spend(self, nbytes: int) -> None:
+        """Count memory that objects take, beside the stack and the memo, and refuse what is out of proportion."""
+        self.spent += nbytes
+        if self.spent > BYTES_TO_BEGIN_WITH:
+            slots = SLOT * (len(self.stack) + len(self.memo))
+            if self.spent + slots > BYTES_TO_BEGIN_WITH + BYTES_PER_BYTE * len(self.data):
+                msg = f"at byte {self.position} it takes more than {BYTES_PER_BYTE} times its size of memory"
+                raise InvalidFileError(msg)
+
+    def find(self, module: str, name: str) -> None:
+        """Push what stands for a name."""
+        found = self.names.get((module, name), _NOT_LISTED)
+        if found is _NOT_LISTED:
+            self.spend(4 * OBJECT + len(module) + len(name))
+            found = self.unknown(module, name)
+        self.stack.append(found)
+
+    def store(self, pairs: list[Any]) -> None:
+        """Set keys and values on the dictionary on top."""
+        target = self.top()
+        if type(target) not in {dict, PickledDict} or len(pairs) % 2:
+            msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
+            raise InvalidFileError(msg)
+        self.spend(ENTRY * (len(pairs) // 2))
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Hashing a hostile nest of tuples takes for ever; these hash in constant time.
+            if not _is_key(key):
+                msg = f"a {type(key).__name__} is used as a key at byte {self.position}"
+                raise InvalidFileError(msg)
+            target[key] = value
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
+        target = self.top()
+        if type(target) is not list:
+            msg = f"items are appended to a {type(target).__name__} at byte {self.position}"
+            raise InvalidFileError(msg)
+        self.spend(SLOT * len(items))
+        target.extend(items)
+
+    def remember(self, slot: int) -> None:
+        """Keep the top in the next memo slot."""
+        value = self.top()
+        if slot != len(self.memo):
+            msg = f"byte {self.position} stores into slot {slot}, the next one is {len(self.memo)}"
+            raise InvalidFileError(msg)
+        self.memo.append(value)
+
+    def recall(self, slot: int, width: int) -> None:
+        """Push a memo slot that `width` bytes asked for; a record's class may bring several records instead."""
+        if slot >= len(self.memo):
+            msg = f"byte {self.position} recalls slot {slot}, which was never stored"
+            raise InvalidFileError(msg)
+        value = self.memo[slot]
+        if type(value) is not PickledCallable or value.fuse is None or not value.fuse(self, width):
+            self.stack.append(value)
+
+    def fetch(self, reference: bytes) -> Any:
+        """Return the memo entry that a BINGET or LONG_BINGET with its argument recalls."""
+        try:
+            return self.fetched[reference]
+        except KeyError:
+            slot = int.from_bytes(reference[1:], "little")
+            if slot >= len(self.memo):
+                msg = f"byte {self.position} recalls slot {slot}, which was never stored"
+                raise InvalidFileError(msg) from None
+            return self.fetched.setdefault(reference, self.memo[slot])
+
+    def line(self) -> str:
+        """Return the text up to the next line end."""
+        end = self.data.find(b"\n", self.position, self.position + 1024)
+        if end < 0:
+            msg = f"the name at byte {self.position} has no end"
+            raise InvalidFileError(msg)
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
+        return text
+
+
+MAX_INTEGER_BYTES = 17  # the state of numpy's generators: 128 bits and a sign
+MAX_OPEN_MARKS = 100
+
+Handler = Callable[[Interpreter], None]
+TABLE: list[Handler | None] = [None] * 256
+
+
+def _handles(*opcodes: int) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for opcode in opcodes:
+            TABLE[opcode] = handler
+        return handler
+
+    return register
+
+
+def _constant(opcode: int, make: Callable[[], Any]) -> None:
+    def push(m: Interpreter) -> None:
+        m.stack.append(make())
+
+    TABLE[opcode] = push
+
+
+def _container(opcode: int, make: Callable[[], Any]) -> None:
+    def push(m: Interpreter) -> None:
+        m.spend(CONTAINER)
+        m.stack.append(make())
+
+    TABLE[opcode] = push
+
+
+def _number(opcode: int, layout: str) -> None:
+    reader = struct.Struct(layout)
+
+    def push(m: Interpreter) -> None:
+        m.stack.append(reader.unpack(m.take(reader.size))[0])
+
+    TABLE[opcode] = push
+
+
+def _text(opcode: int, layout: str, *, decode: bool) -> None:
+    reader = struct.Struct(layout)
+
+    def push(m: Interpreter) -> None:
+        raw = m.take(reader.unpack(m.take(reader.size))[0])
+        value = raw.decode() if decode else raw
+        m.spend(getsizeof(value) + SLOT)
+        m.stack.append(value)
+
+    TABLE[opcode] = push
+
+
+_constant(ord("N"), lambda: None)
+_constant(0x88, lambda: True)
+_constant(0x89, lambda: False)
+_container(ord("]"), list)
+_container(ord("}"), dict)
+_constant(ord(")"), tuple)
+_number(ord("K"), "<B")
+_number(ord("M"), "<H")
+_number(ord("J"), "<i")
+_number(ord("G"), ">d")
+_text(0x8C, "<B", decode=True)
+_text(ord("X"), "<I", decode=True)
+_text(0x8D, "<Q", decode=True)
+_text(ord("C"), "<B", decode=False)
+_text(ord("B"), "<I", decode=False)
+
+
+@_handles(0x80)
+def _protocol(m: Interpreter) -> None:
+    version = m.take(1)[0]
+    if not 2 <= version <= 5:  # noqa: PLR2004  (pickle protocols)
+        msg = f"pickle protocol {version} is not supported"
+        raise InvalidFileError(msg)
+
+
+@_handles(0x95)
+def _frame(m: Interpreter) -> None:
+    m.take(8)
+
+
+@_handles(ord("("))
+def _mark(m: Interpreter) -> None:
+    if len(m.marks) >= MAX_OPEN_MARKS:
+        msg = f"containers nest more than {MAX_OPEN_MARKS} deep at byte {m.position}"
+        raise InvalidFileError(msg)
+    m.marks.append(len(m.stack))
+
+
+@_handles(0x8A)
+def _long(m: Interpreter) -> None:
+    count = m.take(1)[0]
+    if count > MAX_INTEGER_BYTES:
+        msg = f"an integer of {count} bytes at byte {m.position}"
+        raise InvalidFileError(msg)
+    m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
+
+
+@_handles(ord("t"))
+def _tuple(m: Interpreter) -> None:
+    items = m.pop_mark()
+    m.spend(CONTAINER + SLOT * len(items))
+    m.stack.append(tuple(items))
+
+
+@_handles(0x85, 0x86, 0x87)
+def _short_tuple(m: Interpreter) -> None:
+    count = m.data[m.position - 1] - 0x84
+    m.spend(CONTAINER + SLOT * count)
+    items = [m.pop() for _ in range(count)]
+    m.stack.append(tuple(items[::-1]))
+
+
+@_handles(ord("a"))
+def _append(m: Interpreter) -> None:
+    value = m.pop()
+    m.extend([value])
+
+
+@_handles(ord("e"))
+def _appends(m: Interpreter) -> None:
+    m.extend(m.pop_mark())
+
+
+@_handles(ord("s"))
+def _setitem(m: Interpreter) -> None:
+    value = m.pop()
+    m.store([m.pop(), value])
+
+
+@_handles(ord("u"))
+def _setitems(m: Interpreter) -> None:
+    m.store(m.pop_mark())
+
+
+@_handles(0x94)
+def _memoize(m: Interpreter) -> None:
+    m.memo.append(m.top())
+
+
+@_handles(ord("q"))
+def _binput(m: Interpreter) -> None:
+    m.remember(m.take(1)[0])
+
+
+@_handles(ord("r"))
+def _long_binput(m: Interpreter) -> None:
+    m.remember(int.from_bytes(m.take(4), "little"))
+
+
+@_handles(ord("h"))
+def _binget(m: Interpreter) -> None:
+    m.recall(m.take(1)[0], 2)
+
+
+@_handles(ord("j"))
+def _long_binget(m: Interpreter) -> None:
+    m.recall(int.from_bytes(m.take(4), "little"), 5)
+
+
+@_handles(ord("c"))
+def _global(m: Interpreter) -> None:
+    module = m.line()
+    m.find(module, m.line())
+
+
+@_handles(0x93)
+def _stack_global(m: Interpreter) -> None:
+    name, module = m.pop(), m.pop()
+    if type(name) is not str or type(module) is not str:
+        msg = f"a name at byte {m.position} is not text"
+        raise InvalidFileError(msg)
+    m.find(module, name)
+
+
+@_handles(ord("R"))
+def _reduce(m: Interpreter) -> None:
+    arguments, callee = m.pop(), m.pop()
+    if not isinstance(callee, PickledCallable) or callee.call is None or type(arguments) is not tuple:
+        shown = callee.name if isinstance(callee, PickledCallable) else type(callee).__name__
+        msg = f"it calls {shown} at byte {m.position}"
+        raise InvalidFileError(msg)
+    made = callee.call(arguments)
+    m.spend(getattr(made, "weight", OBJECT))
+    m.stack.append(made)
+
+
+@_handles(0x81)
+def _newobj(m: Interpreter) -> None:
+    arguments, cls = m.pop(), m.pop()
+    if not isinstance(cls, PickledCallable) or cls.new is None or (arguments != () and not cls.any_arguments):
+        shown = cls.name if isinstance(cls, PickledCallable) else type(cls).__name__
+        msg = f"it makes a {shown} at byte {m.position}"
+        raise InvalidFileError(msg)
+    m.spend(OBJECT)
+    m.stack.append(cls.new())
+
+
+@_handles(ord("b"))
+def _build(m: Interpreter) -> None:
+    state, target = m.pop(), m.top()
+    if not isinstance(target, PickledRecord):
+        msg = f"it fills in a {type(target).__name__} at byte {m.position}"
+        raise InvalidFileError(msg)
+    target.__setstate__(state)
+    if type(state) is dict and target.takes_state:
+        # Nobody writes one state for two objects; what is taken over frees its place.
+        m.spent -= ENTRY * len(state)
+        state.clear()
+
+
+@_handles(ord("Q"))
+def _binpersid(m: Interpreter) -> None:
+    key = m.pop()
+    if m.persistent is None or type(key) is not tuple:
+        msg = f"a persistent id at byte {m.position}"
+        raise InvalidFileError(msg)
+    m.stack.append(m.persistent(key))
+
 
 _STOP = ord(".")
 

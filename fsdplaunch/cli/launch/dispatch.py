@@ -4,9 +4,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdplaunch.cli.launch.key_options import option_notes
-from fsdplaunch.cli.launch.options import LaunchOptions, LaunchRequest
+from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.launch.single_node import (
+    LaunchOptions,
+    LaunchRequest,
     check_script,
     pass_checks,
     plan_for_this_node,
@@ -15,14 +16,13 @@ from fsdplaunch.cli.launch.single_node import (
     with_verdict,
 )
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import LoadedConfig, load_config
-from fsdplaunch.config.xla import uses_xla
+from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.probe.tpus import pod_settings
+from fsdplaunch.probe.hardware import pod_settings, read_hardware
 
 
 def launch_script(
@@ -121,13 +121,13 @@ def launch_elsewhere(request: LaunchRequest, out: Output) -> int:
         msg = f"--{route} hands the run over, and {named} names nodes to start it on"
         raise UsageError(msg, hint=f"leave out --{route}, or {named}")
     if route == "kubernetes":
-        from fsdplaunch.cli.launch.kubernetes import launch_on_kubernetes
+        from fsdplaunch.cli.launch.handoff import launch_on_kubernetes
 
         return launch_on_kubernetes(request, out)
     if route is None:
-        from fsdplaunch.cli.launch.ssh import launch_over_ssh
+        from fsdplaunch.cli.launch.handoff import launch_over_ssh
 
         return launch_over_ssh(request, out)
-    from fsdplaunch.cli.launch.slurm import launch_on_slurm
+    from fsdplaunch.cli.launch.handoff import launch_on_slurm
 
     return launch_on_slurm(request, out)

@@ -1,24 +1,49 @@
-"""A run that starts elsewhere: its plan, its folder, what --dry-run shows, what is said once it is submitted."""
+"""A run that starts elsewhere: its plan and folder, and SLURM, Kubernetes or nodes over ssh that get it."""
 
 import os
 import shlex
+import signal
+import subprocess
+import sys
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from fsdplaunch.cli.launch.options import LaunchRequest
+from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.schema.config import Config, SshSection
-from fsdplaunch.config.world_size import node_range
-from fsdplaunch.config.write.render import render
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchPlan, build_plan
-from fsdplaunch.launch.run_id import fresh_run_id
-from fsdplaunch.launch.runs.registry import write_job
+from fsdplaunch.config.render import render
+from fsdplaunch.config.resolve import node_range
+from fsdplaunch.config.schema.config import Config, SshSection, variable_of
+from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan
+from fsdplaunch.launch.root_cause import shell_status
+from fsdplaunch.launch.runs import write_job
+from fsdplaunch.launch.schedulers.ssh import (
+    SessionSpec,
+    SshHost,
+    SshSessions,
+    check_client,
+    check_list,
+    client_words,
+    explain_end,
+    network_name,
+    read_hosts,
+)
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.scheduler import count_gpus
-from fsdplaunch.run_dir import CONFIG, PLAN, PRIVATE_MODE, link_latest, write_json, write_text
+from fsdplaunch.run_dir import (
+    CONFIG,
+    GROUP_RUN,
+    PLAN,
+    PRIVATE_MODE,
+    fresh_run_id,
+    link_latest,
+    write_json,
+    write_text,
+)
 from fsdplaunch.run_secret import SECRET, make_secret
 
 
@@ -110,7 +135,7 @@ class Handoff:
         self._out.say(words)
         if not options.follow:
             return 0
-        from fsdplaunch.cli.launch.runs import follow_run
+        from fsdplaunch.cli.runs import follow_run
 
         return follow_run(self.run_dir, self._out)
 
@@ -120,3 +145,197 @@ def snapshot(config: Config, *, log_dir: Path) -> str:
     config = without_secrets(config)[0]
     launch = replace(config.launch, log_dir=str(log_dir))
     return render(replace(config, launch=launch, ssh=SshSection()), full=True, comments=False)
+
+
+SCRIPT = "job.sbatch"
+SECRETS = "secrets.sh"
+"""The variables that only this user is to read (0600); the batch script reads them."""
+
+
+def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
+    """Write a batch script into the run's folder and submit it."""
+    from fsdplaunch.launch.schedulers.slurm import batch_script, submit
+
+    config, handoff = request.config, Handoff(request, out)
+    run_id, run_dir = handoff.run_id, handoff.run_dir
+    python = "python3" if config.slurm.container_image else sys.executable
+    words = request.words([python, *PROGRAM], str(run_dir / CONFIG))
+    secrets = run_dir / SECRETS
+    text = batch_script(config, words, run_id=run_id, run_dir=run_dir, folder=Path.cwd(), secrets=secrets)
+    plan = handoff.plan(("sbatch", "--parsable", str(run_dir / SCRIPT)), sent=text)
+    if handoff.is_only_shown(plan):
+        return 0
+    for note in _slurm_notes(config):
+        out.note(note)
+    handoff.write_folder(plan, {SCRIPT: text, SECRETS: _exports(handoff.secrets())}, private=(SECRETS,))
+    job = submit(str(run_dir / SCRIPT))
+    sentence = f"run {run_id} is SLURM job {job}; fsdplaunch runs logs {run_id} --follow, runs cancel {run_id}"
+    return handoff.submitted(sentence, route="slurm", shown={"job": job})
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def _slurm_notes(config: Config) -> list[str]:
+    gpus = config.slurm.gpus_per_node or any("gpu" in line or "gres" in line for line in config.slurm.lines)
+    if gpus or config.use_cpu:
+        return []
+    return ["slurm.gpus_per_node is not set: the job gets no GPUs unless the partition gives them to every job"]
+
+
+OBJECTS = "objects.yaml"
+
+
+def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
+    """Apply the run's objects, or print them.
+
+    Raises:
+        LaunchError: Something is missing, or the cluster refuses.
+    """
+    import yaml
+
+    from fsdplaunch.launch.schedulers import kubernetes
+
+    config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
+    run_id, name = handoff.run_id, kubernetes.object_name(handoff.run_id)
+    text = snapshot(config, log_dir=Path(config.launch.log_dir))
+    words = request.words(kubernetes.PROGRAM, f"{kubernetes.CONFIG_FOLDER}/{kubernetes.CONFIG_KEY}")
+    made = kubernetes.objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
+    sent = yaml.safe_dump_all(made, sort_keys=False, width=10**6)
+    plan = handoff.plan(kubernetes.words_for(["apply", "-f", "-"], kube.namespace), sent=sent)
+    if handoff.is_only_shown(plan):
+        return 0
+    out.say(kubernetes.apply(sent, kube.namespace))
+    open_to_all = [one for one in made if one["kind"] != "Secret"]
+    kept = yaml.safe_dump_all(open_to_all, sort_keys=False, width=10**6)
+    handoff.write_folder(replace(plan, sent=kept), {OBJECTS: kept})
+    follow = f"fsdplaunch runs logs {run_id} --follow"
+    sentence = f"run {run_id} is {kube.kind} {name}; {follow}, runs cancel {run_id} deletes it"
+    shown = {"name": name}
+    return handoff.submitted(sentence, route="kubernetes", shown=shown, kind=kube.kind, namespace=kube.namespace)
+
+
+START_SECONDS = 30.0
+"""How long a node's login and Python may take to start."""
+SILENCES = 3
+"""A node ends its part when it has not heard from us for so many times launch.machine_timeout_seconds."""
+_FIRST_PORT, _PORTS = 20000, 5000
+
+
+def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
+    """Start a launcher on each node, show node 0's output and the first failure, end together.
+
+    Raises:
+        LaunchError: Before anything was started, or when a node could not be started.
+    """
+    config, options, handoff = request.config, request.options, Handoff(request, out)
+    hosts = read_hosts(config.ssh)
+    check_list(config, hosts, request.loaded.origins)
+    check_client()
+    placed = _placed(config, hosts, handoff.run_id)
+    python = config.ssh.python or sys.executable
+    secrets = handoff.secrets()
+    silence, module_path = config.launch.machine_timeout_seconds, os.environ.get("PYTHONPATH")
+    sessions = [
+        SessionSpec(
+            host=host.name,
+            words=client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence),
+            task=_task(placed, host, rank, request, handoff.run_id),
+            secrets=secrets,
+            # Of all nodes that end with a JSON object, node 0's alone is shown.
+            output=subprocess.DEVNULL if options.as_json and rank > 0 else None,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    sent = "\n".join(f"{shlex.join(one.words)}\n{_shown(one.task)}" for one in sessions)
+    plan = handoff.plan(sessions[0].words, sent=sent, config=placed)
+    if handoff.is_only_shown(plan):
+        return 0
+    handoff.write_folder(plan, {})
+    names = [host.name for host in hosts]
+    write_job(handoff.run_dir, route="ssh", hosts=names)
+    running = SshSessions(
+        _printer_of_hosts(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES
+    )
+    out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
+    return _run(running, sessions, placed, python, out)
+
+
+def _placed(config: Config, hosts: list[SshHost], run_id: str) -> Config:
+    """Return the configuration with what the list of nodes sets."""
+    joins = len(hosts) > 1 and not config.launch.rendezvous_endpoint
+    port = config.main_process_port or _FIRST_PORT + 2 * (zlib.crc32(run_id.encode()) % _PORTS)
+    slots = any(host.slots for host in hosts)
+    return replace(
+        config,
+        num_machines=len(hosts),
+        machine_rank=None,
+        num_processes="auto" if slots else config.num_processes,
+        main_process_ip=(config.main_process_ip or network_name(hosts[0].name, config.ssh)) if joins else None,
+        main_process_port=port if joins else None,
+    )
+
+
+def _task(config: Config, host: SshHost, rank: int, request: LaunchRequest, run_id: str) -> dict[str, Any]:
+    """Return what the remote side is to do."""
+    file = str(Path(config.launch.log_dir) / run_id / CONFIG)
+    env = {GROUP_RUN: f"{run_id}/try0"}
+    if config.num_machines > 1:
+        env[variable_of("machine_rank")] = str(rank)
+    if host.slots:
+        env[variable_of("launch.workers_per_node")] = str(host.slots)
+    return {
+        "argv": request.words([], file, as_json=request.options.as_json),
+        "folder": config.ssh.remote_dir or str(Path.cwd()),
+        "env": env,
+        "config_file": file,
+        "config": snapshot(config, log_dir=Path(config.launch.log_dir)),
+        "grace": config.launch.shutdown_grace_seconds,
+        "silence": SILENCES * config.launch.machine_timeout_seconds,
+    }
+
+
+def _shown(task: Mapping[str, Any]) -> str:
+    """Return a task for people: the configuration, which is the same everywhere, by its name only."""
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["env"].items())
+    return f"  cd {shlex.quote(task['folder'])} && {variables} fsdplaunch {shlex.join(task['argv'])}"
+
+
+def _printer_of_hosts(hosts: list[SshHost], out: Output) -> Any:
+    first = hosts[0].name
+
+    def show(host: str, line: str) -> None:
+        out.say(line if host == first else f"[{host}] {line}")
+
+    return show
+
+
+def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python: str, out: Output) -> int:
+    received: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        sessions.signal(number)
+
+    for name in config.launch.signals:
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), handle)
+    grace = config.launch.shutdown_grace_seconds
+    try:
+        for part in parts:
+            sessions.start(part)
+        bad = sessions.wait(start_seconds=START_SECONDS, end_seconds=grace + 10)
+    finally:
+        sessions.hang_up()
+    if bad is None:
+        return 0
+    status = bad.process.returncode
+    lost = bad.ready and status == 255  # noqa: PLR2004  (ssh's own)
+    if not bad.ready or lost or status < 0:
+        late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.lines else ""
+        why, hint = explain_end(status, was_ready=bad.ready, lines=bad.lines, python=python)
+        out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))
+        return EXIT_MACHINE if not received else 128 + received[0]
+    codes = [shell_status(client.process.returncode) for client in sessions.clients]
+    return codes[0] or next(code for code in codes if code)

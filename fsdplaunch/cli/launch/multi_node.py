@@ -6,25 +6,23 @@ import sys
 from dataclasses import dataclass, replace
 
 from fsdplaunch.cli.launch import single_node
-from fsdplaunch.cli.launch.options import PROGRAM, LaunchRequest
+from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load.load import LoadedConfig
+from fsdplaunch.config.load import LoadedConfig
+from fsdplaunch.display_text import listed
 from fsdplaunch.errors import LaunchError, MachineError, UsageError
 from fsdplaunch.launch.coordination import join, network
-from fsdplaunch.launch.coordination.interfaces import JoinProgress, RunAssignment, RunControl
-from fsdplaunch.launch.coordination.node_config import agreed_config, provisional_config
+from fsdplaunch.launch.coordination.join import SecretSource, agreed_config, find_secret, provisional_config
+from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator, is_step
-from fsdplaunch.launch.coordination.run_secrets import SecretSource, find_secret
-from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
+from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
-from fsdplaunch.launch.run_id import GROUP_RUN, has_fixed_name, run_name
-from fsdplaunch.launch.schedulers.launch_command import shared_overrides
-from fsdplaunch.launch.schedulers.slurm.commands import in_job, srun_words
+from fsdplaunch.launch.schedulers.remote_launchers import shared_overrides
+from fsdplaunch.launch.schedulers.slurm import in_job, srun_words
 from fsdplaunch.launch.secret_variables import without_secret_overrides
-from fsdplaunch.name_lists import listed
 from fsdplaunch.probe.hardware import Hardware
-from fsdplaunch.run_dir import node_folder
+from fsdplaunch.run_dir import GROUP_RUN, has_fixed_name, node_folder, run_name
 from fsdplaunch.run_secret import SECRET, make_secret
 
 _NAMED = 16

@@ -1,38 +1,99 @@
-"""`fsdplaunch launch` on one node: load -> plan -> (check, dry run) -> run -> report."""
+"""`fsdplaunch launch` on one node: what was requested -> plan -> (check, dry run) -> run -> report."""
 
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdplaunch import __version__
-from fsdplaunch.cli.launch.options import LaunchOptions
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import COMPARED
-from fsdplaunch.config.load.load import LoadedConfig
-from fsdplaunch.config.world_size import mesh_sizes, node_range
-from fsdplaunch.config.xla import runs_spmd, shards_models, shards_on_xla, uses_xla
+from fsdplaunch.config.load import LoadedConfig
+from fsdplaunch.config.resolve import mesh_sizes, node_range, runs_spmd, shards_models, shards_on_xla, uses_xla
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.agent_command import join_port
 from fsdplaunch.launch.compared import recall
-from fsdplaunch.launch.coordination.interfaces import RunControl
-from fsdplaunch.launch.coordination.socket_interfaces import interface_variables
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, build_plan
-from fsdplaunch.launch.ports import find_holder
-from fsdplaunch.launch.preflight import find_obstacles
-from fsdplaunch.launch.report.failure_report import end_line, failure_lines
-from fsdplaunch.launch.report.run_result import RunResult
-from fsdplaunch.launch.run_id import run_name
+from fsdplaunch.launch.coordination.network import interface_variables
+from fsdplaunch.launch.coordination.run_control import RunControl
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan, join_port
+from fsdplaunch.launch.preflight import find_holder, find_obstacles
+from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
+from fsdplaunch.launch.schedulers.remote_launchers import launch_words
+from fsdplaunch.launch.secret_variables import is_secret
 from fsdplaunch.launch.xla import DEVICE, check_groups
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.probe.hardware import Hardware, count_tpu_chips
 from fsdplaunch.probe.scheduler import read_cluster
-from fsdplaunch.probe.tpus import count_tpu_chips
-from fsdplaunch.secret_names import is_secret
+from fsdplaunch.run_dir import run_name
+
+PROGRAM = ("-P", "-m", "fsdplaunch")
+"""What follows the interpreter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """The command line's own options, beside the configuration.
+
+    Attributes:
+        module: The target is a module, as in `python -m`.
+        no_python: The target is a program of its own.
+        dry_run: Print the plan; start nothing.
+        check_only: Check this machine; start nothing.
+        allow_unsharded: Accept a script that never shards a model.
+        as_json: Print one JSON object on stdout, and nothing else there.
+        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
+        follow: Show the submitted run's output until it ends.
+        noted: Options of accelerate or torchrun that were given and change nothing.
+    """
+
+    module: bool = False
+    no_python: bool = False
+    dry_run: bool = False
+    check_only: bool = False
+    allow_unsharded: bool = False
+    as_json: bool = False
+    route: str | None = None
+    follow: bool = False
+    noted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One launch, as it was requested.
+
+    Attributes:
+        loaded: The configuration and where it comes from.
+        target: What every rank runs.
+        options: The command line's own options.
+        overrides: `KEY=VALUE` texts of the command line.
+    """
+
+    loaded: LoadedConfig
+    target: LaunchTarget
+    options: LaunchOptions
+    overrides: Sequence[str] = ()
+
+    @property
+    def config(self) -> Config:
+        """Return the configuration's values."""
+        return self.loaded.config
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Return whether the launch only shows or checks something."""
+        return self.options.dry_run or self.options.check_only
+
+    def words(
+        self, program: Sequence[str], config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
+    ) -> list[str]:
+        """Return the same launch as a command line for another launcher; see `launch_words`."""
+        loose = self.options.allow_unsharded
+        return launch_words(
+            program, self.target, config=config, overrides=overrides, allow_unsharded=loose, as_json=as_json
+        )
 
 
 def check_script(script: str) -> None:

@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.atomic_file import atomic_file
+from fsdplaunch.files import atomic_file
 
 OWN_PREFIXES = ("FSDPLAUNCH_", "FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 """Variables that carry configuration: the task's count, not what a login shell sets here."""
@@ -37,7 +37,7 @@ def main() -> None:
     for name in [name for name in os.environ if name.startswith(OWN_PREFIXES)]:
         del os.environ[name]
     os.environ.update(task["env"])
-    from fsdplaunch.launch.schedulers.ssh.hosts import READY
+    from fsdplaunch.launch.schedulers.ssh import READY
 
     print(READY, file=sys.stderr, flush=True)  # noqa: T201  (read by the local side)
     try:

@@ -1,4 +1,4 @@
 """Contradictions between keys: one small function per rule. Importing this package registers all of them."""
 
 # ruff: noqa: F401  (they register rules, in this order)
-from fsdplaunch.config.rules import compute, launch_rules, leftovers, other_version, rendezvous, sharding, xla
+from fsdplaunch.config.rules import leftovers, nodes, sharding

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.walk import KeySpec, Path, all_keys, value_at
-from fsdplaunch.config.xla import shards_on_xla, uses_xla
+from fsdplaunch.config.resolve import resolve, shards_on_xla, uses_xla
+from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, value_at
 
 TorchVersion = Callable[[], tuple[int, int] | None]
 
@@ -34,7 +32,7 @@ class RuleContext:
 
     given: Config
     config: Config
-    set_paths: frozenset[Path]
+    set_paths: frozenset[KeyPath]
     torch: TorchVersion = _unknown
 
     @property
@@ -67,7 +65,7 @@ class Violation:
         hint: What to do.
     """
 
-    about: tuple[Path, ...]
+    about: tuple[KeyPath, ...]
     message: str
     hint: str | None = None
 
@@ -105,12 +103,12 @@ def rule_context(config: Config) -> RuleContext:
     return RuleContext(given=config, config=resolve(config), set_paths=set_paths)
 
 
-def fsdp(name: str) -> Path:
+def fsdp(name: str) -> KeyPath:
     """Return the path of a key of fsdp_config, without its prefix."""
     return ("fsdp_config", f"fsdp_{name}")
 
 
-def mesh(name: str) -> Path:
+def mesh(name: str) -> KeyPath:
     """Return the path of a key of parallelism_config, without its prefix."""
     return ("parallelism_config", f"parallelism_config_{name}_size")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from fsdplaunch.config.resolve import configured_axes, converts_to_bf16, node_range, uses_xla, workers_per_node
 from fsdplaunch.config.rules.base import (
     SHARDING_SECTIONS,
     RuleContext,
@@ -10,11 +11,9 @@ from fsdplaunch.config.rules.base import (
     mesh,
     note_rule,
 )
-from fsdplaunch.config.rules.compute import leaves_float8_to_script
-from fsdplaunch.config.rules.launch_rules import starts_by_mpirun
-from fsdplaunch.config.schema.walk import KeySpec, all_keys, keys_by_path
-from fsdplaunch.config.world_size import configured_axes, node_range, workers_per_node
-from fsdplaunch.config.xla import converts_to_bf16, uses_xla
+from fsdplaunch.config.rules.nodes import starts_by_mpirun
+from fsdplaunch.config.rules.sharding import leaves_float8_to_script
+from fsdplaunch.config.schema.config import KeySpec, all_keys, keys_by_path
 
 _TYPE = ("distributed_type",)
 _POLICY = fsdp("auto_wrap_policy")

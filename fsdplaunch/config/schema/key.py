@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdplaunch.config.schema.kind import Kind
+from fsdplaunch.config.schema.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,120 +2,543 @@
 
 Every spelling accelerate accepts (numeric codes, `yes`, comma lists) and those that published guides print
 (`full shard`, any case) end as one canonical Python value, so nothing after this file needs to know them.
-Standard library only: this file runs in every worker and in every command.
+Every parser raises ValueError for a value of another kind. Standard library only: this file runs in every worker
+and in every command.
 """
 
+import json
+import math
+import re
+import signal
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from fsdplaunch.config.schema import endpoints
-from fsdplaunch.config.schema import launch_parsers as lp
-from fsdplaunch.config.schema import parsers as p
-from fsdplaunch.config.schema.kind import Kind, one_of, whole
+TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
+MOST_SECONDS = 366 * 24 * 3600
+"""A year: more is a slip, and somewhere more than a clock can wait for."""
+FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+class NotedValueError(ValueError):
+    """A wrong value that the parser itself can describe best; its words are for the user."""
+
+
+def plain_name(value: Any) -> str:
+    """Return the one spelling of a name: upper case, words joined by underscores."""
+    return str(value).strip().upper().replace(" ", "_").replace("-", "_")
+
+
+def write(value: Any) -> str:
+    """Write a scalar as accelerate and torch read it: `true`, `2`, `1e-05`."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def write_json(value: Any) -> str:
+    """Write lists and mappings as JSON."""
+    return json.dumps(value, sort_keys=True)
+
+
+def parse_flag(value: Any) -> bool:
+    """Read a flag, in any of the words accelerate takes for one."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str | int):
+        text = str(value).strip().lower()
+        if text in TRUE_WORDS:
+            return True
+        if text in FALSE_WORDS:
+            return False
+    raise ValueError(value)
+
+
+def check_digits(text: str) -> None:
+    """Refuse what Python reads as a number and no YAML file means as one: `1_0`, digits of other scripts.
+
+    Raises:
+        ValueError: It is such a text.
+    """
+    if not text.isascii() or "_" in text:
+        raise ValueError(text)
+
+
+def parse_whole(value: Any) -> int:
+    """Read a whole number; `1e8` is one."""
+    if isinstance(value, str):
+        check_digits(value)
+        value = float(value) if any(mark in value for mark in ".eE") else int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(value)
+    return value
+
+
+def parse_number(value: Any) -> float:
+    """Read a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(value)
+    if isinstance(value, str):
+        check_digits(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def parse_text(value: Any) -> str:
+    """Read a text that an environment variable can carry: not blank, no NUL, encodable."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(value)
+    text = str(value)
+    text.encode()
+    if not text.strip() or "\0" in text:
+        raise ValueError(value)
+    return text
+
+
+def parse_pattern(value: Any) -> str:
+    """Read a regular expression; several are joined to one, which `alternatives` takes apart again."""
+    if isinstance(value, list | tuple) and value:
+        each = [parse_pattern(item) for item in value]
+        return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
+    text = parse_text(value)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        msg = f"{text} is not a regular expression: {error}"
+        raise NotedValueError(msg) from None
+    return text
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the expressions that a joined one was made of; any other one alone."""
+    if not (pattern.startswith("(?:") and pattern.endswith(")")):
+        return [pattern]
+    parts = pattern[3:-1].split(")|(?:")
+    try:
+        for part in parts:
+            re.compile(part)
+    except re.error:
+        return [pattern]
+    return parts
+
+
+def parse_names(value: Any) -> tuple[str, ...]:
+    """Read names; none holds a comma, so that a comma list can always carry them."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ValueError(value)
+    names = [name.strip() for item in items for name in item.split(",")]
+    return tuple(parse_text(name) for name in names if name)
+
+
+def parse_hosts(value: Any) -> tuple[str, ...]:
+    """Read names of nodes; a missing one between commas is a shell variable that was not set."""
+    names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
+    if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
+        msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} lacks one"
+        raise NotedValueError(msg)
+    return parse_names(value)
+
+
+def parse_lines(value: Any) -> tuple[str, ...]:
+    """Read texts: a list, one text, or a list in JSON."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(value)
+    return tuple(parse_text(item) for item in value)
+
+
+def parse_table(value: Any) -> dict[str, Any]:
+    """Read a mapping with texts as names, or the same in JSON."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(value)
+    return value
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse_variables(value: Any) -> dict[str, str]:
+    """Read environment variables; true and false become lower-case words, an empty text is allowed."""
+    return {_variable_name(name): _variable_text(name, item) for name, item in parse_table(value).items()}
+
+
+def _variable_name(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        msg = f"{name} cannot name an environment variable"
+        raise NotedValueError(msg)
+    return name
+
+
+def _variable_text(name: str, value: Any) -> str:
+    try:
+        return "" if value == "" else parse_text(write(value) if isinstance(value, bool) else value)
+    except ValueError:
+        msg = f"{name} must be a text; '' is the empty one"
+        raise NotedValueError(msg) from None
+
+
+def parse_plan(value: Any) -> dict[str, str]:
+    """Read names of modules, with `*` for any one part, and a style for each."""
+    plan = parse_table(value)
+    if not all(isinstance(item, str) and item.strip() and name.strip() for name, item in plan.items()):
+        raise ValueError(value)
+    return {name.strip(): item.strip() for name, item in plan.items()}
+
+
+def parse_modules(value: Any) -> tuple[str, ...]:
+    """Read module names; `none` carries the empty list through an environment variable."""
+    names = () if value == "none" else parse_names(value)
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(value)
+    return names
+
+
+def write_modules(value: tuple[str, ...]) -> str:
+    """Return what `parse_modules` reads back."""
+    return ",".join(value) or "none"
+
+
+def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
+    """Read three flags, or one for all three."""
+    value = value.strip().strip("()[]") if isinstance(value, str) else value  # accelerate writes a tuple as text
+    items = value.split(",") if isinstance(value, str) else [value] * 3 if isinstance(value, bool) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(value)
+    first, second, third = items  # another length is a ValueError of its own
+    return parse_flag(first), parse_flag(second), parse_flag(third)
+
+
+def parse_seconds(value: Any) -> float:
+    """Read a number above 0, of seconds."""
+    number = parse_wait(value)
+    if number <= 0:
+        raise ValueError(value)
+    return number
+
+
+def parse_wait(value: Any) -> float:
+    """Read a number of seconds, at least 0 and at most a year."""
+    number = parse_number(value)
+    if number < 0:
+        raise ValueError(value)
+    if number > MOST_SECONDS:
+        msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
+        raise NotedValueError(msg)
+    return number
+
+
+def parse_ranks(value: Any) -> str:
+    """Read `all`, or numbers separated by commas."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    items = str(value).split(",") if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+        raise ValueError(value)
+    ranks = [parse_whole(item) for item in items]
+    if min(ranks) < 0:
+        raise ValueError(value)
+    return ",".join(map(str, ranks))
+
+
+_DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
+
+
+def parse_devices(value: Any) -> str:
+    """Read `all`, or indices or NVML names separated by commas, in the given order."""
+    if isinstance(value, str) and value.strip().lower() == "all":
+        return "all"
+    items = str(value).split(",") if isinstance(value, str | int) else value
+    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+        raise ValueError(value)
+    names = [str(item).strip() for item in items]
+    names = names[:-1] if len(names) > 1 and not names[-1] else names  # CUDA reads `0,` as one GPU
+    if not all(_DEVICE.fullmatch(name) for name in names):
+        raise ValueError(value)
+    return ",".join(names)
+
+
+def parse_workers(value: Any) -> int | str:
+    """Read a number from 1, or auto; accelerate writes -1 where it does not know."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    number = parse_whole(value)
+    if number == -1:
+        return "auto"
+    if number < 1:
+        raise ValueError(value)
+    return number
+
+
+def parse_local_workers(value: Any) -> int | str:
+    """Read a number from 1, or auto, gpu or cpu: as many as this node has of these."""
+    word = value.strip().lower() if isinstance(value, str) else ""
+    return word if word in ("gpu", "cpu") else parse_workers(value)
+
+
+def parse_mesh_size(value: Any) -> int:
+    """Read a number from 1, or -1 for what the other sizes leave."""
+    number = parse_whole(value)
+    if number < 1 and number != -1:
+        raise ValueError(value)
+    return number
+
+
+def parse_node_range(value: Any) -> str:
+    """Read MIN:MAX, or one number for both."""
+    low, _, high = str(value).partition(":")
+    first, last = parse_whole(low), parse_whole(high or low)
+    if not 1 <= first <= last:
+        raise ValueError(value)
+    return f"{first}:{last}"
+
+
+_SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
+
+
+def parse_settings(value: Any) -> dict[str, str]:
+    """Read a mapping of names to values, or torchrun's `name=value,name=value`."""
+    if isinstance(value, str) and not value.startswith("{"):
+        parts = [part.strip() for part in value.split(",")]
+        if not all(_SETTING.fullmatch(part) for part in parts):
+            raise ValueError(value)
+        value = dict(part.split("=", 1) for part in parts)
+    return parse_variables(value)
+
+
+_STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
+
+
+def parse_streams(value: Any) -> str:
+    """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
+    text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
+    text = text.replace(" ", "")
+    if isinstance(value, bool) or not _STREAMS.fullmatch(text):
+        raise ValueError(value)
+    return text
+
+
+_UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+
+
+def parse_signals(value: Any) -> tuple[str, ...]:
+    """Read names of signals that a process can pass on, with or without SIG."""
+    names = [name.upper() for name in parse_names(value)]
+    full = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
+    if not full or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in full):
+        raise ValueError(value)
+    return full
+
+
+MAX_PORT = 65535
+
+RENDEZVOUS_PORT = 29400
+"""Where nodes meet when an endpoint names no port, as torchrun has it."""
+
+
+def port_number(value: Any) -> int:
+    """Return a TCP port; 0 means a free one."""
+    port = parse_whole(value)
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(value)
+    return port
+
+
+def parse_endpoint(value: Any) -> str:
+    """Read HOST:PORT; a host with colons stands in brackets. Without a port, the one that torchrun takes."""
+    text = parse_text(value)
+    if ":" not in text or text.endswith("]"):
+        text = f"{text}:{RENDEZVOUS_PORT}"
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
+        raise ValueError(value)
+    return f"{host}:{port_number(port)}"
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Write HOST:PORT; a host with colons of its own stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value.
+
+    Attributes:
+        expects: What a value must be, in words that complete "must be ...".
+        parse: Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
+        schema: What JSON Schema says about values an editor should accept.
+        choices: The canonical names, for kinds that have a list of them.
+        write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
+        verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
+        refused: Known values that cannot be honoured, upper case, and why.
+    """
+
+    expects: str
+    parse: Callable[[Any], Any]
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    write: Callable[[Any], str] = write
+    verbatim: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def refusal(self, value: Any) -> str | None:
+        """Return why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
+        return self.refused.get(plain_name(value)) if isinstance(value, str) else None
+
+
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """Return a whole number within limits, both included."""
+
+    def parse(value: Any) -> int:
+        number = parse_whole(value)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(value)
+        return number
+
+    limits: dict[str, Any] = {"type": "integer", "minimum": minimum}
+    if maximum is None:
+        return Kind(f"a whole number, at least {minimum}", parse, limits)
+    return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
+
+
+def one_of(
+    names: Any, *, aliases: Mapping[str, str] | None = None, refused: Mapping[str, str] | None = None
+) -> Kind:
+    """Return a name in any case, with spaces or dashes, or its code: its place in the list, from 1.
+
+    Args:
+        names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
+        aliases: Further spellings, upper case, and the name they mean.
+        refused: Known values that cannot be honoured, upper case, and why.
+    """
+    allowed = get_args(names)
+    table = {plain_name(name): name for name in allowed} | dict(aliases or {})
+    if all(isinstance(name, str) for name in allowed):
+        table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
+
+    def parse(value: Any) -> Any:
+        if value is False and "NO" in table:
+            return table["NO"]  # YAML 1.1 writers turn a bare no into false
+        if isinstance(value, bool) or not isinstance(value, str | int) or plain_name(value) not in table:
+            raise ValueError(value)
+        return table[plain_name(value)]
+
+    words = tuple(str(name) for name in allowed)
+    schema: dict[str, Any] = {"enum": list(allowed)}
+    if isinstance(allowed[0], str):
+        schema = {"anyOf": [schema, {"type": "integer", "minimum": 1, "maximum": len(allowed)}]}
+    return Kind("one of " + ", ".join(words), parse, schema, words, refused=refused or {})
+
 
 _TEXT_SCHEMA = {"type": ["string", "number"]}
 _LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
 _FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
-FLAG = Kind("true or false", p.parse_flag, _FLAG_SCHEMA)
+FLAG = Kind("true or false", parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
-PORT = whole(0, endpoints.MAX_PORT)
-NUMBER = Kind("a number", p.parse_number, {"type": "number"})
+PORT = whole(0, MAX_PORT)
+NUMBER = Kind("a number", parse_number, {"type": "number"})
 SECONDS = Kind(
     "a number of seconds above 0",
-    p.parse_seconds,
-    {"type": "number", "exclusiveMinimum": 0, "maximum": p.MOST_SECONDS},
+    parse_seconds,
+    {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
 )
-_WAIT_SCHEMA = {"type": "number", "minimum": 0, "maximum": p.MOST_SECONDS}
-WAIT = Kind("a number of seconds, at least 0", p.parse_wait, _WAIT_SCHEMA)
-TEXT = Kind("text, not empty", p.parse_text, _TEXT_SCHEMA, verbatim=True)
+_WAIT_SCHEMA = {"type": "number", "minimum": 0, "maximum": MOST_SECONDS}
+WAIT = Kind("a number of seconds, at least 0", parse_wait, _WAIT_SCHEMA)
+TEXT = Kind("text, not empty", parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind(
     "a regular expression that Python can compile, or a list of them",
-    p.parse_pattern,
+    parse_pattern,
     {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": {"type": "string"}}]},
     verbatim=True,
 )
 NAMES = Kind(
     "names separated by commas, or a list of names",
-    p.parse_names,
+    parse_names,
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     write=",".join,
     verbatim=True,
 )
 HOSTS = Kind(
     "names of nodes separated by commas, or a list of them",
-    p.parse_hosts,
+    parse_hosts,
     NAMES.schema,
     write=",".join,
     verbatim=True,
 )
 LINES = Kind(
-    "a list of texts", p.parse_lines, _LIST_SCHEMA, write=lambda value: p.write_json(list(value)), verbatim=True
+    "a list of texts", parse_lines, _LIST_SCHEMA, write=lambda value: write_json(list(value)), verbatim=True
 )
-TABLE = Kind("a mapping of names to values", p.parse_table, {"type": "object"}, write=p.write_json)
+TABLE = Kind("a mapping of names to values", parse_table, {"type": "object"}, write=write_json)
 VARIABLES = Kind(
     "a mapping of variable names to texts",
-    p.parse_variables,
+    parse_variables,
     {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
-    write=p.write_json,
+    write=write_json,
     verbatim=True,
 )
 PLAN = Kind(
     "a mapping of names, with * for any one part, to styles such as colwise",
-    p.parse_plan,
+    parse_plan,
     {"type": "object", "additionalProperties": {"type": "string"}},
-    write=p.write_json,
+    write=write_json,
     verbatim=True,
 )
 RANKS = Kind(
-    "all, or rank numbers separated by commas", lp.parse_ranks, {"type": ["string", "integer"]}, verbatim=True
+    "all, or rank numbers separated by commas", parse_ranks, {"type": ["string", "integer"]}, verbatim=True
 )
 DEVICES = Kind(
-    "all, or GPU numbers separated by commas", lp.parse_devices, {"type": ["string", "integer"]}, verbatim=True
+    "all, or GPU numbers separated by commas", parse_devices, {"type": ["string", "integer"]}, verbatim=True
 )
 MODULES = Kind(
     "module names separated by commas, or a list of them",
-    p.parse_modules,
+    parse_modules,
     NAMES.schema,
-    write=p.write_modules,
+    write=write_modules,
     verbatim=True,
 )
 THREE_FLAGS = Kind(
     "true or false for each of forward, data gradient and weight gradient",
-    p.parse_three_flags,
+    parse_three_flags,
     {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
-    write=lambda value: ",".join(map(p.write, value)),
+    write=lambda value: ",".join(map(write, value)),
 )
-NODE_RANGE = Kind(
-    "MIN:MAX, two whole numbers", lp.parse_node_range, {"type": ["string", "integer"]}, verbatim=True
-)
-ENDPOINT = Kind("HOST:PORT", endpoints.parse_endpoint, {"type": "string"}, verbatim=True)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
+ENDPOINT = Kind("HOST:PORT", parse_endpoint, {"type": "string"}, verbatim=True)
 WORKERS = Kind(
-    "a whole number, at least 1, or auto", lp.parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
+    "a whole number, at least 1, or auto", parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
 )
 LOCAL_WORKERS = Kind(
     "a whole number, at least 1, or auto, gpu or cpu",
-    lp.parse_local_workers,
+    parse_local_workers,
     {"anyOf": [{"type": "integer"}, {"enum": ["auto", "gpu", "cpu"]}]},
 )
 SETTINGS = Kind(
     "name=value pairs separated by commas, or a mapping",
-    lp.parse_settings,
+    parse_settings,
     {"anyOf": [{"type": "string"}, VARIABLES.schema]},
-    write=p.write_json,
+    write=write_json,
     verbatim=True,
 )
 STREAMS = Kind(
     "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
-    lp.parse_streams,
+    parse_streams,
     {"type": ["string", "integer", "object"]},
     verbatim=True,
 )
-SIGNALS = Kind(
-    "signal names separated by commas, or a list of them", lp.parse_signals, NAMES.schema, write=",".join
-)
+SIGNALS = Kind("signal names separated by commas, or a list of them", parse_signals, NAMES.schema, write=",".join)
 MESH_SIZE = Kind(
-    "a whole number, at least 1, or -1 for the rest", lp.parse_mesh_size, {"type": "integer", "minimum": -1}
+    "a whole number, at least 1, or -1 for the rest", parse_mesh_size, {"type": "integer", "minimum": -1}
 )
 
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
@@ -219,7 +642,7 @@ def _parse_reshard(value: Any) -> bool | int | str:
     with suppress(ValueError):
         return int(WHOLE.parse(value))
     with suppress(ValueError):
-        return p.parse_flag(value)
+        return parse_flag(value)
     return str(STRATEGY.parse(value))
 
 

@@ -8,11 +8,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fsdplaunch.host_names import addresses, connected
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.sockets import addresses, connected
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -190,3 +191,24 @@ def reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
     return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def interface_variables(
+    config: Config, address: str, environ: Mapping[str, str], *, alone: bool = False
+) -> dict[str, str]:
+    """Return the variables that keep gloo, and NCCL where an interface is configured, on the network of the nodes.
+
+    By itself gloo takes the address of this node's own name, which Debian maps to 127.0.1.1. A lone node needs no
+    network: there both stay on the loopback interface.
+
+    Args:
+        config: Resolved.
+        address: This node's, as the others reach it.
+        environ: The caller's variables; what is set there stays.
+        alone: There is no other node.
+    """
+    asked = config.launch.network_interface
+    name = asked or interface_of(address)
+    both = asked or alone
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if both else ("GLOO_SOCKET_IFNAME",)
+    return {variable: name for variable in names if name and variable not in environ}

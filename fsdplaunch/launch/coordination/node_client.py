@@ -7,27 +7,34 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
-from fsdplaunch.host_names import connected
-from fsdplaunch.launch.coordination.handshake import PROTOCOL, NodeHandshake, VersionError
-from fsdplaunch.launch.coordination.interfaces import (
+from fsdplaunch.launch.coordination.network import plain_address, reason
+from fsdplaunch.launch.coordination.node_info import NodeInfo, try_to_reach
+from fsdplaunch.launch.coordination.protocol import (
+    PROTOCOL,
+    TO_NODE,
+    Connection,
+    Message,
+    NodeHandshake,
+    ProtocolError,
+    VersionError,
+    WakeUp,
+    wait_for,
+)
+from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
     JoinProgress,
     OwnPause,
     RunActions,
     RunAssignment,
     Tell,
+    end_of_run,
     later,
 )
-from fsdplaunch.launch.coordination.network import plain_address, reason
-from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.outcome import end_of_run
-from fsdplaunch.launch.coordination.protocol import Connection, WakeUp, wait_for
-from fsdplaunch.launch.coordination.reachability import try_to_reach
-from fsdplaunch.launch.coordination.wire_types import TO_NODE, Message, ProtocolError
-from fsdplaunch.launch.report.root_cause import WARNINGS, signal_name
+from fsdplaunch.launch.root_cause import WARNINGS, signal_name
+from fsdplaunch.sockets import connected
 
 if TYPE_CHECKING:
-    from fsdplaunch.launch.coordination.run_secrets import SecretSource
+    from fsdplaunch.launch.coordination.join import SecretSource
 
 TURN_SECONDS = 0.5
 RETRY_SECONDS = 0.5

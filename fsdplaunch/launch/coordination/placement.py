@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.world_size import node_range
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.agent_command import DEFAULT_PORT
 from fsdplaunch.launch.coordination import network
+from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.probe.scheduler import Cluster, read_cluster
 
 RANK_VARIABLE = "FSDPLAUNCH_NODE_RANK"

@@ -1,18 +1,268 @@
-"""Messages between the launchers of one run: one JSON object per line over a TCP connection.
+"""What the launchers of one run say to each other: first a proof, then one JSON object per line, over TCP.
 
-Nothing that arrives is ever executed, and nothing is read of those who have not proven to belong to the run
-(`handshake`).
+    coordinator    fsdplaunch-4 NONCE
+    node           NONCE PROOF, or `none` where it has no secret
+    coordinator    PROOF, or `no`
+
+Nothing else is read before, and no more than a line of 256 bytes. The secret itself is never sent. What follows is
+not encrypted: it says nothing that is secret. Nothing that arrives is ever executed, and every field that any
+handler looks at has its type here: a message that differs is none.
 """
 
 import json
+import math
+import re
+import secrets
 import selectors
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from fsdplaunch.launch.coordination.handshake import LINE_BYTES
-from fsdplaunch.launch.coordination.wire_types import Check, Message, ProtocolError, decode
+from fsdplaunch.run_secret import is_proof, proof
+
+Message = dict[str, Any]
+Check = Callable[[Any], bool]
+_LARGEST = 2**63
+
+
+class ProtocolError(Exception):
+    """The other side does not speak this protocol."""
+
+
+def text(value: Any) -> bool:
+    """Return whether a value is a text."""
+    return isinstance(value, str)
+
+
+def flag(value: Any) -> bool:
+    """Return whether a value is true or false."""
+    return isinstance(value, bool)
+
+
+def integer(value: Any) -> bool:
+    """Return whether a value is a whole number of at most 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
+
+
+def natural(value: Any) -> bool:
+    """Return whether a value is a whole number from 0."""
+    return integer(value) and value >= 0
+
+
+def port(value: Any) -> bool:
+    """Return whether a value is the number of a port."""
+    return natural(value) and value < 65536  # noqa: PLR2004  (16 bits)
+
+
+def seconds(value: Any) -> bool:
+    """Return whether a value is a positive time."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def maybe(check: Check) -> Check:
+    """Return a check that null passes, too."""
+    return lambda value: value is None or check(value)
+
+
+def many(check: Check) -> Check:
+    """Return the check of a list whose items all pass."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def texts_by_name(value: Any) -> bool:
+    """Return whether a value is an object whose fields are all texts."""
+    return isinstance(value, dict) and all(map(text, value.values()))
+
+
+def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """Return the check of an object that has these fields; others are not looked at."""
+    extra = optional or {}
+    return lambda value: (
+        isinstance(value, dict)
+        and all(name in value and check(value[name]) for name, check in required.items())
+        and all(check(value[name]) for name, check in extra.items() if name in value)
+    )
+
+
+_ERROR = fields({"message": text}, {"traceback": maybe(text), "time_ns": maybe(integer)})
+_WORKER = fields(
+    {"rank": natural},
+    {
+        "local_rank": natural,
+        "pid": integer,
+        "code": maybe(integer),
+        "signal": maybe(text),
+        "sent": many(integer),
+        "started_ns": maybe(integer),
+        "ended_ns": maybe(integer),
+        "peak_bytes": maybe(integer),
+        "steps": maybe(integer),
+        "error": maybe(_ERROR),
+        "tail": many(text),
+        "host": text,
+        "node": integer,
+    },
+)
+_ATTEMPT = fields({"workers": many(_WORKER)}, {"attempt": natural, "cause": maybe(_WORKER)})
+_OUTCOME = fields({"status": integer, "stopped_by": maybe(text), "error": maybe(text), "attempt": maybe(_ATTEMPT)})
+_FINAL = fields(
+    {
+        "status": integer,
+        "stopped_by": maybe(text),
+        "cause": maybe(_WORKER),
+        "error": maybe(text),
+        "lost": many(text),
+        "workers": many(_WORKER),
+    },
+    {"host": text},
+)
+_NODE = fields(
+    {"host": text, "address": text},
+    {
+        "rank": maybe(natural),
+        "workers": natural,
+        "versions": texts_by_name,
+        "config": texts_by_name,
+        "command": many(text),
+        "script": text,
+        "obstacles": many(text),
+        "probe": lambda value: isinstance(value, list) and list(map(type, value)) == [int, str] and port(value[0]),
+        "folder": text,
+    },
+)
+_TARGET = fields({"rank": natural, "name": text, "address": text, "port": port, "word": text})
+
+TO_COORDINATOR: Mapping[str, Check] = {
+    "hello": fields({"node": _NODE, "time_ns": natural, "run_id": text}),
+    "reached": fields({"failed": many(text)}),
+    "stop": fields({"number": natural, "count": natural}),
+    "outcome": fields({"outcome": _OUTCOME}),
+    "ping": fields({}),
+}
+"""What a node may send."""
+TO_NODE: Mapping[str, Check] = {
+    "refused": fields({"message": text, "hint": maybe(text)}),
+    "waiting": fields({"here": natural, "of": natural}),
+    "try": fields({"nodes": many(_TARGET)}),
+    "go": fields(
+        {
+            "run_id": text,
+            "rank": natural,
+            "names": many(text),
+            "nodes": natural,
+            "world": natural,
+            "store_port": port,
+            "silence": seconds,
+            "notes": many(text),
+        }
+    ),
+    "stop": fields({"number": natural, "count": natural}),
+    "end": fields({"at_once": flag}),
+    "lost": fields({"name": text}),
+    "final": fields({"final": _FINAL}),
+    "ping": fields({}),
+}
+"""What the coordinator may send."""
+
+
+def decode(line: bytes, kinds: Mapping[str, Check]) -> Message:
+    """Read one message.
+
+    Args:
+        line: As it arrived, without its end.
+        kinds: `TO_COORDINATOR` or `TO_NODE`.
+
+    Raises:
+        ProtocolError: It is none of these.
+    """
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+        kind = value.get("kind") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind in kinds and kinds[kind](value):
+            return dict(value)
+    except (ValueError, RecursionError):  # too deep, too many digits, no UTF-8, no JSON
+        pass
+    raise ProtocolError
+
+
+def _refuse_constant(word: str) -> None:
+    msg = f"{word} is no number"
+    raise ValueError(msg)
+
+
+PROTOCOL = "fsdplaunch-4"
+"""First word that a coordinator says; another version's launchers are named instead of misread."""
+LINE_BYTES = 256
+"""Longest line before the proof."""
+NONE, REFUSED = "none", "no"
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+class VersionError(ProtocolError):
+    """The coordinator speaks another version; its text is that version."""
+
+
+class CoordinatorHandshake:
+    """The coordinator's side of one connection."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret, self._nonce = secret, secrets.token_hex(16)
+
+    @property
+    def opening(self) -> str:
+        """Return the line to send first."""
+        return f"{PROTOCOL} {self._nonce}"
+
+    def answer(self, line: str) -> tuple[bool, str]:
+        """Return whether a node's line proves that it belongs to the run, and the line to send it.
+
+        Raises:
+            ProtocolError: It is no node at all.
+        """
+        if line == NONE:
+            return False, REFUSED
+        nonce, _, given = line.partition(" ")
+        if not _NONCE.fullmatch(nonce):
+            raise ProtocolError
+        if not is_proof(given, self._secret, "node", self._nonce, nonce):
+            return False, REFUSED
+        return True, proof(self._secret, "coordinator", nonce, self._nonce)
+
+
+class NodeHandshake:
+    """A node's side of one connection."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret, self._own, self._theirs = secret, secrets.token_hex(16), ""
+
+    def reply(self, opening: str) -> str:
+        """Return the line to send after the coordinator's first.
+
+        Raises:
+            VersionError: It speaks another version.
+            ProtocolError: It is no coordinator.
+        """
+        version, _, nonce = opening.partition(" ")
+        if not version.startswith("fsdplaunch-") or not _NONCE.fullmatch(nonce):
+            raise ProtocolError
+        if version != PROTOCOL:
+            raise VersionError(version)
+        self._theirs = nonce
+        return f"{self._own} {proof(self._secret, 'node', nonce, self._own)}" if self._secret else NONE
+
+    def is_accepted(self, line: str) -> bool:
+        """Return whether the coordinator took the proof; False where it refused it.
+
+        Raises:
+            ProtocolError: It does not know the secret itself.
+        """
+        if line == REFUSED:
+            return False
+        if not is_proof(line, self._secret, "coordinator", self._own, self._theirs):
+            raise ProtocolError
+        return True
+
 
 MAX_BYTES = 8 * 1024**2
 """Longest line that is read: an outcome holds the last lines of every worker of a node."""

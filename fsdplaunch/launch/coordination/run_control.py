@@ -1,19 +1,315 @@
-"""One node's part of a run on several: does what the others ask, and takes their word on how it ended."""
+"""One node's part of a run on several: what was agreed on, what the others ask of it, and how the run ended.
+
+An outcome is what a launcher reports of its node: status, stopped_by, error, attempt (the last one, with its
+workers). On arrival `host`, `rank`, `offset_ns` (its clock against node 0's) are added, and `ended` where it was
+asked to end because another node had failed.
+"""
 
 import itertools
 import signal
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdplaunch.launch.coordination.interfaces import RunActions, RunControl, later
-from fsdplaunch.launch.coordination.outcome import merged_record, no_better_than, outcome_of
+from fsdplaunch.config.schema.kinds import join_endpoint
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, EXIT_SAVED
+from fsdplaunch.launch.root_cause import failure_status, first_failure, is_consequence
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
 
 if TYPE_CHECKING:
-    from fsdplaunch.launch.agent_process import AgentProcess
+    from fsdplaunch.launch.runner import AgentProcess
+
+
+PAUSE_SECONDS = 1.5
+"""A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
+Tell = Callable[[str], None]
+"""Shows one line to the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAssignment:
+    """What holds for the run, the same on every node but for `rank`, `store` and `address`.
+
+    Attributes:
+        run_id: The run's name.
+        rank: This node's rank.
+        names: Node 0's name; on node 0 every node's, by rank.
+        nodes: How many there are.
+        world: Workers over all nodes.
+        store: HOST:PORT of torch's store, as this node reaches it.
+        address: This node, as the others reach it.
+        notes: What the user of every node is to be told.
+        secret: The run's.
+        held_port: On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
+    """
+
+    run_id: str
+    rank: int
+    names: Sequence[str]
+    nodes: int
+    world: int
+    store: str
+    address: str
+    notes: Sequence[str] = ()
+    secret: str = field(default="", repr=False)
+    held_port: socket.socket | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_message(
+        cls,
+        message: Mapping[str, Any],
+        *,
+        store_host: str,
+        address: str,
+        secret: str,
+        held_port: socket.socket | None = None,
+    ) -> "RunAssignment":
+        """Read the message that starts a node.
+
+        Args:
+            message: As the coordinator sends it.
+            store_host: The coordinator, as this node reaches it.
+            address: This node, as the others reach it.
+            secret: The run's; no message says it.
+            held_port: See the class.
+        """
+        names = ("run_id", "rank", "names", "nodes", "world", "notes")
+        store = join_endpoint(store_host, message["store_port"])
+        known = {name: message[name] for name in names}
+        return cls(**known, store=store, address=address, secret=secret, held_port=held_port)
+
+
+@dataclass(slots=True)
+class RunActions:
+    """What a launcher does at another node's request; called from the thread that owns the connections.
+
+    Attributes:
+        stop: Pass a signal on to this node's workers; gets how many there have been of its number.
+        end: End this node's workers, at once when the argument is true: the run cannot go on.
+        change: Nodes have gone: start the workers again with those that are left.
+    """
+
+    stop: Callable[[int, int], None] = lambda _number, _count: None
+    end: Callable[[bool], None] = lambda _at_once: None
+    change: Callable[[], None] = lambda: None
+
+
+class OwnPause:
+    """Notices that this process itself was stopped for a while: what came meanwhile is read before judging."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin to look.
+
+        Args:
+            seconds: Looks further apart than this are a pause.
+        """
+        self._seconds, self._looked, self._is_noted = seconds, time.monotonic(), False
+
+    def has_just_ended(self) -> bool:
+        """Return whether there was one before this look; never twice in a row."""
+        now = time.monotonic()
+        self._is_noted = now - self._looked > self._seconds and not self._is_noted
+        self._looked = now
+        return self._is_noted
+
+
+def later(seconds: float, action: Callable[[], None]) -> None:
+    """Do something after a while, unless this process has ended by then."""
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+class RunControl(Protocol):
+    """The other nodes, while the run goes on."""
+
+    assignment: RunAssignment
+    actions: RunActions
+
+    def start(self) -> None:
+        """Listen to the others from now on."""
+
+    def stop(self, number: int, count: int) -> None:
+        """Have every node pass a signal on to its workers."""
+
+    def conclude(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
+        """Report how this node's workers ended, wait for the others', and return how the run ended."""
+
+    def close(self) -> None:
+        """Disconnect from the others."""
+
+
+@dataclass(slots=True)
+class JoinProgress:
+    """How far the wait for the nodes has come: shown live on a terminal, else a line now and then.
+
+    Attributes:
+        say: Shows a line that stays.
+        live: Shows a line that the next one replaces; None where nothing is live.
+        every: Seconds between lines that stay.
+    """
+
+    say: Tell
+    live: Tell | None = None
+    every: float = 10.0
+    _start: float = field(default_factory=time.monotonic)
+    _last: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the wait began."""
+        return time.monotonic() - self._start
+
+    def show(self, text: str) -> None:
+        """Show the present state; `text` goes without the time."""
+        line = f"{text}, {self.seconds:.0f} s"
+        if self.live is not None:
+            self.live(line)
+        elif time.monotonic() - self._last >= self.every:
+            self._last = time.monotonic()
+            self.say(line)
+
+    def end(self) -> None:
+        """Remove the live line."""
+        if self.live is not None:
+            self.live("")
+
+
+Outcome = Mapping[str, Any]
+
+
+def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """Return what to report of this node.
+
+    Args:
+        record: The agent's.
+        status: The agent's own exit status.
+    """
+    attempts = record.get("attempts") or []
+    return {
+        "status": status,
+        "stopped_by": record.get("stopped_by"),
+        "error": record.get("error"),
+        "attempt": attempts[-1] if attempts else None,
+    }
+
+
+def has_failed(outcome: Outcome) -> bool:
+    """Return whether a node's part ended badly of its own accord."""
+    return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
+
+
+def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return every node's workers of its last attempt, with node 0's clock."""
+    found = []
+    for outcome in outcomes:
+        attempt, offset = outcome.get("attempt") or {}, int(outcome.get("offset_ns") or 0)
+        for worker in attempt.get("workers") or ():
+            moved = {name: worker[name] + offset for name in ("started_ns", "ended_ns") if worker.get(name)}
+            error = worker.get("error")
+            if error and error.get("time_ns"):
+                moved["error"] = error | {"time_ns": error["time_ns"] + offset}
+            place = {"host": outcome["host"], "node": outcome["rank"]}
+            found.append(worker | moved | place)
+    return sorted(found, key=lambda worker: int(worker["rank"]))
+
+
+def end_of_run(status: int, **known: Any) -> dict[str, Any]:
+    """Return how a run ended: `status`, `stopped_by`, `cause` (a worker), `error`, `lost`, `workers`."""
+    return {"status": status, "stopped_by": None, "cause": None, "error": None, "lost": [], "workers": []} | known
+
+
+def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_by: str | None) -> dict[str, Any]:
+    """Return how the run ended, as `end_of_run` does.
+
+    Args:
+        outcomes: Of every node that reported one, by rank.
+        lost: What happened to nodes that the run could not go on without.
+        stopped_by: The signal somebody sent from outside.
+    """
+    workers = workers_of(outcomes)
+    cause = first_failure(workers)
+    final = end_of_run(0, workers=workers)
+    failed = [outcome for outcome in outcomes if has_failed(outcome)]
+    if lost and (not failed if cause is None else is_consequence(cause)):
+        return final | {"status": EXIT_MACHINE, "lost": list(lost)}
+    if stopped_by and not any(_has_own_status(outcome) for outcome in outcomes):
+        return final | {"status": _stop_status(outcomes, stopped_by), "stopped_by": stopped_by}
+    if cause is not None and (failed or stopped_by):
+        return final | {"status": failure_status(cause), "cause": cause}
+    if failed:
+        first = failed[0]
+        return final | {"status": first["status"] or EXIT_FAILED, "error": first["error"], "host": first["host"]}
+    return final
+
+
+def no_better_than(own: Outcome, final: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the run ended, which is not well where this node's part did not: whatever the others say.
+
+    Args:
+        own: This node's outcome.
+        final: As `merge_outcomes` returns it.
+    """
+    if final["status"] != 0 or own["status"] == 0:
+        return dict(final)
+    cause = (own.get("attempt") or {}).get("cause")
+    return {**final, "status": own["status"], "cause": cause, "error": own["error"]}
+
+
+def _has_own_status(outcome: Outcome) -> bool:
+    """Return whether workers of a node that was asked to stop ended in a way of their own."""
+    return has_failed(outcome) and outcome["status"] != EXIT_SAVED and not _lost_others(outcome)
+
+
+def _lost_others(outcome: Outcome) -> bool:
+    """Return whether a node's part ended because others had: in a stopped run, they were only told before it."""
+    cause = first_failure((outcome.get("attempt") or {}).get("workers") or ())
+    return outcome["status"] == EXIT_MACHINE if cause is None else is_consequence(cause)
+
+
+def _stop_status(outcomes: Sequence[Outcome], stopped_by: str) -> int:
+    """Return 75 when every node's workers ended well, else what the first other node says."""
+    statuses = [_stopped_status(outcome, stopped_by) for outcome in outcomes]
+    return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
+
+
+def _stopped_status(outcome: Outcome, stopped_by: str) -> int:
+    """Return how a node's part ended; where that only followed from the others' end, by what the signal does."""
+    if outcome["status"] == 0 or not _lost_others(outcome):
+        return int(outcome["status"])
+    workers = (outcome.get("attempt") or {}).get("workers") or ()
+    has_saved = bool(workers) and all(worker["code"] == 0 for worker in workers)
+    return EXIT_SAVED if has_saved else 128 + getattr(signal, stopped_by, signal.SIGTERM)
+
+
+def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_nodes: bool) -> dict[str, Any]:
+    """Return this node's record with the run's end in place of its own.
+
+    Args:
+        record: The agent's.
+        final: As `merge_outcomes` returns it.
+        all_nodes: Put every node's workers into it.
+    """
+    attempts = [*(record.get("attempts") or [])]
+    if attempts:
+        workers = final["workers"] if all_nodes and final.get("workers") else attempts[-1]["workers"]
+        attempts[-1] = {**attempts[-1], "workers": workers, "cause": final["cause"]}
+    elif final["cause"] is not None:  # it had not started any
+        attempts = [{"attempt": 0, "started_ns": None, "ended_ns": 0, "workers": [], "cause": final["cause"]}]
+    error = "\n".join(final["lost"]) or final["error"]
+    return {
+        **record,
+        "attempts": attempts,
+        "stopped_by": final["stopped_by"],
+        "error": error,
+        "lost": list(final["lost"]),
+    }
+
 
 INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""

@@ -14,14 +14,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsdplaunch.config.schema.config import Config, KubernetesSection
-from fsdplaunch.config.schema.walk import variable_of
-from fsdplaunch.config.world_size import node_range
+from fsdplaunch.config.resolve import node_range
+from fsdplaunch.config.schema.config import Config, KubernetesSection, variable_of
 from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, MachineError, UsageError
-from fsdplaunch.launch.agent_command import DEFAULT_PORT
-from fsdplaunch.launch.run_id import GROUP_RUN
-from fsdplaunch.launch.schedulers.shown_output import ShownStreams, stream_for
+from fsdplaunch.launch.plan import DEFAULT_PORT
+from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, stream_for
 from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.run_dir import GROUP_RUN
 
 Object = dict[str, Any]
 CONFIG_FOLDER = "/etc/fsdplaunch"

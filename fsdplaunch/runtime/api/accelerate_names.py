@@ -1,31 +1,112 @@
 """Function names that scripts for accelerate and its relatives use, doing the same with this package's own means.
 
-Where the original takes an `accelerator`, it may be left out: the launch's plugin takes its place.
+Where the original takes an `accelerator`, it may be left out: the launch's plugin takes its place. Files are named
+as accelerate names them, and written where they belong at once: a save that is killed leaves an incomplete file.
 """
 
+import functools
+import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.api.accelerator_argument import accelerator_optional, mesh_of, plugin_of
+from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.compat.transformers_loading import load_on_first_ranks_only
-from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, unwrapped
-from fsdplaunch.runtime.inspection.units import is_sharded
+from fsdplaunch.runtime.inspection.parameters import clean_name, unwrapped
+from fsdplaunch.runtime.inspection.units import fsdp_modules, is_sharded, refuse_of_xla
 from fsdplaunch.runtime.loading.load import load_full
-from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin, load_on_first_ranks_only
+from fsdplaunch.runtime.saving.adapters import has_adapters, load_adapters, only_adapters
+from fsdplaunch.runtime.saving.model_and_optimizer import (
+    MODEL,
+    OPTIMIZER,
+    load_model,
+    load_optimizer,
+    model_to_save,
+    optimizer_to_save,
+    read_own_model,
+    read_own_optimizer,
+    write_own_model,
+    write_own_optimizer,
+)
+from fsdplaunch.runtime.saving.plain_files import read_plain
+from fsdplaunch.runtime.sharding.compute import checkpoint_blocks
 from fsdplaunch.runtime.sharding.ignored import find_ignored
 from fsdplaunch.runtime.sharding.mesh import own_device
-from fsdplaunch.runtime.sharding.optimizer_params import name_of
+from fsdplaunch.runtime.sharding.optimizers import name_of
+from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.sharding.wrap import plan_units
-from fsdplaunch.runtime.torch_internals.wrappers import checkpointed_module
+from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys, checkpointed_module
+
+_OBJECTS = (nn.Module, Optimizer, dict)
+"""What the first argument of a function's own can be; an accelerator and its plugin are none of these."""
+
+
+def accelerator_optional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function be called with accelerate's objects before its own arguments, and without them.
+
+    These are the accelerator, or a plugin and the accelerator; None counts as either. The function gets them as
+    the keywords `accelerator` and `fsdp_plugin`, under which they may be given as well.
+    """
+    takes_plugin = "fsdp_plugin" in inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leading = list(itertools.takewhile(lambda each: not isinstance(each, _OBJECTS), args))
+        rest = args[len(leading) :]
+        if not rest and not any(isinstance(value, _OBJECTS) for value in kwargs.values()):
+            return function(*args, **kwargs)  # without arguments of its own: Python says which
+        for each in leading:
+            if each is not None:
+                kwargs["fsdp_plugin" if takes_plugin and hasattr(each, "fsdp_version") else "accelerator"] = each
+        return function(*rest, **kwargs)
+
+    return call
+
+
+def plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelPlugin:
+    """Return a plugin as one of this package: the one given, else the accelerator's, else the launch's.
+
+    Args:
+        accelerator: An accelerator, its state, or a plugin itself; None without one.
+        plugin: Of either package.
+    """
+    state = getattr(accelerator, "state", accelerator)
+    found = plugin or (state if hasattr(state, "fsdp_version") else getattr(state, "fsdp_plugin", None))
+    return ambient_plugin() if found is None else as_plugin(found)
+
+
+def as_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
+    """Return a plugin of this package with the values of accelerate's; one of ours as it is."""
+    if isinstance(plugin, FullyShardedDataParallelPlugin):
+        return plugin
+    names = [each.name for each in fields(FullyShardedDataParallelPlugin) if each.init]
+    values = {name: value for name in names if (value := getattr(plugin, name, None)) is not None}
+    if plugin.auto_wrap_policy is None:
+        values["auto_wrap_policy"] = "NO_WRAP"
+    if plugin.sync_module_states:  # its function gives storage without values, which is done here anyway
+        values.pop("param_init_fn", None)
+    return FullyShardedDataParallelPlugin(**values)
+
+
+def mesh_of(accelerator: Any) -> DeviceMesh | None:
+    """Return the axes of an accelerator's mesh that FSDP shards and replicates over; None when it has no mesh."""
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    names = getattr(getattr(accelerator, "parallelism_config", None), "fsdp_dim_names", None)
+    if not isinstance(mesh, DeviceMesh) or not names:
+        return mesh if isinstance(mesh, DeviceMesh) else None
+    part: DeviceMesh = mesh[tuple(names)]
+    return part
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -227,3 +308,193 @@ def ensure_weights_retied(
         return made
 
     return init
+
+
+FULL = "FULL_STATE_DICT"
+
+
+@accelerator_optional
+def save_fsdp_model(
+    model: nn.Module,
+    output_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+    *,
+    fsdp_plugin: Any = None,
+    accelerator: Any = None,
+) -> None:
+    """Save a sharded model under accelerate's file names; every rank calls this.
+
+    Args:
+        model: Sharded by this package, by accelerate or by torch.
+        output_dir: Made if it is not there.
+        model_index: Its number in the folder.
+        adapter_only: Save the active adapter of a PEFT model only; without meaning for other models.
+        use_dcp: Under SHARDED_STATE_DICT, a folder that any number of ranks can load; else one file per rank.
+        fsdp_plugin: Says in which form; may also stand first. Else the accelerator's, or the model's.
+        accelerator: May also stand first or second.
+
+    Raises:
+        CheckpointError: It cannot be written.
+        UsageError: The adapters of a PEFT model cannot be told apart in that form.
+    """
+    kind = _form(model, accelerator, fsdp_plugin)
+    folder = _made(output_dir)
+    part = model_to_save(unwrapped(model), kind, model_index)
+    if adapter_only and has_adapters(unwrapped(model)):
+        part = only_adapters(part, unwrapped(model))
+    if kind == "SHARDED_STATE_DICT" and not use_dcp:
+        write_own_model(part.state["model"], folder, model_index)
+    else:
+        replace(part, safe_name=None).write(folder)
+    dist.barrier()
+
+
+@accelerator_optional
+def load_fsdp_model(
+    model: nn.Module,
+    input_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+    *,
+    fsdp_plugin: Any = None,
+    accelerator: Any = None,
+) -> IncompatibleKeys | None:
+    """Load what `save_fsdp_model`, accelerate's or this one, saved; every rank calls this.
+
+    Args:
+        model: Sharded. One that is to be sharded later is loaded on rank 0 alone, under FULL_STATE_DICT.
+        input_dir: The folder that was given to save, or the model's own folder in it.
+        model_index: Its number in the folder.
+        adapter_only: As in `save_fsdp_model`.
+        use_dcp: As when it was saved.
+        fsdp_plugin: As in `save_fsdp_model`.
+        accelerator: As in `save_fsdp_model`.
+
+    Returns:
+        No missing and no unexpected names; None on ranks that read nothing.
+
+    Raises:
+        CheckpointError: There is none, or it does not fit the model.
+    """
+    kind = _form(model, accelerator, fsdp_plugin)
+    folder = _folder(input_dir, f"{MODEL}_{model_index}")
+    dist.barrier()
+    if not fsdp_modules(model):
+        return _load_unsharded(model, folder, model_index, plugin_of(accelerator, fsdp_plugin))
+    if adapter_only and has_adapters(unwrapped(model)):
+        load_adapters(unwrapped(model), folder, model_index, kind=kind, use_dcp=use_dcp)
+    elif kind == "SHARDED_STATE_DICT" and not use_dcp:
+        read_own_model(unwrapped(model), folder, model_index)
+    else:
+        load_model(unwrapped(model), folder, model_index, kind=kind)
+    return IncompatibleKeys([], [])
+
+
+@accelerator_optional
+def save_fsdp_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: str | Path,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+    *,
+    fsdp_plugin: Any = None,
+    accelerator: Any = None,
+) -> None:
+    """Save an optimizer of a sharded model under accelerate's file names; every rank calls this.
+
+    Args:
+        optimizer: Of the model.
+        model: Sharded.
+        output_dir: Made if it is not there.
+        optimizer_index: Its number in the folder.
+        use_dcp: As in `save_fsdp_model`.
+        fsdp_plugin: As in `save_fsdp_model`.
+        accelerator: As in `save_fsdp_model`.
+    """
+    kind = _form(model, accelerator, fsdp_plugin)
+    folder = _made(output_dir)
+    part = optimizer_to_save(unwrapped(model), optimizer, kind, optimizer_index)
+    if kind != FULL and not use_dcp:
+        write_own_optimizer(part.state["optimizer"], folder, optimizer_index)
+    else:
+        part.write(folder)
+    dist.barrier()
+
+
+@accelerator_optional
+def load_fsdp_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: str | Path,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+    *,
+    fsdp_plugin: Any = None,
+    accelerator: Any = None,
+) -> None:
+    """Load what `save_fsdp_optimizer`, accelerate's or this one, saved; every rank calls this.
+
+    Args:
+        optimizer: Of the model.
+        model: Sharded.
+        input_dir: The folder that was given to save, or the optimizer's own folder in it.
+        optimizer_index: Its number in the folder.
+        adapter_only: Not looked at: an optimizer has the state of what it trains.
+        use_dcp: As when it was saved.
+        fsdp_plugin: As in `save_fsdp_model`.
+        accelerator: As in `save_fsdp_model`.
+
+    Raises:
+        CheckpointError: There is none, or it does not fit.
+    """
+    del adapter_only
+    kind = _form(model, accelerator, fsdp_plugin)
+    folder = _folder(input_dir, f"{OPTIMIZER}_{optimizer_index}")
+    dist.barrier()
+    if kind != FULL and not use_dcp:
+        read_own_optimizer(unwrapped(model), optimizer, folder, optimizer_index)
+    else:
+        load_optimizer(unwrapped(model), optimizer, folder, optimizer_index, kind=kind)
+
+
+def _form(model: nn.Module, accelerator: Any, plugin: Any) -> str:
+    refuse_of_xla(model, "this function of accelerate's")
+    given = plugin_of(accelerator, plugin) if accelerator is not None or plugin is not None else None
+    prepared = registered(model)
+    chosen = given or (plugin_of(None) if prepared is None else prepared.plugin)
+    return str(chosen.settings().state_dict_type)
+
+
+def _made(given: str | Path) -> Path:
+    folder = Path(given)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"cannot write {folder}: {(error.strerror or 'no reason given').lower()}"
+        raise CheckpointError(msg) from None
+    return folder
+
+
+def _folder(given: str | Path, own: str) -> Path:
+    return Path(given).parent if Path(given).name == own else Path(given)
+
+
+def _load_unsharded(
+    model: nn.Module, folder: Path, index: int, plugin: FullyShardedDataParallelPlugin
+) -> IncompatibleKeys | None:
+    """Load on rank 0, whose values the others get when the model is sharded."""
+    if dist.get_rank() != 0:
+        if plugin.fsdp_version == 1 and not plugin.sync_module_states:
+            msg = (
+                "the model is not sharded yet, and sync_module_states is false: only rank 0 would have its weights"
+            )
+            raise UsageError(msg, hint="set sync_module_states to true, or load after sharding")
+        return None
+    name = f"{MODEL}.bin" if index == 0 else f"{MODEL}_{index}.bin"
+    found: IncompatibleKeys = model.load_state_dict(read_plain(folder / name))
+    return found

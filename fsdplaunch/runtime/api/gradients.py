@@ -1,6 +1,11 @@
-"""Gradients of a sharded model: the norm over all ranks, clipping, and accumulation without communication."""
+"""Gradients of a sharded model: the norm over all ranks, clipping, and accumulation without communication.
+
+FSDP2 keeps what passes without communication add up beside the gradients of the shards. So `zero_grad` clears it
+as well, and a step or a clip averages what no pass has averaged.
+"""
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -10,17 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils import clip_grad_value_ as clip_local_values
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.accessors import full_tensor, local_tensor, outermost
-from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.late_modules import XLA_CLIP, XLA_NO_SYNC, call_if_imported
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
+from fsdplaunch.runtime.inspection.units import full_tensor, is_unit, local_tensor, outermost
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import XLA_CLIP, XLA_NO_SYNC, call_if_imported, replaced
 from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.registry import models_of, registered
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    drop_local_gradients,
+    group_refs,
+    take_local_gradients,
+)
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
 
@@ -183,3 +196,81 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
     holder = torch.empty_like(local)
     holder.grad = local
     return holder
+
+
+_groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+"""The units' groups of models that have ever made a pass that averages nothing."""
+_apart: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models whose next pass averages nothing."""
+_told: list[bool] = []
+_until_the_end = ExitStack()
+
+
+def average_gradients(model: nn.Module, *, on: bool) -> None:
+    """Have the next passes of a sharded model average their gradients, or only add them up."""
+    _watch_optimizers()
+    if model not in _groups:
+        _groups[model] = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+    (_apart.discard if on else _apart.add)(model)
+    set_gradient_sync(model, on=on)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def clearing(original: Any) -> Any:
+        @functools.wraps(original)
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            original(self, set_to_none)
+            shards = {
+                id(each) for each in (_params_of(self) if isinstance(self, Optimizer) else parameters_of(self))
+            }
+            for ref in [ref for refs in _groups.values() for ref in refs]:
+                drop_local_gradients(ref, shards)
+
+        return zero_grad
+
+    _until_the_end.enter_context(replaced(Optimizer, "zero_grad", clearing))
+    _until_the_end.enter_context(replaced(nn.Module, "zero_grad", clearing))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: average_local_gradients(_params_of(optimizer)))
+
+
+def _params_of(optimizer: Optimizer) -> Iterable[Any]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+@torch.no_grad()
+def average_local_gradients(params: Iterable[Any]) -> None:
+    """Average what was added up for shards and no pass has averaged. Collective.
+
+    Torch's DistributedDataParallel would let each rank step with its own, so that they train apart from there on.
+    """
+    shards = {id(param) for param in params} if _groups else set()
+    refs = [ref for refs in _groups.values() for ref in refs]
+    pending = [found for ref in refs for found in take_local_gradients(ref, shards)]
+    for shard, gradient in pending:
+        averaged = _averaged(gradient, shard)
+        shard.grad = averaged if shard.grad is None else shard.grad + averaged
+    if pending and not _told:
+        _told.append(True)
+        messages.say(
+            f"{script_line()}: no pass outside of no_sync() has averaged these gradients: they are averaged"
+            " here, where each rank would step with its own under DistributedDataParallel"
+        )
+
+
+def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
+    """Return the shard of the mean of all ranks' full gradients."""
+    mesh = shard.device_mesh
+    summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summed.redistribute(placements=shard.placements) / mesh.size()
+
+
+def missing_gradients_note(error: str) -> str | None:
+    """Return what to say of the error of a script that looks for gradients which were only added up."""
+    if not _apart or not ("NoneType" in error or "non-empty TensorList" in error):
+        return None
+    return (
+        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
+        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
+        " their own (SAM) cannot be sharded"
+    )

@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.inspection.accessors import local_tensor
-from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit
-from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit, local_tensor, refuse_of_xla
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
-from fsdplaunch.runtime.state_dict.split_like import split_like
+from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, put_tensor
 
 

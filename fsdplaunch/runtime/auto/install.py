@@ -3,23 +3,19 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from fsdplaunch.runtime.auto.batch.identical import identical_across_ranks
-from fsdplaunch.runtime.auto.batch.loaders import sharing_loaders
+from fsdplaunch.runtime.auto.batch.loaders import identical_across_ranks, sharing_loaders
 from fsdplaunch.runtime.auto.batch.streams import seeding_ranks
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.ddp.construction import sharding_replicas
-from fsdplaunch.runtime.auto.model.backward import watching_backward
-from fsdplaunch.runtime.auto.model.gathered_view import showing_shards
-from fsdplaunch.runtime.auto.model.train_shards import sharding_models
+from fsdplaunch.runtime.auto.ddp import sharding_replicas
+from fsdplaunch.runtime.auto.model.adopt_models import sharding_models
+from fsdplaunch.runtime.auto.model.forward_backward import watching_backward
+from fsdplaunch.runtime.auto.model.parameters import refusing_renames, showing_shards
 from fsdplaunch.runtime.auto.rank0.position import tracking_position
 from fsdplaunch.runtime.auto.rank0.service import giving_full_states
-from fsdplaunch.runtime.auto.saves.save_calls import saving_as_one_process
-from fsdplaunch.runtime.auto.shards.collectives import refusing_collectives
-from fsdplaunch.runtime.auto.shards.functional_calls import computing_with_given_tensors
-from fsdplaunch.runtime.auto.shards.optimizers import stepping_shards
-from fsdplaunch.runtime.auto.shards.references import refusing_renames
-from fsdplaunch.runtime.auto.shards.torch_function import computing_with_shards
-from fsdplaunch.runtime.sharding.local_steps import stepping_with_local_shards
+from fsdplaunch.runtime.auto.saves import saving_as_one_process
+from fsdplaunch.runtime.auto.torch_calls import computing_with_given_tensors, refusing_collectives, stepping_shards
+from fsdplaunch.runtime.auto.torch_function import computing_with_shards
+from fsdplaunch.runtime.sharding.optimizers import stepping_with_local_shards
 
 
 @contextmanager

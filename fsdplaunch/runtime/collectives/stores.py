@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.held_port import bound, listening
 from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.run_secret import STORE_FILE, STORE_KEY
+from fsdplaunch.sockets import bound, listening
 
 _names: Any = dist  # mypy does not find them there
 FileStore, HashStore, PrefixStore, TCPStore = (

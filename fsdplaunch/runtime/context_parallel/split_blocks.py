@@ -1,20 +1,202 @@
 """The blocks of a model on pieces of its sequences: cut where the first begins, joined where the last ends."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel.attention import SplitAttention
-from fsdplaunch.runtime.context_parallel.exchanges import check_length, joined, own_piece
-from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.context_parallel.ring import Scoring, ring_attention
+from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks
+from fsdplaunch.runtime.split_checks import FirstPass, check_first_inputs, draw_alike
+from fsdplaunch.runtime.torch_internals.modules import untraced
+
+
+def check_length(length: int, ranks: int) -> None:
+    """Check that ranks can split sequences of a length.
+
+    One position a rank is not enough: models of transformers take a query of one for a step of generation, and
+    leave out that attention is causal.
+
+    Raises:
+        ShardingError: They cannot.
+    """
+    if length % ranks:
+        msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
+        raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+    if length == ranks:
+        msg = f"{script_line()}: sequences of {length} leave one position to each of {ranks} ranks (cp_size)"
+        raise ShardingError(msg, hint="use longer ones: pad, or cut the data otherwise")
+
+
+def own_piece(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+    """Return this rank's piece, along a dimension, of what all ranks have equally."""
+    return tensor.chunk(axis.size(), dim)[axis.get_local_rank()]
+
+
+def joined(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+    """Return the ranks' pieces along a dimension as one tensor, of which all ranks compute the same afterwards.
+
+    Each rank's gradient is that of its piece, times the number of ranks: FSDP averages over them, while their
+    gradients are summands.
+    """
+    return _Joined.apply(tensor, axis, dim)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def exchanged(tensor: torch.Tensor, axis: DeviceMesh, *, split: int, join: int) -> torch.Tensor:
+    """Return a tensor that was in pieces along `join`, joined there and in pieces along `split` instead."""
+    return _Exchanged.apply(tensor, axis, split, join)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return own_piece(gradient, ctx.axis, ctx.dim) * ctx.axis.size(), None, None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return _all_to_all(tensor, axis, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = _Exchanged.apply(gradient, ctx.axis, ctx.join, ctx.split)  # type: ignore[no-untyped-call]
+        return back, None, None, None  # by apply, so that the gradient has a gradient
+
+
+def _all_gather(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
+    pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size())]
+    dist.all_gather(pieces, tensor.contiguous(), group=axis.get_group())
+    return torch.cat(pieces, dim)
+
+
+def _all_to_all(tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
+    return torch.cat(_received(tensor, axis, split).unbind(), join)
+
+
+def _received(tensor: torch.Tensor, axis: DeviceMesh, split: int) -> torch.Tensor:
+    """Return what each rank has of this one's piece along a dimension, stacked."""
+    mine = torch.stack(tensor.chunk(axis.size(), split))
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=axis.get_group())
+    return theirs
+
+
+_HEADS, _POSITIONS, _DIMENSIONS = 1, 2, 4
+_ATTENTION = nn.functional.scaled_dot_product_attention
+_MODULES = nn.functional.multi_head_attention_forward
+"""What nn.MultiheadAttention calls, and by it nn.TransformerEncoderLayer."""
+
+
+class SplitAttention(TorchFunctionMode):
+    """While this is active, scaled_dot_product_attention is over the positions of all ranks."""
+
+    def __init__(self, axis: DeviceMesh, way: SequenceAttentionName) -> None:
+        super().__init__()
+        self.axis = axis
+        self.way = way
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATTENTION:
+            return attend(self.axis, self.way, *args, **(kwargs or {}))
+        with _called_instead(partial(attend, self.axis, self.way)) if func is _MODULES else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _called_instead(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let nn.MultiheadAttention call this for scaled_dot_product_attention: no mode is active inside of it."""
+    nn.functional.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = _ATTENTION
+
+
+def attend(
+    axis: DeviceMesh,
+    way: SequenceAttentionName,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return scaled_dot_product_attention of this rank's positions with all.
+
+    Args:
+        axis: The ranks that split sequences.
+        way: `heads`, `ring`, or `auto`: heads where the ranks divide them.
+        query: Batch x heads x this rank's positions x width, as are key and value.
+        key: With as many heads or fewer (enable_gqa).
+        value: As key.
+        attn_mask: That of all positions.
+        dropout_p: As the function has it.
+        is_causal: The same.
+        kwargs: The same.
+
+    Raises:
+        ShardingError: The tensors have other dimensions, the mask is not that of all positions, or the heads
+            cannot be divided as configured.
+    """
+    if query.dim() != _DIMENSIONS:
+        msg = f"{script_line()}: attention over {query.dim()} dimensions cannot be split (cp_size)"
+        raise ShardingError(msg, hint="let it be batch x heads x positions x width, or leave cp_size out")
+    if attn_mask is not None:
+        _check_mask(attn_mask, axis.size() * query.size(_POSITIONS), axis.size() * key.size(_POSITIONS))
+    heads, divides = query.size(_HEADS), query.size(_HEADS) % axis.size() == 0
+    if way == "ring" or (way == "auto" and not divides):
+        scale = kwargs.get("scale")
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        scoring = Scoring(scale=scale, is_causal=is_causal, dropout=dropout_p)
+        return ring_attention(axis, query, key, value, attn_mask, scoring)
+    if not divides:
+        msg = f"{script_line()}: {heads} attention heads cannot be divided by {axis.size()} ranks (cp_size)"
+        raise ShardingError(msg, hint="set sharding.context_parallel_attention: auto, or another cp_size")
+    if attn_mask is not None and attn_mask.dim() == _DIMENSIONS and attn_mask.size(_HEADS) != 1:
+        attn_mask = own_piece(attn_mask, axis, _HEADS)
+    return _own_heads(axis, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+
+
+def _check_mask(mask: torch.Tensor, rows: int, keys: int) -> None:
+    if mask.dim() < _POSITIONS or mask.size(-2) not in (1, rows) or mask.size(-1) not in (1, keys):
+        wanted = f"that of all {rows} x {keys} positions (cp_size)"
+        msg = f"{script_line()}: a mask of {tuple(mask.shape)} is not {wanted}"
+        raise ShardingError(msg, hint="give attention a mask of full sequences, or is_causal")
+
+
+def _own_heads(
+    axis: DeviceMesh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    groups = query.size(_HEADS) // key.size(_HEADS)
+    if key.size(_HEADS) % axis.size():  # too few heads of keys and values to divide: one for each query's
+        key, value = (each.repeat_interleave(groups, _HEADS) for each in (key, value))
+        kwargs.pop("enable_gqa", None)
+    query, key, value = (exchanged(each, axis, split=_HEADS, join=_POSITIONS) for each in (query, key, value))
+    mixed = _ATTENTION(query, key, value, *args, **kwargs)
+    return exchanged(mixed, axis, split=_POSITIONS, join=_HEADS)
+
 
 SEQUENCE = 1
 """The dimension of positions in what goes through blocks."""
@@ -129,3 +311,112 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, dict) and type(value) is dict:
         return {name: _mapped(item, change) for name, item in value.items()}
     return value
+
+
+def split_blocks(
+    model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh, way: SequenceAttentionName
+) -> SplitSequences:
+    """Give a model's blocks forwards that compute on pieces of the sequences, from the first training pass on.
+
+    Args:
+        model: Not sharded yet.
+        classes: Names of the block classes, where they are configured.
+        axis: The ranks that split sequences.
+        way: How attention sees the other ranks' pieces, as configured.
+
+    Raises:
+        ShardingError: The model has no blocks.
+    """
+    sequences = SplitSequences(axis=axis, way=way)
+    found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
+    blocks = [block for block in found if any(True for _ in block.children())]  # embeddings side by side are none
+    if not blocks:
+        msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
+        raise ShardingError(msg, hint="name them in fsdp_transformer_layer_cls_to_wrap, or leave cp_size out")
+    for number, block in enumerate(blocks):
+        last = number == len(blocks) - 1
+        block.__dict__["forward"] = BlockForward(block, sequences, first=number == 0, last=last)
+    return sequences
+
+
+def _in_lists(blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the blocks that are numbered, if any are: encoders of transformers name an embedding as one, too."""
+    numbered = [block for name, block in blocks.items() if name.rpartition(".")[2].isdecimal()]
+    return numbered or list(blocks.values())
+
+
+def compare_first_pass(
+    model: nn.Module, sequences: SplitSequences, device: torch.device, computes_in: torch.dtype | None
+) -> None:
+    """Split sequences in each pass with gradients; compare the first one with a pass that splits nothing.
+
+    Args:
+        model: Sharded; the hook that begins a pass must come before those of sharding.
+        sequences: Of its blocks.
+        device: Where this worker computes.
+        computes_in: The dtype that sharding gathers parameters in; None for their own.
+    """
+    draw_alike(sequences.axis)
+
+    def choose(split: bool) -> None:
+        sequences.now = split
+
+    hint = (
+        "its blocks must mix positions by scaled_dot_product_attention only, which transformers calls"
+        ' attn_implementation="sdpa", and take positions as an input'
+    )
+    first = FirstPass("split sequences (cp_size)", hint, choose, computes_in)
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if first.running:
+            return
+        if not sequences.gives_pieces:
+            first.compare(module, args, kwargs)
+        sequences.begin_pass(trains=torch.is_grad_enabled())
+
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        sequences.end_pass()
+
+    model.register_forward_hook(untraced(end), always_call=True)
+    model.register_forward_pre_hook(untraced(begin), prepend=True, with_kwargs=True)
+    check_first_inputs(
+        model, sequences.axis, device, "split sequences together (cp_size)", unless=lambda: sequences.gives_pieces
+    )
+
+
+@contextmanager
+def context_parallel(model: nn.Module, *tensors: torch.Tensor, dim: int = 1) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Split sequences over the ranks of `parallelism_config_cp_size`, for passes of a model inside of the block.
+
+    All of the model computes on pieces then, with attention over full sequences; so does the loss, and logits take
+    as much less memory as activations. Give everything that has one entry per position: token ids, labels that are
+    shifted already, and positions, which a model cannot count itself. The mean loss of each rank is that of its
+    piece: gradients are averaged over ranks, which is the mean of all where every piece has as many labels.
+
+    Args:
+        model: What `prepare` returned.
+        tensors: The same on all ranks of a group.
+        dim: Their dimension of positions.
+
+    Yields:
+        This rank's pieces of the tensors; all of them where `cp_size` is 1.
+
+    Raises:
+        ShardingError: The model is not prepared, or the ranks cannot split a tensor.
+    """
+    prepared = registered(model)
+    if prepared is None:
+        msg = f"this {class_name(model)} was not sharded by prepare"
+        raise ShardingError(msg, hint="give context_parallel what fsdplaunch.prepare returns")
+    sequences = prepared.sequences
+    if sequences is None:
+        yield tensors
+        return
+    ranks = sequences.axis.size()
+    for tensor in tensors:
+        check_length(tensor.size(dim), ranks)
+    sequences.gives_pieces = True
+    try:
+        yield tuple(own_piece(tensor, sequences.axis, dim) for tensor in tensors)
+    finally:
+        sequences.gives_pieces = False

@@ -2,32 +2,239 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
+from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.name_lists import listed
-from fsdplaunch.runtime.inspection.introspect import (
-    ShardedUnit,
-    dtype_name,
-    flat_parameters,
-    fsdp1_settings,
-    fsdp1_units,
-    fsdp2_settings,
-    fsdp2_units,
-    own_class,
-    wrappers,
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.parameters import (
+    clean_name,
+    count,
+    named_parameters,
+    parameters_of,
+    tied_names,
+    unwrapped,
 )
-from fsdplaunch.runtime.inspection.layout import Layout, kept_layout, seen_layout
-from fsdplaunch.runtime.inspection.parameter_names import count, named_parameters, unwrapped
-from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
-from fsdplaunch.runtime.sharding.blocks import class_name
-from fsdplaunch.runtime.sharding.mesh import TENSOR, splits_layer
-from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.inspection.units import is_unit, original_class, refuse_of_xla
+from fsdplaunch.runtime.sharding.compute import CompiledForward
+from fsdplaunch.runtime.sharding.mesh import TENSOR, data_mesh, splits_layer
+from fsdplaunch.runtime.sharding.registry import ShardedModel, registered
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    flat_parameter,
+    full_size,
+    mixed_precision_of,
+    param_groups,
+    prefetches_forward,
+    root_mixed_precision,
+)
+from fsdplaunch.runtime.torch_internals.modules import CheckpointWrapper, OffloadWrapper, checkpointed_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedUnit:
+    """Parameters that are gathered and freed together.
+
+    Attributes:
+        name: The module's clean name; empty for the root.
+        kind: The module's class, as the user wrote it.
+        parameters: How many numbers it holds over all ranks of one replica.
+        reshard_after_forward: Whether it is freed after forward, or the number of ranks it is then spread over.
+        compute: Dtype it is gathered and computed in, or None for the one it is kept in.
+        reduce: Dtype its gradients are summed in, or None for the one they have.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    reshard_after_forward: bool | int
+    compute: str | None
+    reduce: str | None
+
+
+def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """Yield the units of an FSDP2 model, the root first."""
+    for name, module in model.named_modules():
+        if not is_unit(module):
+            continue
+        groups = param_groups(module)
+        policy = mixed_precision_of(groups[0]) if groups else None
+        after = groups[0].post_forward_mesh_info if groups else None
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module),
+            parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
+            reshard_after_forward=_resharded(after, groups),
+            compute=dtype_name(policy.param_dtype) if policy else None,
+            reduce=dtype_name(policy.reduce_dtype) if policy else None,
+        )
+
+
+def _resharded(after: Any, groups: Any) -> bool | int:
+    """Return whether an FSDP2 unit is freed after forward, or the number of ranks it is then spread over."""
+    if after is None:
+        return False
+    size = int(after.shard_mesh_size)
+    return True if size == groups[0].mesh_info.shard_mesh_size else size
+
+
+def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """Yield the units of an FSDP1 model, the root first."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        flat = flat_parameter(module)
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module.module),
+            parameters=sum(map(prod, flat.shapes)) if flat else 0,
+            reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
+            compute=dtype_name(module.mixed_precision.param_dtype),
+            reduce=dtype_name(module.mixed_precision.reduce_dtype),
+        )
+
+
+def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
+    """Yield dtype, size and whether it gets a gradient, of each full parameter in FSDP1's flat ones."""
+    for module in model.modules():
+        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
+        if flat is None:
+            continue
+        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
+        for shape, trained in zip(flat.shapes, flags, strict=True):
+            yield flat.tensor.dtype, prod(shape), trained
+
+
+def wrappers(model: nn.Module) -> dict[str, Any]:
+    """Return what is recomputed, offloaded and compiled, by the names of the description."""
+    modules = list(model.named_modules())
+    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
+    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
+    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not inside)
+    return {
+        "checkpointed": tuple(again),
+        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
+        "compiled": "model" if _is_compiled(inside) else "blocks" if inner else None,
+    }
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile made the module's forward."""
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
+
+
+def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """Return what holds for an FSDP1 model as one, by the names of the description."""
+    ahead = model.backward_prefetch
+    return {
+        "output": None,
+        "buffers": dtype_name(model.mixed_precision.buffer_dtype),
+        "forward_prefetch": bool(model.forward_prefetch),
+        "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
+        "offloaded": model.cpu_offload.offload_params,
+    }
+
+
+def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
+    """Return what holds for an FSDP2 model as one, by the names of the description."""
+    first: Any = next((p for p in parameters_of(model) if isinstance(p, DTensor)), None)
+    groups = param_groups(model)
+    return {
+        "output": dtype_name(root_mixed_precision(model).output_dtype),
+        "buffers": None,
+        "forward_prefetch": prefetches_forward(model),
+        "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
+        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
+    }
+
+
+def own_class(module: Any) -> str:
+    """Return the name of the user's class, inside of what checkpointing and sharding put around it."""
+    while isinstance(module, CheckpointWrapper | OffloadWrapper):
+        module = checkpointed_module(module)
+    module = unwrapped(module)
+    return original_class(module).__name__
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """Return torch's name of a dtype."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """See `ShardingDescription`, which has the same names."""
+
+    strategy: str
+    mesh: dict[str, int]
+    device: str
+    tied: tuple[tuple[str, ...], ...]
+    ignored: tuple[str, ...]
+    left_out: frozenset[str]
+    methods: tuple[str, ...]
+    float8: int
+    plan: str = ""
+    context: int = 1
+    attention: str = "auto"
+
+
+def kept_layout(prepared: ShardedModel) -> Layout:
+    """Return the layout of a model that `prepare` sharded."""
+    return Layout(
+        strategy=prepared.settings.strategy,
+        mesh=dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
+        device=str(prepared.device),
+        tied=prepared.tied,
+        ignored=prepared.ignored,
+        left_out=prepared.left_out,
+        methods=prepared.methods,
+        float8=prepared.converted,
+        context=1 if prepared.sequences is None else prepared.sequences.axis.size(),
+        attention="auto" if prepared.sequences is None else prepared.sequences.way,
+        plan="" if prepared.split is None else prepared.split.origin,
+    )
+
+
+def seen_layout(model: nn.Module) -> Layout:
+    """Return the layout of a model that something else has sharded, as its units show it."""
+    fsdp1 = isinstance(model, FullyShardedDataParallel)
+    strategy, mesh, left_out = _fsdp1(model) if fsdp1 else _fsdp2(model)
+    return Layout(
+        strategy=strategy,
+        mesh=mesh,
+        device=str(next(parameters_of(model)).device),
+        tied=() if fsdp1 else tied_names(model),
+        ignored=(),
+        left_out=left_out,
+        methods=(),
+        float8=0,
+    )
+
+
+def _fsdp1(model: Any) -> tuple[str, dict[str, int], frozenset[str]]:
+    strategy = model.sharding_strategy.name.lstrip("_")
+    return strategy, {"ranks": model.process_group.size()}, frozenset()
+
+
+def _fsdp2(model: nn.Module) -> tuple[str, dict[str, int], frozenset[str]]:
+    named = dict(named_parameters(model))
+    sharded = {name: param for name, param in named.items() if isinstance(param, DTensor)}
+    mesh = max((param.device_mesh for param in sharded.values()), key=lambda mesh: mesh.ndim)
+    (_, *units) = fsdp2_units(model)
+    freed = not units or any(unit.reshard_after_forward for unit in units)  # the root stays gathered either way
+    strategy = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
+    if data_mesh(mesh).ndim > 1:
+        strategy = "HYBRID_SHARD" if freed else "HYBRID_SHARD_ZERO2"
+    names = mesh.mesh_dim_names or tuple(f"ranks{axis}" for axis in range(mesh.ndim))
+    return strategy, dict(zip(names, mesh.shape, strict=True)), frozenset(named) - frozenset(sharded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,3 +444,57 @@ def _sizes(units: tuple[ShardedUnit, ...]) -> str:
 
 def _word(name: str | None) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name or "", name or "")
+
+
+_SMALL = 10_000_000
+"""Parameters up to which models share a line, if there are several."""
+
+_about: list[str | None] = []
+_waiting: list[tuple[ShardingDescription, str]] = []
+_waits: list[bool] = []
+
+
+@contextmanager
+def announcing(about: str | None) -> Iterator[None]:
+    """Add to the lines of models that are sharded inside for whom it is done; None prints nothing of them."""
+    _about.append(about)
+    try:
+        yield
+    finally:
+        _about.pop()
+
+
+def announce(description: ShardingDescription, about: str | None = None) -> None:
+    """Print how a model is sharded, or remember it until `print_waiting`."""
+    if about is None and _about:
+        about = _about[-1]
+        if about is None:
+            return
+    _waiting.append((description, about or ""))
+    if not _waits:
+        print_waiting()
+
+
+def wait_for_others() -> None:
+    """Print nothing from now on until `print_waiting`, so that several models can share a line."""
+    _waits.append(True)
+
+
+def print_waiting() -> None:
+    """Print what was remembered."""
+    waiting, _waiting[:] = list(_waiting), []
+    alike = {(each.version, each.strategy, tuple(each.mesh.items()), *sorted(each.kept)) for each, _ in waiting}
+    if len(waiting) > 1 and len(alike) == 1 and all(each.parameters <= _SMALL for each, _ in waiting):
+        first, about = waiting[0]
+        kinds = ", ".join(
+            f"{n} x {kind}" if n > 1 else kind for kind, n in Counter(e.model for e, _ in waiting).items()
+        )
+        size = count(sum(each.parameters for each, _ in waiting))
+        messages.say(f"sharded {len(waiting)} models: {kinds}, {size} parameters, {first.layout()}{_ended(about)}")
+        return
+    for each, about in waiting:
+        messages.say(each.line() + _ended(about))
+
+
+def _ended(about: str) -> str:
+    return about and f", {about}"

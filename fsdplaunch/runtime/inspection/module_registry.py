@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.sharding.blocks import runs
+from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.sharding.wrap import runs
 from fsdplaunch.runtime.torch_internals.modules import is_built, own_children, own_parameters
 
 

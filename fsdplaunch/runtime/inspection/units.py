@@ -1,7 +1,7 @@
-"""FSDP2's units: what they are recognised by, and how they get the class back that the script gave them.
+"""The sharded modules of a model: how they are recognized, what this rank holds of them, what stands around them.
 
-Needed because `fully_shard` changes the class of each unit, so that `type(module) is nn.Linear` no longer holds,
-while torch's methods for units work on that class only.
+`fully_shard` changes the class of each unit, so that `type(module) is nn.Linear` no longer holds, while torch's
+methods for units work on that class only: units can be given the class back that the script gave them.
 """
 
 import functools
@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.runtime.inspection.parameter_names import parameters_of
-from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD, WRAPPER_ATTRIBUTES, own_children, put_child
 
 _sharded_class: "weakref.WeakKeyDictionary[nn.Module, type]" = weakref.WeakKeyDictionary()
 """The class that `fully_shard` made, of each unit that has its own back."""
@@ -116,3 +118,108 @@ def _one_class(module: Any) -> Iterator[None]:
         yield
     finally:
         module.__class__ = own
+
+
+def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+    """Return the sharded modules of a model, of either FSDP version, outermost first.
+
+    Args:
+        module: Sharded, or with sharded modules inside.
+        root_only: Leave out those that are inside another.
+    """
+    if root_only:
+        return list(outermost(module))
+    return [each for each in module.modules() if is_sharded(each)]
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost sharded modules: the model itself, or those inside what was put around it."""
+    if is_sharded(model):
+        yield model
+        return
+    for child in model.children():
+        yield from outermost(child)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: a DTensor's shard, any other tensor itself; without its history."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Return a DTensor's full tensor, anything else itself; collective for the former."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory as bytes, whatever its dtype is: a copy where it is not contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def params_with_grad(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient now."""
+    return [param for param in parameters_of(module) if param.grad is not None]
+
+
+class ModulePlaces:
+    """Where each module of a model is held, looked up once: a model of many units is walked once, not per unit."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._held: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent in root.modules():
+            for name, child in own_children(parent):
+                self._held.setdefault(child, []).append((parent, name))
+
+    def exchange(self, old: nn.Module, new: nn.Module) -> None:
+        """Put `new` wherever `old` was held; `old` itself may be inside of it."""
+        for parent, name in self._held[old]:
+            put_child(parent, name, new)
+
+
+def replace_modules(root: nn.Module, new_for: dict[nn.Module, nn.Module]) -> None:
+    """Exchange modules below `root` for others; one that is held in several places is exchanged in all."""
+    places = ModulePlaces(root)
+    for old, new in new_for.items():
+        places.exchange(old, new)
+
+
+@contextmanager
+def without_wrappers(root: nn.Module) -> Iterator[None]:
+    """Show a model's modules at the places where the user put them, for as long as nothing is computed with it.
+
+    Libraries compare names in a state with places of modules, and find none inside a wrapper: FSDP1's, that of
+    activation checkpointing, torch.compile's.
+    """
+    held = [(parent, name, child) for parent in root.modules() for name, child in own_children(parent)]
+    wrapped = [place for place in held if _innermost(place[2]) is not place[2]]
+    try:
+        for parent, name, child in wrapped:
+            put_child(parent, name, _innermost(child))
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            put_child(parent, name, child)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    inner = next((child for name, child in own_children(module) if name in WRAPPER_ATTRIBUTES), None)
+    return module if inner is None else _innermost(inner)
+
+
+_HOMES = ("torch_xla.distributed.fsdp.", "torch_xla.experimental.spmd_fully_sharded_data_parallel")
+
+
+def refuse_of_xla(model: nn.Module, what: str) -> None:
+    """Refuse to do with a model that PyTorch/XLA shards what would take its shards for parameters.
+
+    Args:
+        model: Any.
+        what: The function that would.
+
+    Raises:
+        ShardingError: PyTorch/XLA shards it.
+    """
+    for module in model.modules():
+        if any(str(base.__module__).startswith(_HOMES) for base in type(module).__mro__):
+            msg = f"{what} does not know models that PyTorch/XLA shards, such as this {type(model).__name__}"
+            raise ShardingError(msg, hint="save_checkpoint and load_checkpoint do, and merge-weights")

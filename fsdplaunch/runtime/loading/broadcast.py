@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.invalid_file import short
 from fsdplaunch.checkpoint.model_weights import StoredWeight
+from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.loading.local_shards import LocalShard, Rectangle
-from fsdplaunch.runtime.loading.read_shards import source_dtype
+from fsdplaunch.runtime.loading.read_shards import LocalShard, Rectangle, source_dtype
 from fsdplaunch.runtime.saving.plain_files import read_plain
 
 PIECE = 32 * 1024 * 1024

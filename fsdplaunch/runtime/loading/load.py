@@ -1,7 +1,8 @@
-"""`load_weights`: pretrained weights into a model that is sharded already."""
+"""Pretrained weights into a model that is sharded already, or that has no memory until it is."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,204 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.inspection.model_tensors import model_tensors
-from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.inspection.xla_models import refuse_of_xla
-from fsdplaunch.runtime.late_modules import WAIT_FOR_COPIES, call_if_imported
-from fsdplaunch.runtime.loading.deferred_weights import give_memory
-from fsdplaunch.runtime.loading.execute_plan import LoadedWeights, execute_plan, report_loaded
-from fsdplaunch.runtime.loading.load_plan import LoadPlan, make_plan
-from fsdplaunch.runtime.loading.local_shards import LocalShard, local_shards
-from fsdplaunch.runtime.loading.match_names import RequestedTensor
+from fsdplaunch.runtime.inspection.parameters import ModelTensor, model_tensors
+from fsdplaunch.runtime.inspection.units import is_unit, refuse_of_xla
+from fsdplaunch.runtime.loading.broadcast import broadcast_all
+from fsdplaunch.runtime.loading.load_plan import (
+    LoadedWeights,
+    LoadPlan,
+    RequestedTensor,
+    execute_plan,
+    make_plan,
+    report_loaded,
+)
 from fsdplaunch.runtime.loading.pretrained import Pretrained
-from fsdplaunch.runtime.sharding.blocks import class_name
+from fsdplaunch.runtime.loading.read_shards import LocalShard, clear_padding, local_shards
+from fsdplaunch.runtime.patch import WAIT_FOR_COPIES, call_if_imported
+from fsdplaunch.runtime.sharding.ignored import is_special
+from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
-from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys, is_persistent
+
+
+def empty_storage(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a real device whose storage holds nothing; reading or writing it is forbidden."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def has_empty_storage(tensor: Any) -> bool:
+    """Say whether a tensor has elements and no memory for them."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not tensor.is_meta
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() == 0
+    )
+
+
+class EmptyFlattening(TorchFunctionMode):
+    """While this is active, joining such tensors writes nothing, and neither does copying a part of the result.
+
+    These two functions, `torch.cat` and `Tensor.clone`, are all that FullyShardedDataParallel's constructor does
+    with the values of its parameters. The joined tensor is never written, so that on a CPU it takes no memory, and
+    the wrapper frees it itself; the copy, which is this rank's shard, is to be filled later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: set[int] = set()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat and any(map(has_empty_storage, args[0])):
+            like, numel = args[0][0], sum(tensor.numel() for tensor in args[0])
+            joined = torch.empty(numel, dtype=like.dtype, device=like.device)
+            self.joined.add(joined.data_ptr())
+            return joined
+        if func is torch.Tensor.clone and args[0].untyped_storage().data_ptr() in self.joined:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+class DeferredWeights(Materializer):
+    """Materializes a model's tensors for sharding as the module's text says, and fills them afterwards.
+
+    Args:
+        model: Not sharded yet, on any device.
+        where: A model folder or a weight file.
+        strict: Whether names that are missing or left over are errors.
+        settings: How the model will be sharded.
+        arguments: Those of Materializer.
+
+    Raises:
+        CheckpointError: The files do not fit the model, or cannot be read; raised on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, where: Path, strict: bool, settings: Settings, **arguments: Any
+    ) -> None:
+        self.split_empty: Callable[[ModelTensor], None] | None = arguments.pop("split", None)
+        super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
+        self.settings = settings
+        self.name = class_name(model)
+        self.plan = make_plan(
+            self.ranks, model, [self._wanted(each) for each in self.entries], where, strict=strict
+        )
+        self.aside: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.dtype] = {}
+        self.emptied: list[ModelTensor] = []
+
+    def _wanted(self, entry: ModelTensor) -> RequestedTensor:
+        saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
+        shape, _, _ = self.sources[entry.name]
+        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._dtype(entry), saved=saved)
+
+    def _dtype(self, entry: ModelTensor) -> torch.dtype:
+        """Return the dtype the tensor is going to be kept in."""
+        dtype = self.sources[entry.name][1]
+        due = self._is_split(entry) and (entry.tensor.requires_grad or self.frozen_too)
+        due = due and not is_special(entry.tensor)
+        return self.master if self.master is not None and due and dtype.is_floating_point else dtype
+
+    def _is_split(self, entry: ModelTensor) -> bool:
+        ignored = any(module in self.ignored for module, _ in entry.places)
+        is_kept = not entry.spec[0] or (is_special(entry.tensor) and not entry.tensor.is_floating_point())
+        return isinstance(entry.tensor, nn.Parameter) and not is_kept and not ignored
+
+    def materialize_entries(self, due: list[ModelTensor]) -> None:
+        """Materialize tensors that are not there yet; those that are read later have no values."""
+        for entry in due:
+            if self.plan.stored(entry.names) is None:
+                continue
+            if self._is_split(entry):
+                self._empty(entry)
+            else:
+                self._make_room(entry)
+            entry.materialized = True
+        super().materialize_entries([entry for entry in due if not entry.materialized])
+        for entry in due:
+            if self._is_split(entry) and self.plan.stored(entry.names) is None:
+                self._put_aside(entry)
+        if self.settings.version == 1:
+            self._stand_in([entry for entry in due if entry.tensor.is_meta])
+
+    def _empty(self, entry: ModelTensor) -> None:
+        shape = self.sources[entry.name][0]
+        entry.exchange(torch.empty(shape, dtype=self._dtype(entry), device="meta"))
+        if self.split_empty is not None:
+            self.split_empty(entry)
+        self.emptied.append(entry)
+
+    def _make_room(self, entry: ModelTensor) -> None:
+        """Let a tensor that stays unsharded have memory on the device; it may already."""
+        tensor, dtype = entry.tensor, self._dtype(entry)
+        if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
+            entry.exchange(torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
+
+    def _put_aside(self, entry: ModelTensor) -> None:
+        if self.ranks.is_first:
+            self.aside[entry.name] = entry.tensor.detach()
+        self.made[entry.name] = self._dtype(entry)
+        self._empty(entry)
+
+    def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
+        for entry in entries:
+            entry.exchange(empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
+
+    def wrapping(self) -> AbstractContextManager[Any]:
+        """Return what must be active while FSDP1's constructor runs."""
+        return EmptyFlattening() if self.settings.version == 1 else nullcontext()
+
+    def fill(self, sharded: nn.Module) -> None:
+        """Give the sharded model memory and values, and say so; every rank calls this.
+
+        Raises:
+            CheckpointError: A rank could not read its shards; raised on every rank.
+        """
+        device = torch.device("cpu") if self.settings.offload else self.device
+        for entry in self.emptied if self.settings.version != 1 else ():
+            give_memory(entry, device)
+        clear_padding(sharded)
+        held = local_shards(sharded)
+        loaded = execute_plan(self.ranks, self.plan, held)
+        made = self._send_aside(held)
+        report_loaded(self.plan, loaded, name=self.name, made=made)
+
+    def _send_aside(self, held: Sequence[LocalShard]) -> list[str]:
+        """Split the parameters that no file holds; their names."""
+        due = [(shard, name, self.made[name]) for shard in held for name in shard.names if name in self.made]
+        with torch.no_grad():
+            broadcast_all(self.ranks, self.aside, due)
+        self.aside.clear()
+        return list(self.made)
+
+
+def give_memory(entry: ModelTensor, device: torch.device) -> None:
+    """Exchange a tensor on the meta device for one with this rank's shard of the memory, in all its places."""
+    if entry.tensor.is_meta:
+        entry.exchange(torch.empty_like(entry.tensor.detach(), device=device))
+
+
+class LaterValues(Materializer):
+    """Materializes what a rank has values of, or a module can initialise, and leaves the rest without storage."""
+
+    def __init__(self, model: nn.Module, *, settings: Settings, **arguments: Any) -> None:
+        del settings  # what other materializers of values that come later need
+        super().__init__(model, **arguments)
+
+    def leave_empty(self, entry: ModelTensor) -> None:
+        """Put a tensor that nothing has given values back on the meta device."""
+        shape, dtype, _ = self.sources[entry.name]
+        entry.exchange(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def load_weights(

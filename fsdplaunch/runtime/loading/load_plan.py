@@ -1,18 +1,206 @@
-"""What will be read from where: decided by the first rank, before anything of the model changes."""
+"""What to read from where: decided by the first rank before anything of the model changes, then carried out."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdplaunch.checkpoint.model_weights import WeightFiles, check_index, find_weight_files
+from fsdplaunch.checkpoint.model_weights import StoredWeight, WeightFiles, check_index, find_weight_files
+from fsdplaunch.display_text import listed, size_words
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.loading.broadcast import describe_pickled, open_pickled
-from fsdplaunch.runtime.loading.match_names import NameMatch, RequestedTensor, match_weights
-from fsdplaunch.runtime.loading.read_shards import source_dtype
+from fsdplaunch.runtime.inspection.parameters import clean_name, unwrapped
+from fsdplaunch.runtime.loading.broadcast import broadcast_all, describe_pickled, open_pickled
+from fsdplaunch.runtime.loading.read_shards import LocalShard, ShardReader, source_dtype
+
+_SHOWN = 20
+_OUTER = "module"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedTensor:
+    """One tensor of the model that files may hold.
+
+    Attributes:
+        names: All its clean names; tied parameters have several.
+        shape: Of the full tensor.
+        dtype: The dtype it is kept in.
+        saved: Whether a state dict holds it; False for non-persistent buffers.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    saved: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class NameMatch:
+    """The result.
+
+    Attributes:
+        found: What to read, by the first name of the model's tensor; tied names that files hold twice give two.
+        missing: Names of the model's tensors that no file holds.
+        unexpected: Names in the files that the model does not have.
+        passed: Names in the files that are left out without complaint.
+        prefix: How the files' names were changed, in words, or None.
+    """
+
+    found: dict[str, tuple[StoredWeight, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    prefix: str | None = None
+
+
+def match_weights(
+    model: nn.Module,
+    wanted: Sequence[RequestedTensor],
+    weights: Mapping[str, StoredWeight],
+    *,
+    strict: bool,
+    where: str,
+) -> NameMatch:
+    """Find each of the model's tensors in the files.
+
+    Wrappers' names are taken out of the files' names. A name that the model does not have is tried with the
+    model's `base_model_prefix`, in front and taken off, or, when no name fits at all, with the one prefix that all
+    have.
+
+    Args:
+        model: For its class and for what it says may be missing or left over.
+        wanted: Its tensors.
+        weights: What the files hold.
+        strict: Whether a tensor that is missing or left over is an error, as in torch's `load_state_dict`.
+        where: The files, for messages.
+
+    Raises:
+        CheckpointError: Torch would not load these files either: shapes differ, or names under `strict`.
+    """
+    owner = {name: each for each in wanted for name in each.names}
+    names = _plain_names(list(weights))
+    prefix = _prefix(unwrapped(model), owner, names.values())
+    result = NameMatch()
+    taken: dict[str, str] = {}
+    prefixed: set[str] = set()
+    for stored, name in names.items():
+        target = _target(name, prefix, owner)
+        if target is None:
+            result.unexpected.append(stored)
+        elif not owner[target].saved:
+            result.passed.append(stored)  # old files have it, maybe in a coarser dtype than the model makes it in
+        elif taken.setdefault(target, stored) != stored:
+            msg = f"{taken[target]} and {stored} in {where} both stand for {target} of {type(model).__name__}"
+            raise CheckpointError(msg, hint="remove one of the two from the files")
+        else:
+            prefixed |= {"in front" if len(target) > len(name) else "taken off"} if target != name else set()
+            first = owner[target].names[0]
+            result.found[first] = (*result.found.get(first, ()), weights[stored])
+    result.prefix = f"{prefix}. {' and '.join(sorted(prefixed))}" if prefixed else None
+    _sort_out(model, wanted, result)
+    _check(unwrapped(model), wanted, result, strict=strict, where=where)
+    return result
+
+
+def _plain_names(stored: list[str]) -> dict[str, str]:
+    """Return the files' names without wrappers, by the name as it stands; `module.` goes when all have it."""
+    names = {name: clean_name(name) for name in stored}
+    while names and all(name.startswith(f"{_OUTER}.") for name in names.values()):
+        names = {stored: name.removeprefix(f"{_OUTER}.") for stored, name in names.items()}
+    return names
+
+
+def _prefix(model: nn.Module, owner: Mapping[str, RequestedTensor], names: Iterable[str]) -> str:
+    own = getattr(model, "base_model_prefix", "")
+    if isinstance(own, str) and own:
+        return own
+    names = list(names)
+    if any(name in owner for name in names):
+        return ""
+    theirs, ours = ({name.partition(".")[0] for name in side} for side in (names, owner))
+    return next((heads.pop() for heads in (theirs, ours) if len(heads) == 1), "")
+
+
+def _target(name: str, prefix: str, owner: Mapping[str, RequestedTensor]) -> str | None:
+    if not prefix:
+        return name if name in owner else None
+    tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    return next((each for each in tried if each in owner), None)
+
+
+def _sort_out(model: nn.Module, wanted: Sequence[RequestedTensor], result: NameMatch) -> None:
+    """Fill in what is missing, and pass over what the model's class says does not count.
+
+    A buffer that is not saved any more may still be in old files: it is known by the last two parts of its name.
+    """
+    may_lack = _patterns(model, "_keys_to_ignore_on_load_missing")
+    may_exceed = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    buffers = {_tail(name) for each in wanted if not each.saved for name in each.names}
+    result.missing = [
+        each.names[0]
+        for each in wanted
+        if each.saved and each.names[0] not in result.found and not any(map(may_lack, each.names))
+    ]
+    known = [name for name in result.unexpected if may_exceed(name) or _tail(name) in buffers]
+    result.passed += known
+    result.unexpected = [name for name in result.unexpected if name not in known]
+
+
+def _tail(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
+
+
+class _patterns:  # noqa: N801  (used as a function)
+    """Whether a name fits one of the expressions that a model of transformers, or a part of it, lists."""
+
+    def __init__(self, model: nn.Module, attribute: str) -> None:
+        listed = [pattern for module in model.modules() for pattern in getattr(module, attribute, None) or ()]
+        self.fitting = [re.compile(pattern) for pattern in listed]
+
+    def __call__(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self.fitting)
+
+
+def _check(
+    model: nn.Module, wanted: Sequence[RequestedTensor], result: NameMatch, *, strict: bool, where: str
+) -> None:
+    """Raise what torch's `load_state_dict` would say."""
+    faults = []
+    if strict and result.unexpected:
+        faults.append(f"unexpected key(s) in the files: {_quoted(result.unexpected)}")
+    if strict and result.missing:
+        faults.append(f"missing key(s) in the files: {_quoted(result.missing)}")
+    faults += [
+        f"size mismatch for {each.names[0]}: {list(stored.shape)} in the files, {list(each.shape)} in the model"
+        for each in wanted
+        for stored in result.found.get(each.names[0], ())
+        if stored.shape != each.shape
+    ]
+    if not faults:
+        return
+    more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    msg = f"{where} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults[:_SHOWN]) + more
+    mismatched = any(fault.startswith("size") for fault in faults)
+    raise CheckpointError(msg, hint=_MISMATCHED if mismatched else _STRICT)
+
+
+_MISMATCHED = "build the model with the config.json of these weights"
+_STRICT = (
+    "build the model these weights are of; with checkpoint.weights_strict: false (or strict=False) the model "
+    "initialises what is missing, and what is left over is left out; where transformers converts names or shapes "
+    "while it loads, build the model with from_pretrained instead"
+)
+
+
+def _quoted(names: list[str]) -> str:
+    return listed([f'"{name}"' for name in names], _SHOWN)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,3 +281,93 @@ def _make(
 def _bare(files: WeightFiles) -> WeightFiles:
     """Return the files without the list of all they hold, which can be long."""
     return replace(files, weights={}, index=None)
+
+
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedWeights:
+    """What one rank did.
+
+    Attributes:
+        tensors: How many tensors came from the files.
+        nbytes: How many bytes this rank read.
+        seconds: How long it took.
+    """
+
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -> LoadedWeights:
+    """Read this rank's shard of everything the plan found; every rank calls this.
+
+    Args:
+        ranks: Who loads.
+        plan: What is where.
+        held: This rank's shards of the model, in the same order on all ranks.
+
+    Raises:
+        CheckpointError: A rank could not read; raised on every rank.
+    """
+    begun = time.perf_counter()
+    due = [(shard, name) for shard in held if (name := plan.stored(shard.names)) is not None]
+    nbytes = 0
+    with torch.no_grad(), ranks.raise_on_all(f"load weights from {plan.where}"):
+        if len({name for _, name in due}) != len(plan.match.found):
+            missed = sorted(set(plan.match.found) - {name for _, name in due})
+            msg = f"{missed[0]} is nowhere in the sharded model"
+            raise CheckpointError(
+                msg, hint="this is a defect in loading this model; build it with from_pretrained"
+            )
+        if not plan.files.pickled:
+            with closing(ShardReader(plan.files)) as reader:
+                _read(reader, plan, due)
+                nbytes = reader.bytes_read
+    if plan.files.pickled:
+        with torch.no_grad():
+            typed = [(shard, name, _dtype(plan, name)) for shard, name in due]
+            broadcast_all(ranks, plan.full, typed)
+        plan.full.clear()
+    return LoadedWeights(tensors=len(due), nbytes=nbytes, seconds=time.perf_counter() - begun)
+
+
+def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]) -> None:
+    """Read in the order of the files, so that disks read on and on."""
+    found = plan.match.found
+    for shard, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
+        first, *others = found[name]
+        reader.fill(shard, first)
+        for other in others:
+            if (other.file, other.start) != (first.file, first.start) and not reader.same(shard, first, other):
+                msg = f"{first.name} and {other.name} are one parameter in the model and differ in the files"
+                raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
+
+
+def _dtype(plan: LoadPlan, name: str) -> torch.dtype:
+    stored = plan.match.found[name][0]
+    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.code)
+    return source_dtype(stored, dtype)
+
+
+def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Sequence[str] = ()) -> None:
+    """Tell the user on rank 0 what was loaded, and everything that does not go without saying.
+
+    Args:
+        plan: What was where.
+        loaded: What rank 0 did.
+        name: The model's class.
+        made: Names that no file held.
+    """
+    amount = "sent by rank 0" if plan.files.pickled else f"{size_words(loaded.nbytes)} read by rank 0"
+    words = [f"{name}: {loaded.tensors} tensors from {plan.where}, {amount} in {loaded.seconds:.1f} s"]
+    if plan.match.prefix:
+        words.append(f"names with {plan.match.prefix}")
+    left_over = [*plan.match.unexpected, *plan.match.passed]
+    if left_over:
+        words.append(f"left out of the files: {listed(left_over, _NAMES_SHOWN)}")
+    if made:
+        words.append(f"not in the files: {listed(made, _NAMES_SHOWN)}")
+    messages.say("; ".join(words))

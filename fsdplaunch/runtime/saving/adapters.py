@@ -11,12 +11,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdplaunch.errors import CheckpointError, UsageError
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, named_parameters
-from fsdplaunch.runtime.saving.dcp_files import read_full, read_sharded, shape_of
-from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, StateToSave
-from fsdplaunch.runtime.saving.rank_files import read_own
+from fsdplaunch.runtime.inspection.parameters import clean_name, named_parameters
+from fsdplaunch.runtime.messages import quiet_torch
+from fsdplaunch.runtime.saving.model_and_optimizer import (
+    MODEL,
+    StateToSave,
+    read_full,
+    read_own,
+    read_sharded,
+    shape_of,
+)
 from fsdplaunch.runtime.state_dict.named_states import renamed
-from fsdplaunch.runtime.torch_warnings import quiet_torch
 
 State = dict[str, Any]
 

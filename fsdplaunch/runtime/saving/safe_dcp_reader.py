@@ -24,20 +24,23 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdplaunch.checkpoint.crc32 import crc32
-from fsdplaunch.checkpoint.gc_pause import gc_pause
-from fsdplaunch.checkpoint.index_file import INDEX_NAME
-from fsdplaunch.checkpoint.invalid_file import COPY_AGAIN, InvalidFileError, short
-from fsdplaunch.checkpoint.item_location import ItemKey, ItemLocation
+from fsdplaunch.checkpoint.byte_transfer import crc32
+from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
+from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
-from fsdplaunch.checkpoint.readers.dcp_places import check_places, item_locations, packed_items
+from fsdplaunch.checkpoint.readers.dcp_index import (
+    check_places,
+    gc_pause,
+    item_locations,
+    packed_items,
+    read_metadata,
+)
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
-from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle import dcp_classes
+from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import load_plain
-from fsdplaunch.runtime.torch_internals.dcp import StorageInfo, set_element
+from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, set_element
 
 _ZSTD = "stream.zstd/1"  # torch's only extension
 MAX_VALUE = 2**30

@@ -1,7 +1,16 @@
-"""One save from what is to be written to its place on disk, in the foreground or beside the training."""
+"""One save from what is to be written to its place on disk, in the foreground or beside the training.
 
+One launch at a time writes into a folder of checkpoints, and all ranks must see the one folder that rank 0 made.
+"""
+
+import atexit
+import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,20 +18,158 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.byte_sizes import size_words
 from fsdplaunch.checkpoint.manifest import write_manifest
-from fsdplaunch.checkpoint.output_checks import find_space_gap
+from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
+from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import raise_on_all_ranks
-from fsdplaunch.runtime.saving.checkpoint_dirs import begin, next_sequence, partial_of, publish
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.waits import name_ranks
+from fsdplaunch.runtime.saving.checkpoint_dirs import (
+    begin,
+    next_sequence,
+    partial_of,
+    publish,
+    remove_old,
+    say_once,
+)
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
-from fsdplaunch.runtime.saving.old_checkpoints import remove_old, say_once
-from fsdplaunch.runtime.saving.run_locks import end_save, is_locked, lock_for_run
-from fsdplaunch.runtime.saving.shared_storage import check_same
-from fsdplaunch.runtime.saving.small_files import write_bytes
-from fsdplaunch.runtime.torch_internals.sharded_tensor import ShardedTensor
+from fsdplaunch.runtime.saving.plain_files import write_bytes
+from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
+
+_IN_ROOT = ".lock"
+_held: dict[str, FolderLock] = {}
+
+
+def lock_for_run(target: Path, root: Path) -> None:
+    """Keep other runs from saving there from now on.
+
+    The file that is locked stands in the folder of numbered checkpoints, which may be a mounted disk; beside one
+    that is replaced as a whole.
+
+    Args:
+        target: What is written: `root`, or a numbered checkpoint in it.
+        root: The folder that was configured, which exists when it is not the target.
+
+    Raises:
+        CheckpointError: Another process holds it; with its node and its number.
+    """
+    place = _place(target, root)
+    if place in _held:
+        return
+    folder = Path(os.path.realpath(root))
+    lock = FolderLock(folder, None if target == root else folder / _IN_ROOT)
+    lock.acquire()
+    _held[place] = lock
+
+
+def end_save(target: Path, root: Path) -> None:
+    """Let others save there again, unless this process is a worker of a launch, which may save again."""
+    if RUN_DIR not in os.environ and (lock := _held.pop(_place(target, root), None)):
+        lock.release()
+
+
+def is_locked(target: Path, root: Path) -> bool:
+    """Return whether this process keeps others out."""
+    return _place(target, root) in _held
+
+
+def _place(target: Path, root: Path) -> str:
+    return os.path.realpath(root) + ("" if target == root else os.sep)
+
+
+def _release_all() -> None:
+    while _held:
+        with suppress(OSError):  # the folder may have gone meanwhile
+            _held.popitem()[1].release()
+
+
+def _leave_to_parent() -> None:
+    while _held:
+        _held.popitem()[1].forget()
+
+
+atexit.register(_release_all)
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+TOKEN = ".token"  # noqa: S105  (a file's name)
+PATIENCE_SECONDS = 3.0
+"""How long a network file system may take to show a new file."""
+
+
+def check_same(folder: Path, target: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Check that every rank means the same folder, and sees in it what rank 0 puts there; every rank calls this.
+
+    Args:
+        folder: Made by rank 0.
+        target: What it is to become; as the script named it on this rank.
+        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
+
+    Raises:
+        CheckpointError: On all ranks, with the nodes and ranks that do not.
+    """
+    token = secrets.token_hex(8)
+    if dist.get_rank() == 0:
+        (folder / TOKEN).write_text(token)
+    sent, wanted = from_rank_0((token, str(target)), group)
+    answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)), group)
+    if dist.get_rank() == 0:
+        os.unlink(folder / TOKEN)  # noqa: PTH108
+    elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
+    if elsewhere:
+        msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
+        raise CheckpointError(msg, hint="give all ranks the same folder and step")
+    blind = [rank for rank, (_, _, sees) in enumerate(answers) if not sees]
+    if blind:
+        raise not_shared(target, [host for host, _, _ in answers], blind)
+
+
+def not_shared(folder: Path, hosts: Sequence[str], blind: Sequence[int]) -> CheckpointError:
+    """Return the error for a folder that some ranks' nodes do not share with rank 0's."""
+    nodes = ", ".join(dict.fromkeys(f"{hosts[rank]}" for rank in blind))
+    msg = f"{folder} of {hosts[0]} (rank 0) is not visible on {nodes} ({name_ranks(blind)})"
+    return CheckpointError(msg, hint="use a folder on a file system that all nodes share")
+
+
+def check_found(folder: Path, mark: str) -> None:
+    """Check that every rank sees a checkpoint that rank 0 found; every rank calls this.
+
+    Args:
+        folder: Of the checkpoint.
+        mark: The name of a file in it that rank 0 sees.
+
+    Raises:
+        CheckpointError: On all ranks, with the nodes and ranks that do not.
+    """
+    size = from_rank_0((folder / mark).stat().st_size if dist.get_rank() == 0 else None)
+    seen = from_all((socket.gethostname(), _size(folder / mark) == size))
+    blind = [rank for rank, (_, sees) in enumerate(seen) if not sees]
+    if blind:
+        raise not_shared(folder, [host for host, _ in seen], blind)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _shows(path: Path, text: str) -> bool:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            if path.read_text() == text:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
 
 FileContent = bytes | Callable[[], bytes]
 """What a small file holds, or what makes it of values that nothing changes any more."""

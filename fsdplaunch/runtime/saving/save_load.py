@@ -1,29 +1,30 @@
 """`save_checkpoint` and `load_checkpoint`: whole or not at all, in accelerate's layout, on any number of ranks."""
 
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch import __version__
 from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
-from fsdplaunch.runtime.data.loader_state import position_of, resume_at
-from fsdplaunch.runtime.inspection.parameter_names import unwrapped
-from fsdplaunch.runtime.late_modules import XLA_READ, XLA_TO_SAVE, call_if_imported
-from fsdplaunch.runtime.plugin.plugin import ambient_plugin
-from fsdplaunch.runtime.saving.background.background_save import background
-from fsdplaunch.runtime.saving.background.trained_tensors import TrainedTensors
+from fsdplaunch.runtime.collectives.waits import monitored_barrier
+from fsdplaunch.runtime.data_loaders import position_of, resume_at
+from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.patch import XLA_READ, XLA_TO_SAVE, call_if_imported
+from fsdplaunch.runtime.plugin import ambient_plugin
+from fsdplaunch.runtime.saving.background_save import TrainedTensors, background
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
-from fsdplaunch.runtime.saving.manifest import describe_run
 from fsdplaunch.runtime.saving.model_and_optimizer import (
     StateToSave,
     load_model,
@@ -31,13 +32,58 @@ from fsdplaunch.runtime.saving.model_and_optimizer import (
     model_to_save,
     optimizer_to_save,
 )
-from fsdplaunch.runtime.saving.plain_files import read_plain
-from fsdplaunch.runtime.saving.rng_state import file_name, packed_random_states, random_states, read_random_states
-from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob
-from fsdplaunch.runtime.saving.shared_storage import check_found
-from fsdplaunch.runtime.saving.small_files import packed
+from fsdplaunch.runtime.saving.plain_files import (
+    file_name,
+    packed,
+    packed_random_states,
+    random_states,
+    read_plain,
+    read_random_states,
+)
+from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob, check_found
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import files_of_ranks
+from fsdplaunch.runtime.state_dict.state_dict_type import flat_layout
+
+FORMAT_VERSION = 1
+
+
+def describe_run(models: Mapping[torch.nn.Module, str], step: int | None) -> dict[str, Any]:
+    """Return what a manifest says beside files and configuration: who wrote it, on which ranks, in which layout.
+
+    Args:
+        models: Each with the form it is written in, such as SHARDED_STATE_DICT.
+        step: The checkpoint's number, or None.
+    """
+    return {
+        "format": "fsdplaunch checkpoint",
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "versions": {"fsdplaunch": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "models": [_describe_model(model, form) for model, form in models.items()],
+    }
+
+
+def _describe_model(model: torch.nn.Module, form: str) -> dict[str, Any]:
+    params = list(model.parameters())
+    entry: dict[str, Any] = {
+        "class": type(model).__name__.removeprefix("FSDP"),
+        "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in params}),
+    }
+    prepared = registered(model)
+    if prepared is not None:
+        mesh = prepared.mesh
+        entry |= {
+            "fsdp_version": prepared.settings.version,
+            "sharding_strategy": prepared.settings.strategy,
+            "mesh": dict(zip(mesh.mesh_dim_names or ("ranks",), mesh.shape, strict=False)),
+            "tied": [list(names) for names in prepared.tied],
+        }
+    if form == "LOCAL_STATE_DICT":
+        entry["flat_parameters"] = flat_layout(model)
+    return entry
+
 
 SCHEDULER, LOADER = "scheduler", "loader"
 _EXTRA = "extra.bin"

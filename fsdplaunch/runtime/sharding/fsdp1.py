@@ -14,13 +14,13 @@ from torch.distributed.fsdp import (
 )
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.replace_modules import ModulePlaces
+from fsdplaunch.runtime.inspection.units import ModulePlaces
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings, fsdp1_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import sharding_strategy
+from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm
 
 

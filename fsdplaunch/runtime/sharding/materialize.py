@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.inspection.model_tensors import ModelTensor, Spec, Specs, model_tensors
+from fsdplaunch.runtime.inspection.parameters import ModelTensor, Spec, Specs, model_tensors
 from fsdplaunch.runtime.sharding.ignored import is_special
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.config.resolve import REST
-from fsdplaunch.config.world_size import AxisSizes, split_world
+from fsdplaunch.config.resolve import REST, AxisSizes, split_world
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.rank import DataRanks, rank_variable
 from fsdplaunch.runtime.sharding.settings import HYBRID, Settings

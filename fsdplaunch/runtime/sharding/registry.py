@@ -1,23 +1,60 @@
-"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly."""
+"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly.
+
+With each model the parameters that are not sharded, whose gradients are averaged so that they stay equal.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters, unwrapped
-from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
-from fsdplaunch.runtime.sharding.replicated import ReplicatedParams
+from fsdplaunch.runtime.inspection.parameters import named_parameters, unwrapped
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings
 
 if TYPE_CHECKING:
     from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
-    from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
+    from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
+
+
+class ReplicatedParams:
+    """The trained parameters that are not sharded.
+
+    Torch leaves the gradients of ignored parameters as each rank computed them, so replicas drift apart from the
+    first step on. Each gradient is averaged over all ranks of the mesh as soon as backward has added to it. Doing
+    so after every backward of an accumulation is right, too: what was averaged before is equal everywhere.
+
+    Attributes:
+        paused: Whether gradients are left alone for now (`no_sync`).
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self.paused = False
+        data = data_mesh(mesh)  # ranks that split layers together have equal gradients
+        self.groups = [data.get_group(axis) for axis in range(data.ndim)]
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, param: torch.Tensor) -> None:
+        if self.paused or param.grad is None:
+            return
+        for group in self.groups:
+            dist.all_reduce(param.grad, group=group)
+            param.grad.div_(dist.get_world_size(group))
+
+
+def keep_equal(left_out: Sequence[nn.Parameter], mesh: DeviceMesh) -> ReplicatedParams | None:
+    """Average the gradients of all trained parameters that are not sharded; None if there are none."""
+    trained = [param for param in left_out if param.requires_grad]
+    return ReplicatedParams(trained, mesh) if trained else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

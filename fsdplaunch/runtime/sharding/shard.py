@@ -9,38 +9,103 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.compute.compile import compile_blocks, compile_model
-from fsdplaunch.runtime.compute.forward_methods import forward_methods, register
-from fsdplaunch.runtime.inspection.announce import announce
-from fsdplaunch.runtime.inspection.describe import describe
-from fsdplaunch.runtime.inspection.parameter_names import (
+from fsdplaunch.config.environment import decode
+from fsdplaunch.display_text import listed
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.features import SEQUENCES, TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.describe import announce, describe
+from fsdplaunch.runtime.inspection.parameters import (
     listing_as_torch,
     named_parameters,
     parameters_of,
     tied_names,
 )
-from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding import fsdp2
-from fsdplaunch.runtime.sharding.checks import check_dense, check_model, check_same_values, check_sharded_model
-from fsdplaunch.runtime.sharding.gradient_hooks import carrying_hooks
-from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored
+from fsdplaunch.runtime.sharding.checks import (
+    check_dense,
+    check_model,
+    check_same_values,
+    check_settings,
+    check_sharded_model,
+)
+from fsdplaunch.runtime.sharding.compute import compile_blocks, compile_model, forward_methods, register
+from fsdplaunch.runtime.sharding.gradients import carrying_hooks
+from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake
-from fsdplaunch.runtime.sharding.mixed_dtypes import separate_dtypes
-from fsdplaunch.runtime.sharding.optimizer_params import ShardedHome, carrying_attributes, note_full_parameters
-from fsdplaunch.runtime.sharding.rank_consistency import check_settings
-from fsdplaunch.runtime.sharding.registry import ShardedModel, register_model
-from fsdplaunch.runtime.sharding.replicated import keep_equal
-from fsdplaunch.runtime.sharding.root_unit import check_root_unit
+from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, shard_group, tensor_mesh
+from fsdplaunch.runtime.sharding.optimizers import ShardedHome, carrying_attributes, note_full_parameters
+from fsdplaunch.runtime.sharding.registry import ShardedModel, keep_equal, register_model
 from fsdplaunch.runtime.sharding.settings import Settings
-from fsdplaunch.runtime.sharding.split_axes import begin_passes, split_layers, split_sequences
-from fsdplaunch.runtime.sharding.wrap import Units, plan_units
+from fsdplaunch.runtime.sharding.wrap import Units, check_root_unit, plan_units
 from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
 
 if TYPE_CHECKING:
     from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
-    from fsdplaunch.runtime.tensor_parallel.split_plan import SplitPlan
+    from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
+
+
+def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> SplitPlan | None:
+    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none.
+
+    Raises:
+        ShardingError: The plan does not fit the model, or names what is ignored.
+    """
+    axis = tensor_mesh(mesh)
+    if axis is None:
+        return None
+    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
+    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
+    ignored = [plan.names[module] for module in plan.modules if module in out.below()]
+    if ignored:
+        msg = f"{listed(ignored, 3)} cannot be split and ignored"
+        raise ShardingError(
+            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
+        )
+    feature(TENSOR_FORWARD).split_forwards(plan)
+    return plan
+
+
+def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
+    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
+    if axis is None:
+        return None
+    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
+    if strategy != "allgather":
+        messages.say(
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
+        )
+    apply: Any = feature(SEQUENCES)
+    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
+    return made
+
+
+def begin_passes(
+    model: nn.Module,
+    split: SplitPlan | None,
+    sequences: SplitSequences | None,
+    device: torch.device,
+    computes_in: torch.dtype | None,
+) -> None:
+    """Let the first passes of the model show that ranks which split something compute what one would.
+
+    Args:
+        model: Sharded.
+        split: How its layers are split.
+        sequences: How its sequences are.
+        device: Where this worker computes.
+        computes_in: The dtype that parameters are gathered in; None for their own.
+    """
+    if sequences is not None:
+        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
+    if split is not None:
+        feature(TENSOR_SCALING).agree_on_overflows()
+        split.expect_same_inputs(model, device, computes_in)
+
 
 Defer = Callable[..., Materializer]
 """What makes a Materializer for a model, its settings, and what every Materializer is given."""
@@ -131,7 +196,9 @@ def _plan(model: nn.Module, settings: Settings, place: ShardTarget) -> _Plan:
 
 
 def _to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
-    from fsdplaunch.runtime.compute.float8 import convert  # only where it is configured: a worker must start fast
+    from fsdplaunch.runtime.sharding.compute import (
+        convert,  # only where it is configured: a worker must start fast
+    )
 
     return convert(model, settings, out)
 
@@ -146,7 +213,7 @@ def _cut(model: nn.Module, plan: _Plan, place: ShardTarget, materializer: Materi
     """Shard a model as planned, fill it, and return it."""
     settings = plan.settings
     if settings.activation_checkpointing:
-        from fsdplaunch.runtime.compute.activation_checkpointing import checkpoint_blocks  # only where it is used
+        from fsdplaunch.runtime.sharding.compute import checkpoint_blocks  # only where it is used
 
         plan.units = checkpoint_blocks(model, plan.units, settings, place.device)
     compile_blocks(plan.units, settings)

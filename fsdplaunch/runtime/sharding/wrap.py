@@ -1,19 +1,185 @@
-"""Which modules become units: each is gathered before it computes and freed after, as one."""
+"""Which modules become units: each is gathered before it computes and freed after, as one.
 
+Blocks are named by the user, by the model itself, or found; a wrap function may have any of the forms that users
+have; and a wrap that misses most of the model is refused.
+"""
+
+import difflib
+import inspect
 from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
-from typing import Any
+from inspect import Parameter
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, count, parameters_of
-from fsdplaunch.runtime.plugin.wrap_policy import RecursivePolicy, as_recursive
-from fsdplaunch.runtime.sharding.blocks import find_blocks, runs
+from fsdplaunch.runtime.inspection.parameters import clean_name, count, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.sharding.settings import Settings
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import wrap_policy_runner
+from fsdplaunch.runtime.torch_internals.fsdp import wrap_policy_runner
+from fsdplaunch.runtime.torch_internals.modules import COMPILED_ATTRIBUTE
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def runs(module: nn.Module) -> bool:
+    """Return whether a module can be called; lists and dictionaries of modules cannot."""
+    forward = inspect.getattr_static(type(module), "forward")  # a ScriptModule's cannot be read from its class
+    return forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the user's class, also of a module that is sharded or that torch.compile wraps."""
+    return original_class(unwrapped(module)).__name__
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once; of a compiled one the wrapper, which is the one that is called."""
+    return ((name, module) for name, module in model.named_modules() if not name.endswith(COMPILED_ATTRIBUTE))
+
+
+def find_blocks(model: nn.Module, class_names: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """Return the model's blocks by name, in the model's order.
+
+    The classes named; when none is, those in the model's own `_no_split_modules`; when it has none of these, the
+    classes that stand side by side in its lists, outermost first.
+
+    Raises:
+        ShardingError: A class named is not in the model, or no blocks were found.
+    """
+    names = tuple(class_names)
+    if names:
+        _check_present(model, names)
+        return _of_classes(model, names)
+    own = _of_classes(model, getattr(model, "_no_split_modules", None) or ())
+    found = own or _repeated(model, at_least=2) or _repeated(model, at_least=1, lists=(nn.ModuleList,))
+    if not found:
+        msg = f"no repeated blocks found in {class_name(model)}"
+        hint = "name them in fsdp_transformer_layer_cls_to_wrap, or set fsdp_auto_wrap_policy to NO_WRAP"
+        raise ShardingError(msg, hint=hint)
+    return found
+
+
+def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    wanted = set(names)
+    return {clean_name(name): m for name, m in _named_modules(model) if class_name(m) in wanted and runs(m)}
+
+
+def _repeated(
+    model: nn.Module, *, at_least: int, lists: tuple[type[nn.Module], ...] = _LISTS
+) -> dict[str, nn.Module]:
+    """Return modules of one class that stand side by side in a list, none of them inside another."""
+    found: dict[str, nn.Module] = {}
+    for name, group in model.named_modules():
+        if not _below(name, found) and isinstance(group, lists):
+            found |= _side_by_side(name, list(group.named_children()), at_least)
+    return {clean_name(name): module for name, module in found.items()}
+
+
+def _below(name: str, blocks: Container[str]) -> bool:
+    """Return whether a module is one of the blocks or inside one."""
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts) + 1))
+
+
+def _side_by_side(name: str, group: list[tuple[str, nn.Module]], at_least: int) -> dict[str, nn.Module]:
+    children = {child: m for child, m in group if runs(m) and any(True for _ in parameters_of(m))}
+    counts = Counter(class_name(m) for m in children.values())
+    prefix = f"{name}." if name else ""
+    return {prefix + child: m for child, m in children.items() if counts[class_name(m)] >= at_least}
+
+
+def _check_present(model: nn.Module, names: Iterable[str]) -> None:
+    present = {class_name(module) for module in model.modules() if runs(module)}
+    missing = [name for name in names if name not in present]
+    if not missing:
+        return
+    near = difflib.get_close_matches(missing[0], sorted(present), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    msg = f"no module of class {', '.join(missing)} in {class_name(model)}"
+    raise ShardingError(msg, hint=f"{hint}classes there: {'; '.join(_candidates(model))}")
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Return the classes a block could be, most parameters first: `4 x Block (1.2 M parameters each)`."""
+    sizes: dict[str, list[int]] = {}
+    for _, module in _named_modules(model):
+        if module is not model and runs(module) and any(True for _ in module.children()):
+            sizes.setdefault(class_name(module), []).append(sum(p.numel() for p in parameters_of(module)))
+    ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:6]
+    return [f"{len(n)} x {name} ({count(max(n))} parameters each)" for name, n in ordered if max(n)] or ["none"]
+
+
+_ARGUMENTS = 3
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_NUMEL = ("nonwrapped_numel", "unwrapped_params")
+
+
+class RecursivePolicy(Protocol):
+    """A wrap function of torch's form, called by position.
+
+    `recurse` asks whether to look into the module, otherwise whether the module, with so many parameters that no
+    module inside of it has taken, is a unit.
+    """
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int, /) -> Any:
+        """Return whether to look into a module, or whether it is a unit."""
+
+
+def as_recursive(policy: Callable[..., Any]) -> RecursivePolicy | None:
+    """Return a wrap function in torch's form, callable by position; None for a predicate of a module.
+
+    Args:
+        policy: A function, `functools.partial`, or object with `__call__`: of a module alone, or of a module,
+            whether to recurse, and a number of parameters, under whatever names.
+    """
+    try:
+        params = inspect.signature(policy).parameters
+    except (TypeError, ValueError):  # of a builtin, which has no names to look at
+        return None
+    if _by_name(params) is not None:
+        return _called_by_name(policy, str(_by_name(params)))
+    positional = [each for each in params.values() if each.kind in _POSITIONAL]
+    required = [each for each in positional if each.default is Parameter.empty]
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in params.values()):
+        is_recursive = len(required) != 1
+    else:
+        is_recursive = len(positional) >= _ARGUMENTS and (len(required) > 1 or positional[1].name == "recurse")
+    return policy if is_recursive else None
+
+
+def _by_name(params: Any) -> str | None:
+    """Return what the last argument is called where the arguments can be given by name only."""
+    recurse = params.get("recurse")
+    if recurse is None or recurse.kind is not Parameter.KEYWORD_ONLY:
+        return None
+    return next((name for name in _NUMEL if name in params), _NUMEL[0])
+
+
+def _called_by_name(policy: Callable[..., Any], numel: str) -> RecursivePolicy:
+    def call(module: nn.Module, recurse: bool, nonwrapped_numel: int, /) -> Any:
+        return policy(module, recurse=recurse, **{numel: nonwrapped_numel})
+
+    return call
+
+
+def torch_form(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's wrap function as one that torch itself can call: with its own names for the arguments."""
+    recursive = as_recursive(policy)
+    if recursive is not None and "nonwrapped_numel" in inspect.signature(policy).parameters:
+        return policy
+
+    def call(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> Any:
+        if recursive is not None:
+            return recursive(module, recurse, nonwrapped_numel)
+        return recurse or policy(module)
+
+    return call
+
 
 Units = dict[str, nn.Module]
 """Modules by clean name, every parent before its children. The model itself is never among them."""
@@ -141,3 +307,61 @@ def _is_shared(unit: nn.Module, places: Counter[nn.Module]) -> bool:
         places[each] > places[unit] * number and next(parameters_of(each, recurse=False), None) is not None
         for each, number in _places(unit).items()
     )
+
+
+_MOST = 0.5
+_SHOWN = 3
+
+
+def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> None:
+    """Refuse a wrap that misses most of the model: the root's parameters are gathered all through the step.
+
+    Embeddings and the output layer of a large vocabulary do not count: they belong to the root, and in a small
+    model they are most of it. A function of the user's may choose what it likes.
+
+    Args:
+        model: Not sharded yet.
+        units: As planned.
+        settings: Has the policy.
+        skipped: Ids of the parameters that are not sharded.
+
+    Raises:
+        ShardingError: More than half of what counts is in no unit.
+    """
+    if not units or not isinstance(settings.wrap, str):
+        return
+    missed, total = _missed(model, units, skipped)
+    left = sum(missed.values())
+    if left <= _MOST * total:
+        return
+    largest = sorted(missed, key=lambda name: -missed[name])[:_SHOWN]
+    kinds = ", ".join(dict.fromkeys(class_name(unit) for unit in units.values()))
+    msg = (
+        f"{settings.wrap} leaves {count(left)} of {count(total)} parameters of {class_name(model)} in no unit: "
+        f"it wraps {len(units)} x {kinds} only"
+    )
+    hint = f"the largest left are {', '.join(largest)}; name the blocks that hold them, or set NO_WRAP"
+    raise ShardingError(msg, hint=hint)
+
+
+def misses_most(model: nn.Module, units: Units) -> bool:
+    """Return whether `check_root_unit` would refuse a wrap."""
+    missed, total = _missed(model, units, ())
+    return sum(missed.values()) > _MOST * total
+
+
+def _missed(model: nn.Module, units: Units, skipped: Collection[int]) -> tuple[dict[str, int], int]:
+    """Return what counts and is in no unit, with the numbers of values, and the number of all that counts."""
+    in_units = {id(param) for unit in units.values() for param in parameters_of(unit)}
+    uncounted = {*skipped, *_vocabulary(model)}
+    counted = {name: param for name, param in model.named_parameters() if id(param) not in uncounted}
+    missed = {clean_name(name): param.numel() for name, param in counted.items() if id(param) not in in_units}
+    return missed, sum(param.numel() for param in counted.values())
+
+
+def _vocabulary(model: nn.Module) -> set[int]:
+    """Return ids of the parameters of embeddings, and of linear layers with one output per embedding."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {module.num_embeddings for module in embeddings}
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
+    return {id(param) for module in [*embeddings, *heads] for param in parameters_of(module)}

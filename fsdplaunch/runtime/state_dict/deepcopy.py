@@ -1,4 +1,4 @@
-"""Let `copy.deepcopy` of a sharded model give another model, sharded in the same way.
+"""Copies of a sharded model: as what it was before it was sharded, or as another model, sharded in the same way.
 
 Needed because torch refuses to copy or to pickle a sharded module, and averages of weights start as copies.
 """
@@ -6,7 +6,9 @@ Needed because torch refuses to copy or to pickle a sharded module, and averages
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,15 +17,74 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.inspection.announce import announcing
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters, parameters_of
-from fsdplaunch.runtime.inspection.units import reshard
-from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.inspection.describe import announcing
+from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import original_class, replace_modules, reshard
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, own_device
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.sharding.shard import shard_model
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, await_main_thread
-from fsdplaunch.runtime.state_dict.unsharded_copy import unsharded_copy
+from fsdplaunch.runtime.torch_internals.modules import HOOK_TABLES, SHARDING_MARKS, checkpointed_module
+
+_OURS = ("torch.distributed.fsdp", "fsdplaunch.")
+
+
+def unsharded_copy(
+    model: nn.Module, give: Callable[[nn.Parameter], Any], memo: dict[int, Any] | None = None
+) -> nn.Module:
+    """Copy a model's modules as what they were before sharding, without wrappers and hooks of sharding.
+
+    Args:
+        model: Sharded, with its shards in place.
+        give: The copy's parameter for each of the model's.
+        memo: As `copy.deepcopy` has it; left out, the copy shares the model's buffers.
+    """
+    memo = {id(buffer): buffer for buffer in model.buffers()} if memo is None else memo
+    for param in parameters_of(model):
+        memo[id(param)] = give(param)
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(as_before(module))
+        copied: nn.Module = copy.deepcopy(model, memo)
+    inner = {module: checkpointed_module(module) for module in copied.modules()}
+    replace_modules(copied, {module: below for module, below in inner.items() if below is not None})
+    return copied
+
+
+@contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """Show a module as what it was before it was sharded."""
+    kept, kind = dict(module.__dict__), type(module)
+    if isinstance(module, FSDPModule):
+        module.__class__ = original_class(module)
+    ours = {key for name in HOOK_TABLES for key, hook in kept[name].items() if _is_ours(hook)}
+    for name in HOOK_TABLES:
+        module.__dict__[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ours)
+    for name, value in kept.items():
+        if _is_added(value) or name.startswith(SHARDING_MARKS):
+            del module.__dict__[name]
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        module.__dict__.clear()
+        module.__dict__.update(kept)
+
+
+def _is_added(value: Any) -> bool:
+    """Return whether a module's attribute was put there by sharding: a function, or an object of this package."""
+    if isinstance(value, nn.Module):
+        return False
+    return type(value).__module__.startswith("fsdplaunch.") or (callable(value) and _is_ours(value))
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a function was put there by sharding."""
+    hook = getattr(hook, "hook", hook)  # torch wraps some
+    function = getattr(hook, "__func__", hook)
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(home).startswith(_OURS)
 
 
 def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], None]) -> None:

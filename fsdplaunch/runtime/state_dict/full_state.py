@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.inspection.parameter_names import clean_name, joined, named_parameters
+from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
-from fsdplaunch.runtime.saving.flat_param_layout import flat_layout
-from fsdplaunch.runtime.script_line import script_line
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered, spooled
-from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import flat_parameter
+from fsdplaunch.runtime.state_dict.state_dict_type import flat_layout, state_dict_type
+from fsdplaunch.runtime.torch_internals.fsdp import flat_parameter
 
 State = dict[str, Any]
 
@@ -173,3 +173,41 @@ def below(values: Mapping[str, Any], model: nn.Module, owner: nn.Module) -> Stat
     prefix = f"{clean_name(place)}." if clean_name(place) else ""
     cleaned = {clean_name(name): value for name, value in values.items()}
     return {name.removeprefix(prefix): value for name, value in cleaned.items() if name.startswith(prefix)}
+
+
+_known: list[tuple[nn.Module, Mapping[str, Any]]] = []
+"""Models and what was gathered of them, the last first asked."""
+
+
+@contextmanager
+def knowing_state(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Have `state_dict()` of a model and of each module inside be what was gathered, as long as the context lasts.
+
+    Args:
+        model: Sharded, by either FSDP version.
+        state: Full tensors by the names that the model had before sharding.
+    """
+    _known.append((model, state))
+    try:
+        with ExitStack() as stack:
+            for module in model.modules():
+                answer = functools.partial(_state_dict, module)
+                stack.enter_context(own_attribute(module, "state_dict", answer))
+            yield
+    finally:
+        _known.pop()
+
+
+def known_state(model: nn.Module) -> State | None:
+    """Return what was gathered of a model, by its own names; None where nothing was."""
+    for owner, state in reversed(_known):
+        if any(module is model for module in owner.modules()):
+            return below(state, model, owner)
+    return None
+
+
+def _state_dict(module: nn.Module, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+    state = known_state(module)
+    if state is None or args or kwargs.get("destination") is not None:  # asked for by a module around it
+        return type(module).state_dict(module, *args, prefix=prefix, **kwargs)
+    return {prefix + name: value for name, value in state.items()}

@@ -16,14 +16,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime import rank0_service
-from fsdplaunch.runtime.collectives.hang_detector import in_torch
+from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
-from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.collectives.waits import in_torch
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
+
+
+def split_like(full: torch.Tensor, like: DTensor) -> DTensor:
+    """Split a full tensor as another one is, on its device and without communication or gradients."""
+    local = full.detach().to(like.to_local().device)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
+    """Return this rank's shard of a tensor of the parameter's shape; a copy of what has another shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != param.shape or not isinstance(param, DTensor):
+        return value.clone()  # step counts: two optimizers must not count on one tensor
+    return split_like(value, param)
+
 
 SMALLEST = 1 << 16
 """Bytes below which a gathered tensor stays in memory: a file of its own is not worth it."""
@@ -75,7 +91,7 @@ class ShardGatherer:
         if not self._met:
             self._met = True
             await_main_thread(self.call)
-            self.together = rank0_service.meets(self.call, HINT)
+            self.together = waits.meets(self.call, HINT)
             # One rank may see its threads earlier than another; what only one raised, the others would wait for.
             if self.together and any(from_all(len(_threads) > 1)):
                 msg = f"{self.call} gathers shards on all ranks in several threads at once, whose order may differ"
@@ -116,7 +132,7 @@ class ShardGatherer:
         detached: Any = tensor.detach()
         if all(placement.is_replicate() for placement in tensor.placements):
             return detached.to_local()  # type: ignore[no-any-return]
-        service = rank0_service.current()
+        service = waits.current()
         if service is None:
             raise AssertionError
         return service.full(tensor, self.call)
@@ -142,7 +158,7 @@ class ShardGatherer:
 
 @contextmanager
 def _ending_alone() -> Iterator[None]:
-    service = rank0_service.current()
+    service = waits.current()
     try:
         yield
     finally:

@@ -1,19 +1,56 @@
-"""What torch's `get_model_state_dict` and `get_optimizer_state_dict` give, under the names of the user's model.
+"""State dicts under the names of the user's model, and full optimizer states by the reference's function names."""
 
-Torch looks for each parameter's name in the tree of modules four times, which with many small tensors is most of
-what a save costs before its first byte. Where no wrapper has names of its own, `named_parameters` has them all.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdplaunch.runtime.inspection.parameter_names import clean_name
+from fsdplaunch.errors import UsageError
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.inspection.parameters import clean_name, named_parameters
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, refuse_of_xla
+from fsdplaunch.runtime.messages import quiet_torch
+from fsdplaunch.runtime.sharding.optimizers import cut_to_flat
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.gather import cut_to_shard
+from fsdplaunch.runtime.torch_internals.fsdp import flat_parameter
+
+
+@contextmanager
+def left_out_frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Have FSDP1 take parameters that an optimizer leaves out for frozen, while its state is gathered or split."""
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    left_out = [param for param in _shown(model) if param.requires_grad and id(param) not in trained]
+    for param in left_out:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in left_out:
+            param.requires_grad_(True)
+
+
+def _shown(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that FSDP1's units show as the user's own, under `use_orig_params`."""
+    flats = [flat for flat in map(flat_parameter, fsdp1_wrappers(model)) if flat is not None]
+    return [param for flat in flats for param in flat.params]
+
 
 State = dict[str, Any]
 
@@ -65,3 +102,205 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str] | None:
     if not known <= names.keys() or not {id(param) for param in optimizer.state} <= known:
         return None
     return [names[id(param)] for param in params]
+
+
+__all__ = [
+    "cut_to_shard",
+    "full_optim_state_dict",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "unshare_counts",
+]
+
+OptimInput = Iterable[Any] | None
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput = None,  # noqa: ARG001  (the optimizer itself knows its groups; kept for old calls)
+    rank0_only: bool | None = None,
+) -> State:
+    """Gather the full state of an optimizer, under parameter names; every rank calls this.
+
+    Args:
+        model: Sharded by either version, or holding sharded modules.
+        optim: Its optimizer.
+        optim_input: Not needed any more; the optimizer knows its parameter groups.
+        rank0_only: Return an empty mapping on all ranks but the first. Left out, as the plugin's
+            `optim_state_dict_config` says, and so where it says nothing.
+
+    Returns:
+        `state` and `param_groups`, as `Optimizer.state_dict` has them but for the names.
+    """
+    refuse_of_xla(model, "full_optim_state_dict")
+    if rank0_only is None:
+        prepared = registered(model)
+        configured = None if prepared is None else prepared.plugin.optim_state_dict_config
+        rank0_only = configured.rank0_only if isinstance(configured, FullOptimStateDictConfig) else True
+    # With the move to the host torch gathers on rank 0 only; see state_dicts for why FSDP1 must not do it.
+    to_host = rank0_only and not (fsdp1_wrappers(model) and not torch.cuda.is_available())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=to_host)
+    with quiet_torch(), left_out_frozen(model, optim):
+        state: State = get_optimizer_state_dict(model, optim, options=options)
+    return unshare_counts(state) if dist.get_rank() == 0 or not rank0_only else {}
+
+
+def unshare_counts(full: State) -> State:
+    """Give each parameter of a full state a step count of its own, in place, and return the state.
+
+    Parameters that came from one flat parameter share its count; a plain optimizer would count once for each.
+    """
+    for values in full.get("state", {}).values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                values[key] = value.clone()
+    return full
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: State,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Cut a full state, which every rank holds, to what this rank's optimizer loads.
+
+    Args:
+        full_optim_state_dict: From `full_optim_state_dict`, on every rank.
+        model: Sharded; of any number of ranks.
+        optim_input: What the optimizer was built on, if that was not `model.parameters()`.
+        optim: The optimizer that will load it, instead of `optim_input`.
+    """
+    refuse_of_xla(model, "shard_full_optim_state_dict")
+    if fsdp1_wrappers(model):
+        return _cut_flat(full_optim_state_dict, model, optim_input, optim)
+    params = dict(named_parameters(model))
+    state = {
+        name: {key: cut_to_shard(value, params[name]) for key, value in values.items()}
+        for name, values in full_optim_state_dict["state"].items()
+    }
+    named = {"state": state, "param_groups": full_optim_state_dict["param_groups"]}
+    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim_input, optim)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: State | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    group: dist.ProcessGroup | None = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Send each rank its shard of a full state that only rank 0 holds; every rank calls this.
+
+    Under FSDP2 tensors travel one at a time, so no other rank ever holds more than one of them;
+    under FSDP1 all travel at once.
+
+    Args:
+        full_optim_state_dict: From `full_optim_state_dict` on rank 0; ignored elsewhere.
+        model: Sharded.
+        optim_input: As in `shard_full_optim_state_dict`.
+        group: The model's ranks, if they are not all.
+        optim: As in `shard_full_optim_state_dict`.
+    """
+    first = dist.get_rank(group) == 0
+    full = dict(full_optim_state_dict or {}) if first else {}
+    ranks = RankGroup([group])
+    if fsdp1_wrappers(model):
+        return _cut_flat(ranks.from_first(full), model, optim_input, optim)
+    outlines = ranks.from_first(_outline(full))
+    params = dict(named_parameters(model))
+    state: dict[str, State] = {}
+    for name, key, outline in _walk(outlines["state"]):
+        value = full["state"][name][key] if first else outline
+        if isinstance(outline, torch.Tensor):
+            value = _receive(value, outline, params[name], ranks)
+        state.setdefault(name, {})[key] = value
+    named = {"state": state, "param_groups": outlines["param_groups"]}
+    return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim_input, optim)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: State,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: Optimizer | None = None,
+) -> State:
+    """Exchange parameter numbers for names or names for numbers, to move a state between wrapped and plain models.
+
+    Args:
+        optim_state_dict: A full state.
+        optim_state_key_type: `OptimStateKeyType.PARAM_NAME` or `PARAM_ID`.
+        model: Whose names they are.
+        optim_input: What the optimizer was built on, if that was not `model.parameters()`.
+        optim: The optimizer itself, instead of `optim_input`.
+
+    Raises:
+        UsageError: The state names a parameter the model does not have.
+    """
+    names = [name for group in _groups(model, optim_input, optim) for name in group]
+    numbers = {name: number for number, name in enumerate(names)}
+    to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+    keys: dict[Any, Any] = dict(enumerate(names)) if to_names else numbers
+    unknown = [key for key in optim_state_dict["state"] if key not in keys]
+    if unknown:
+        msg = f"the optimizer state has {unknown[0]!r}, which {type(model).__name__} does not have"
+        raise UsageError(
+            msg,
+            hint="give the model the state belongs to, and optim_input if it was built on some of its parameters",
+        )
+    groups = [  # an optimizer takes each group's parameters by their place, and states list them in another order
+        {**each, "params": [keys[key] for key in sorted(each["params"], key=lambda key: numbers.get(key, key))]}
+        for each in optim_state_dict["param_groups"]
+    ]
+    return {
+        "state": {keys[key]: value for key, value in optim_state_dict["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _cut_flat(full: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:
+    """Let FSDP1 cut to its flat shards; only torch knows where they begin and end."""
+    holder = optim or torch.optim.SGD(_as_groups(model, optim_input), lr=0.0)
+    with left_out_frozen(model, holder):
+        cut: State = cut_to_flat(model, holder, full)
+    return unshare_counts(cut)  # else two optimizers that load one full state would count on one tensor
+
+
+def _as_groups(model: nn.Module, optim_input: OptimInput) -> list[Any]:
+    return list(model.parameters()) if optim_input is None else list(optim_input)
+
+
+def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> Iterator[list[str]]:
+    """Return the names of the parameters of each group of an optimizer."""
+    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+    given = optim.param_groups if optim is not None else _as_groups(model, optim_input)
+    if given and isinstance(given[0], Mapping):
+        yield from ([names[id(param)] for param in group["params"]] for group in given)
+    else:
+        yield [names[id(param)] for param in given]
+
+
+def _outline(full: State) -> State:
+    """Return a state without its tensors' values: small enough to send as an object."""
+    if not full:
+        return {"state": {}, "param_groups": []}
+    state = {
+        name: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        for name, values in full["state"].items()
+    }
+    return {"state": state, "param_groups": full["param_groups"]}
+
+
+def _walk(state: State) -> Iterator[tuple[str, str, Any]]:
+    return ((name, key, value) for name, values in state.items() for key, value in values.items())
+
+
+def _receive(value: torch.Tensor, outline: torch.Tensor, param: nn.Parameter, ranks: RankGroup) -> torch.Tensor:
+    device = param.to_local().device if isinstance(param, DTensor) else param.device
+    full = torch.empty_like(outline, device=device) if value.is_meta else value.to(device).contiguous()
+    ranks.send(full)
+    cut: torch.Tensor = cut_to_shard(full, param)
+    return cut.clone() if cut is full and not value.is_meta else cut

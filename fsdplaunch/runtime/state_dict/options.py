@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fsdplaunch.runtime.compat.fsdp1_cpu import take_out_offload_to_cpu
+from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 
 _CLASSES: dict[StateDictType, tuple[Any, Any]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

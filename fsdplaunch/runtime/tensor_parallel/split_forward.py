@@ -6,19 +6,22 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.inspection.units import has_shards
-from fsdplaunch.runtime.tensor_parallel.layers import (
+from fsdplaunch.runtime.inspection.units import has_shards, local_tensor
+from fsdplaunch.runtime.sharding.mesh import split_groups
+from fsdplaunch.runtime.tensor_parallel.plan import SplitNow, SplitPlan
+from fsdplaunch.runtime.tensor_parallel.styles import (
     Cut,
     OwnTensors,
+    Style,
     full_parameters,
     local_parameters,
     matrix_layer,
 )
-from fsdplaunch.runtime.tensor_parallel.split_plan import SplitNow, SplitPlan
-from fsdplaunch.runtime.tensor_parallel.styles import Style
+from fsdplaunch.runtime.torch_internals.distributed import operator_handlers, unscale_operator
 
 _SPLIT = "_layer_split"
 """Where a layer holds how it is split."""
@@ -128,3 +131,16 @@ def split_forwards(plan: SplitPlan) -> None:
         has_parts = any(each in holders for each in module.modules())
         split = LayerSplit(style=style, axis=plan.axis, cuts=plan.of(module), has_parts=has_parts, now=plan.now)
         module.__dict__ |= {_SPLIT: split, "forward": MethodType(split_forward, module)}
+
+
+def agree_on_overflows() -> None:
+    """Let `torch.amp.GradScaler` find an overflow on all ranks that have parts of the gradients, from now on."""
+    operator_handlers()[unscale_operator()] = _unscale
+
+
+def _unscale(operator: Any, args: Any, _kwargs: Any) -> None:
+    gradients, found, inverse_scale = args
+    operator([local_tensor(gradient) for gradient in gradients], local_tensor(found), local_tensor(inverse_scale))
+    groups = {id(group): group for gradient in gradients for group in split_groups(gradient)}
+    for group in groups.values():
+        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group=group)

@@ -1,14 +1,16 @@
-"""What torch keeps behind plain tensors: hooks, storages, and the functions that stand for torch's in scripts."""
+"""What torch keeps behind plain tensors and its operators: hooks, storages, trees, dispatch, attention kernels."""
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -206,3 +208,233 @@ def computing_as_plain_tensors() -> Iterator[None]:
     """Let subclasses' `__torch_function__` be passed by; all versions."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
+
+
+_DEEPEST = 3
+"""How many objects within each other are looked into: torch_geometric's batches have tensors in the second."""
+_MOST = 1000
+"""How many values of one are looked at: what a batch refers to may refer to a whole dataset."""
+
+
+def tensors_held(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, wherever they stand: alone, in a row or a mapping, in an object's attributes.
+
+    Args:
+        value: What a module is given, or has returned.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif _may_hold(type(leaf)):
+            yield from tensors_of_object(leaf)
+
+
+def tensors_of_object(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an object's attributes, which torch's own functions for trees take for nothing."""
+    seen: set[int] = set()
+    inside = [value]
+    for _ in range(_DEEPEST):
+        leaves = [leaf for each in inside if (held := _attributes(each)) for leaf in tree_leaves(held)]
+        new = [leaf for leaf in leaves[:_MOST] if id(leaf) not in seen]
+        seen.update(map(id, new))
+        yield from (leaf for leaf in new if isinstance(leaf, torch.Tensor))
+        inside = [leaf for leaf in new if _may_hold(type(leaf))]
+
+
+def _may_hold(kind: type) -> bool:
+    """Return whether objects of a class may have tensors as attributes, and are no models."""
+    if kind.__module__ == "builtins" or kind.__module__.startswith(("torch.utils.data", "numpy")):
+        return False
+    return not issubclass(kind, torch.Tensor | torch.nn.Module | ModuleType | type)
+
+
+def _attributes(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):  # such as UserDict's children, which torch does not know for mappings
+        return list(value.values())
+    named = getattr(value, "__dict__", None)
+    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    return [*(named or {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def replace_tensors(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put other tensors in the place of those in an object's attributes, and in lists and mappings there.
+
+    Args:
+        value: An object that a module has made and returned, such as a cache of keys and values.
+        instead: Returns what stands in the place of a tensor.
+    """
+    seen: set[int] = set()
+    inside = [value]
+    for _ in range(2 * _DEEPEST):
+        found: list[Any] = []
+        for each in inside:
+            for place, held in list(_places(each)):
+                if isinstance(held, torch.Tensor):
+                    _put(each, place, instead(held))
+                elif id(held) not in seen and (isinstance(held, list | tuple | Mapping) or _may_hold(type(held))):
+                    seen.add(id(held))
+                    found.append(held)
+        inside = found
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    else:
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _put(value: Any, place: Any, tensor: torch.Tensor) -> None:
+    if isinstance(value, list | dict):
+        value[place] = tensor
+    elif not isinstance(value, tuple | Mapping):
+        setattr(value, place, tensor)
+
+
+_ATEN: Any = torch.ops.aten
+FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
+"""The operators that exchange tensors of ranks and return the result; all versions."""
+_ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ALIGNED = 8
+"""What the width of a head must be a multiple of: torch pads others before it calls the kernels of GPUs."""
+_ROWS = 32
+"""What the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite."""
+
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def exchanges(function: Any) -> bool:
+    """Return whether a function is one of these, by itself or by one of its overloads; all versions."""
+    return str(getattr(function, "__module__", "")).endswith(f".{FUNCTIONAL_COLLECTIVES.name}")
+
+
+def operator_name(operator: Any) -> str:
+    """Return an operator's name without its library if that is torch's own, as in `add_`; all versions."""
+    return str(operator._schema.name).removeprefix("aten::")
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of what an operator is given, in order; all versions."""
+    return [each.name for each in operator._schema.arguments]
+
+
+def written_places(operator: Any) -> list[bool]:
+    """Return for each argument of an operator, in order, whether it is written into; all versions."""
+    return [each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """One of torch's kernels, both ways.
+
+    Attributes:
+        forward: (query, key, value, is_causal, scale) -> the result, the logsumexp of each row (batch x heads x
+            rows, fp32 or fp64), and what else backward is given. Tensors are batch x heads x positions x width,
+            with as many heads of keys as of queries.
+        backward: (gradient, query, key, value, result, logsumexp, what else, is_causal, scale) -> gradients of
+            query, key and value. Result and logsumexp may be those over more keys than these: the gradients are
+            then what comes of these keys.
+    """
+
+    forward: Forward
+    backward: Backward
+
+
+def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionKernel | None:
+    """Return the kernel that torch would choose without mask and dropout; None where it has none that does this.
+
+    All versions. The switches of torch.nn.attention.sdpa_kernel hold.
+
+    Args:
+        query: Batch x heads x positions x width.
+        key: The same, with as many heads or fewer: the kernel is given as many.
+        value: As key.
+    """
+    widths = {each.size(-1) for each in (query, key, value)}
+    if query.device.type == "cpu":
+        fits = len(widths) == 1 and query.dtype in _ON_CPU and torch.backends.cuda.flash_sdp_enabled()
+        return CPU if fits else None
+    if query.device.type != "cuda" or any(width % _ALIGNED for width in widths):
+        return None
+    key, value = (each[:, :1].expand(-1, query.size(1), -1, -1) for each in (key, value))
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+    if torch.backends.cuda.can_use_flash_attention(asked):
+        return FLASH
+    return EFFICIENT if torch.backends.cuda.can_use_efficient_attention(asked) else None
+
+
+def _cpu(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
+    attention = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    return *attention(query, key, value, 0.0, is_causal, scale=scale), ()
+
+
+def _cpu_backward(
+    gradient: Any, query: Any, key: Any, value: Any, result: Any, sums: Any, _: Any, is_causal: bool, scale: float
+) -> Any:
+    backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(gradient, query, key, value, result, sums, 0.0, is_causal, scale=scale)
+
+
+def _flash(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
+    attention = _ATEN._scaled_dot_product_flash_attention
+    result, sums, *more = attention(query, key, value, 0.0, is_causal, scale=scale)
+    return result, sums, tuple(more[:6])  # where sequences begin and end, the longest, the random state
+
+
+def _flash_backward(
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    result: Any,
+    sums: Any,
+    more: Any,
+    is_causal: bool,
+    scale: float,
+) -> Any:
+    backward = _ATEN._scaled_dot_product_flash_attention_backward
+    *limits, seed, offset = more
+    return backward(gradient, query, key, value, result, sums, *limits, 0.0, is_causal, seed, offset, scale=scale)
+
+
+def _efficient(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
+    attention = _ATEN._scaled_dot_product_efficient_attention
+    result, sums, *more = attention(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return result, sums[..., : query.size(-2)], tuple(more)
+
+
+def _efficient_backward(
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    result: Any,
+    sums: Any,
+    more: Any,
+    is_causal: bool,
+    scale: float,
+) -> Any:
+    backward = _ATEN._scaled_dot_product_efficient_attention_backward
+    sums = pad(sums, (0, -sums.size(-1) % _ROWS), value=float("inf"))
+    wanted = [True, True, True, False]
+    found = backward(gradient, query, key, value, None, result, sums, *more, 0.0, wanted, is_causal, scale=scale)
+    return found[:3]
+
+
+CPU = AttentionKernel(_cpu, _cpu_backward)
+FLASH = AttentionKernel(_flash, _flash_backward)
+EFFICIENT = AttentionKernel(_efficient, _efficient_backward)
+"""All versions have the three, with these arguments in this order."""
+
+
+def below() -> AbstractContextManager[Any]:
+    """Return a context in which operators are torch's own again, without gradients; all versions."""
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return guard

@@ -1,22 +1,153 @@
-"""`prepare` under PyTorch/XLA."""
+"""`prepare` under PyTorch/XLA: SPMD over all devices, or one process per device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch_xla import runtime
+from torch_xla.distributed.fsdp import checkpoint_module
 
 from fsdplaunch.config.environment import decode
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError, UsageError
-from fsdplaunch.runtime.data.data_loader import shard_loader
-from fsdplaunch.runtime.plugin.plugin import FullyShardedDataParallelPlugin
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.data_loaders import shard_loader
+from fsdplaunch.runtime.inspection.parameters import count
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.rank import DataRanks
-from fsdplaunch.runtime.xla import devices, gradients, saving  # noqa: F401  (the doors look for these two)
-from fsdplaunch.runtime.xla.parameters import names_before, repoint
-from fsdplaunch.runtime.xla.shard import shard_on_xla
-from fsdplaunch.runtime.xla.watch import wrapper_classes
+from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.sharding.wrap import plan_units
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
+from fsdplaunch.runtime.xla import (
+    devices,
+    saving,  # noqa: F401  (the doors look for these two)
+    wrappers,  # noqa: F401  (the doors look for these two)
+)
+from fsdplaunch.runtime.xla.set_up import xla_settings
+from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def shard_on_xla(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
+    """Return PyTorch/XLA's wrapper around a model, on its devices and sharded over them.
+
+    Args:
+        model: With its values, which rank 0's replace everywhere.
+        settings: Has the wrap policy.
+        config: Resolved.
+
+    Raises:
+        ShardingError: Nothing becomes a unit, or the model cannot be sharded so.
+    """
+    if settings.ignored is not None:
+        msg = "fsdp_ignored_modules has no meaning under PyTorch/XLA: its FSDP takes all parameters"
+        raise ShardingError(msg, hint="leave it out")
+    if any(param.is_meta for param in model.parameters()):
+        msg = f"{type(model).__name__} has parameters on the meta device, which PyTorch/XLA cannot fill"
+        raise ShardingError(msg, hint="build it with values, or load them before prepare")
+    size = sum(param.numel() for param in model.parameters())
+    units = plan_units(model, settings, set())
+    _send_from_rank_0(model)
+    move_model(model, devices.device())
+    name = type(model).__name__
+    again = settings.activation_checkpointing or config.fsdp_config.xla_fsdp_grad_ckpt
+    wrap = _spmd if devices.is_spmd() else partial(_per_device, config=config)
+    wrapped = wrap(model, _policy(set(units.values())), _wrapper(again), settings)
+    way = "xla_fsdp_v2" if devices.is_spmd() else "XlaFullyShardedDataParallel"
+    kept = ", recomputed in backward" if again else ""
+    messages.say(f"sharded {name}: {len(units)} units{kept}, {count(size)} parameters, {way} over {_where()}")
+    return wrapped
+
+
+def _where() -> str:
+    return devices.devices_in_words()
+
+
+def _policy(units: set[nn.Module]) -> Callable[..., bool]:
+    def is_unit(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:  # noqa: ARG001  (torch's form)
+        return recurse or module in units
+
+    return is_unit
+
+
+def _wrapper(again: bool) -> Callable[..., nn.Module]:
+    """Return what makes a unit of a module."""
+    per_device, spmd = wrapper_classes()
+    chosen = spmd if devices.is_spmd() else per_device
+
+    def wrap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        unit: nn.Module = chosen(checkpoint_module(module) if again else module, *args, **kwargs)
+        return unit
+
+    return wrap
+
+
+def _spmd(model: nn.Module, policy: Any, wrapper: Any, settings: Settings) -> nn.Module:
+    outer: Any = wrapper_classes()[1]
+    wrapped: nn.Module = outer(
+        model,
+        mesh=devices.mesh(),
+        shard_output=devices.split_output,
+        auto_wrap_policy=policy,
+        auto_wrapper_callable=wrapper,
+    )
+    wrapped.register_forward_pre_hook(_place_inputs, with_kwargs=True)
+    dtype = settings.dtypes.param
+    if dtype not in (None, torch.float32):
+        forward = wrapped.forward
+
+        def forward_in_dtype(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("xla", dtype=dtype):
+                return forward(*args, **kwargs)
+
+        wrapped.forward = forward_in_dtype
+    return wrapped
+
+
+def _per_device(model: nn.Module, policy: Any, wrapper: Any, settings: Settings, *, config: Config) -> nn.Module:
+    outer: Any = wrapper_classes()[0]
+    arguments = wrapper_arguments(settings, config)
+    wrapped: nn.Module = outer(model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **arguments)
+    wrapped.register_forward_pre_hook(_place_inputs, with_kwargs=True)
+    return wrapped
+
+
+def wrapper_arguments(settings: Settings, config: Config) -> dict[str, Any]:
+    """Return the arguments of `XlaFullyShardedDataParallel`: xla_fsdp_settings, and what other keys say."""
+    arguments: dict[str, Any] = {"reshard_after_forward": bool(settings.reshard_after_forward)}
+    if settings.strategy == "SHARD_GRAD_OP":
+        arguments["reshard_after_forward"] = False
+    if settings.dtypes.param is not None:
+        arguments["compute_dtype"] = settings.dtypes.param
+        arguments["fp32_reduce_scatter"] = settings.dtypes.reduce is torch.float32
+    for name, value in xla_settings(config, rank=devices.ordinal(), size=devices.participants()).items():
+        arguments[name] = getattr(torch, value) if name in ("compute_dtype", "buffer_dtype") else value
+    return arguments
+
+
+def _send_from_rank_0(model: nn.Module) -> None:
+    """Have all processes begin with rank 0's values, while they are in host memory."""
+    if dist.get_world_size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0)
+
+
+def _place_inputs(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Move what a script gives from host memory to the devices; under SPMD each gets its share of the batch."""
+    return tree_map(_placed, args), tree_map(_placed, kwargs)
+
+
+def _placed(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.device.type == "xla":
+        return value
+    moved = value.to(devices.device())
+    return devices.split_first_dim(moved) if devices.is_spmd() else moved
 
 
 def prepare_on_xla(

@@ -15,22 +15,23 @@ from torch_xla.distributed.fsdp import consolidate_sharded_state_dicts
 from fsdplaunch.checkpoint.readers.xla_files import own_name
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all
-from fsdplaunch.runtime.saving.full_state_writer import storable
+from fsdplaunch.runtime.saving.full_state_file import storable
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, StateToSave
-from fsdplaunch.runtime.saving.small_files import write_large
+from fsdplaunch.runtime.saving.plain_files import write_large
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 from fsdplaunch.runtime.torch_internals.xla import shape_before
 from fsdplaunch.runtime.xla import devices
-from fsdplaunch.runtime.xla.parameters import names_of_each, shared_names
-from fsdplaunch.runtime.xla.stored_optimizer import NAMES, OwnSlice, read_optimizer
-from fsdplaunch.runtime.xla.stored_weights import (
+from fsdplaunch.runtime.xla.stored import (
+    NAMES,
+    OwnSlice,
     check_fit,
     held_pieces,
     open_weights,
     parameter_shapes,
+    read_optimizer,
     values_of,
 )
-from fsdplaunch.runtime.xla.watch import wrapper_classes
+from fsdplaunch.runtime.xla.wrappers import names_of_each, shared_names, wrapper_classes
 
 State = dict[str, Any]
 

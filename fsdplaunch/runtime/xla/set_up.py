@@ -1,19 +1,95 @@
-"""A worker that computes on PyTorch/XLA: its runtime, its mesh, and a group for what is not computed."""
+"""A worker on PyTorch/XLA: its runtime and its group, how its script starts, the Trainer's arguments.
 
+Needs torch_xla only once `set_up_xla` is called.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import linecache
+import logging
 import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from fsdplaunch.config.resolve import runs_spmd, shards_on_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.xla import runs_spmd, shards_on_xla
-from fsdplaunch.errors import MachineError, ShardingError
-from fsdplaunch.probe.torch_xla_version import installed_problem
+from fsdplaunch.errors import MachineError, ShardingError, UsageError
+from fsdplaunch.probe.torch_version import installed_problem
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.device import join_group
-from fsdplaunch.runtime.first_step import check_at_first_step
+from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.rank import world_size
-from fsdplaunch.runtime.saving.rng_state import keep_generator
+from fsdplaunch.runtime.saving.plain_files import keep_generator
+from fsdplaunch.runtime.sharding_watch import check_at_first_step
 from fsdplaunch.runtime.torch_internals.xla import begin_process
-from fsdplaunch.runtime.xla.entry import spawn_here
+
+
+def call_left_out(function: str) -> None:
+    """Call a function of the script that defines it and says nothing else of it, as `accelerate launch` does.
+
+    Args:
+        function: main_training_function of the configuration.
+
+    Raises:
+        UsageError: It cannot be called without arguments.
+    """
+    script = sys.modules["__main__"]
+    found = vars(script).get(function)
+    source = "".join(linecache.getlines(getattr(script, "__file__", None) or ""))
+    if not inspect.isfunction(found) or found.__module__ != "__main__" or not _is_only_defined(function, source):
+        return
+    wanted = [name for name, each in inspect.signature(found).parameters.items() if _is_needed(each)]
+    if wanted:
+        msg = f"nothing calls {function}, and it wants {', '.join(wanted)}"
+        raise UsageError(msg, hint="call it at the script's end, under if __name__ == '__main__'")
+    messages.say(f"nothing in the script calls {function}: it is called now, as main_training_function")
+    found()
+
+
+def _is_only_defined(function: str, source: str) -> bool:
+    """Tell whether a script defines a function at its top and names it nowhere else."""
+    try:
+        nodes = list(ast.walk(tree := ast.parse(source)))
+    except SyntaxError:  # its text has changed meanwhile
+        return False
+    defined = any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
+    named = any(isinstance(node, ast.Name | ast.Constant) and _word(node) == function for node in nodes)
+    return defined and not named
+
+
+def _word(node: ast.Name | ast.Constant) -> Any:
+    return node.id if isinstance(node, ast.Name) else node.value
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic
+
+
+def spawn_here(spawning: Any, ordinal: Callable[[], int]) -> None:
+    """Have torch_xla's `spawn` call its function here, in a process that was started for it.
+
+    Args:
+        spawning: The module `torch_xla.distributed.xla_multiprocessing`.
+        ordinal: Returns this process's number among all.
+    """
+
+    def spawn(
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        nprocs: int | None = None,  # noqa: ARG001  (torch_xla's form)
+        join: bool = True,  # noqa: ARG001
+        daemon: bool = False,  # noqa: ARG001
+        start_method: str = "spawn",  # noqa: ARG001
+    ) -> None:
+        fn(ordinal(), *args)
+
+    spawning.spawn = spawn
 
 
 def set_up_xla(config: Config, script: str) -> None:
@@ -81,8 +157,7 @@ def _begin() -> None:
 def _watch(config: Config, script: str) -> None:
     """Notice who shards, have the Trainer do so, and end at the first step where nobody has."""
     from fsdplaunch.runtime.xla import devices
-    from fsdplaunch.runtime.xla.trainer import configure_trainer
-    from fsdplaunch.runtime.xla.watch import watch_wrappers
+    from fsdplaunch.runtime.xla.wrappers import watch_wrappers
 
     watch_wrappers()
     if config.launch.shard != "off":
@@ -92,3 +167,81 @@ def _watch(config: Config, script: str) -> None:
         configure_trainer(config)
     else:
         configure_trainer(config, rank=devices.ordinal(), size=devices.participants())
+
+
+def configure_trainer(config: Config, *, rank: int = 0, size: int = 1) -> None:
+    """Fill `fsdp` and `fsdp_config` of training arguments that a script leaves empty; later imports included.
+
+    The Trainer reads PyTorch/XLA's keys from its own arguments only, and no environment variable.
+
+    Args:
+        config: Resolved.
+        rank: This process's number among those that shard.
+        size: How many they are.
+    """
+    own = trainer_arguments(config, rank=rank, size=size)
+    once_imported("transformers.training_args", lambda module: _fill_arguments(module.TrainingArguments, own))
+
+
+def _fill_arguments(arguments: Any, own: dict[str, Any]) -> None:
+    finish = arguments.__post_init__
+    logging.getLogger(arguments.__module__).addFilter(_is_of_use)
+
+    @functools.wraps(finish)
+    def fill_and_finish(self: Any) -> None:
+        if not self.fsdp and not self.fsdp_config:
+            self.fsdp, self.fsdp_config = "full_shard auto_wrap", copy.deepcopy(own)
+            messages.say("TrainingArguments: fsdp and fsdp_config are the configuration's")
+        if str(self.optim).endswith("adamw_torch_fused"):  # transformers' default with a new torch
+            self.optim = "adamw_torch"
+            messages.say("TrainingArguments: optim is adamw_torch, PyTorch/XLA has no fused one")
+        finish(self)
+
+    arguments.__post_init__ = fill_and_finish
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Leave out the advice to use DDP, which the control group of the CPU gives rise to."""
+    return "parallel_mode != ParallelMode.DISTRIBUTED" not in record.getMessage()
+
+
+def xla_settings(config: Config, *, rank: int, size: int) -> dict[str, Any]:
+    """Return xla_fsdp_settings with what a process adds: its place in sharding_groups, which are one group of all.
+
+    Args:
+        config: Resolved.
+        rank: This process's number among those that shard.
+        size: How many they are.
+    """
+    settings = dict(config.fsdp_config.xla_fsdp_settings)
+    if "sharding_groups" in settings:
+        settings |= {"sharding_rank": rank, "sharding_world_size": size}
+    return settings
+
+
+def trainer_arguments(config: Config, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    """Return the configuration as the `fsdp_config` of transformers' training arguments.
+
+    Args:
+        config: Resolved.
+        rank: This process's number among those that shard.
+        size: How many they are.
+    """
+    fsdp = config.fsdp_config
+    settings = xla_settings(config, rank=rank, size=size)
+    if (dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.param or "")) is not None:
+        settings.setdefault("compute_dtype", dtype)
+        settings.setdefault("fp32_reduce_scatter", config.precision.reduce == "fp32")
+    found: dict[str, Any] = {
+        "xla": True,
+        "xla_fsdp_v2": fsdp.xla_fsdp_v2,
+        "xla_fsdp_settings": settings,
+        "xla_fsdp_grad_ckpt": fsdp.xla_fsdp_grad_ckpt or fsdp.fsdp_activation_checkpointing,
+    }
+    if fsdp.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
+        found["min_num_params"] = fsdp.fsdp_min_num_params
+    elif fsdp.fsdp_auto_wrap_policy == "NO_WRAP":
+        found["transformer_layer_cls_to_wrap"] = []
+    elif fsdp.fsdp_transformer_layer_cls_to_wrap:
+        found["transformer_layer_cls_to_wrap"] = list(fsdp.fsdp_transformer_layer_cls_to_wrap)
+    return found

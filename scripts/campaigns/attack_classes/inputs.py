@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fsdplaunch.cli.app import run
-from fsdplaunch.config.schema.walk import all_keys
-from fsdplaunch.terminal_text import printable
+from fsdplaunch.config.schema.config import all_keys
+from fsdplaunch.display_text import printable
 from scripts.campaigns.attack_classes.case import Case
 
 COUNT = 400

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdplaunch.errors import MachineError
-from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
-from fsdplaunch.launch.coordination.wire_types import TO_COORDINATOR, TO_NODE
+from fsdplaunch.launch.coordination.protocol import TO_COORDINATOR, TO_NODE, CoordinatorHandshake, NodeHandshake
 from scripts.campaigns.attack_classes.case import Case
 from tests.joining import SECRET, Place, counter, make_client
 

@@ -75,7 +75,7 @@ def forge_state(chance: random.Random) -> None:
     """Put a forged state where torch's rendezvous keeps its own; raise when it is handed on."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from fsdplaunch.agent.signed_state import SignedBackend
+    from fsdplaunch.agent.rendezvous import SignedBackend
     from fsdplaunch.runtime.collectives.stores import HashStore
 
     store = HashStore()

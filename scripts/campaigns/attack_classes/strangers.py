@@ -13,8 +13,8 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from fsdplaunch.launch.coordination.handshake import CoordinatorHandshake, NodeHandshake
-from fsdplaunch.launch.coordination.interfaces import RunActions, RunAssignment
+from fsdplaunch.launch.coordination.protocol import CoordinatorHandshake, NodeHandshake
+from fsdplaunch.launch.coordination.run_control import RunActions, RunAssignment
 from scripts.campaigns.attack_classes.case import Case
 from tests.joining import SECRET, Place, counter
 

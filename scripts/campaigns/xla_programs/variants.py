@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdplaunch
 from fsdplaunch.config.environment import decode
-from fsdplaunch.config.schema.xla import parse_xla_settings
+from fsdplaunch.config.schema.sharding_sections import parse_xla_settings
 
 BATCHES = (8, 6, 1, 3)
 

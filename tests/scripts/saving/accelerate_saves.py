@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
+from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.state_dict import gather
 
 gather.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file
-monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
+waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS, waits.STILL_SECONDS = 0.5, 0.5, 0.5
 out = Path(sys.argv[1])
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 torch.manual_seed(0)

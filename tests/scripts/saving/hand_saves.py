@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdplaunch.runtime.collectives import hang_detector, monitored_barrier
+from fsdplaunch.runtime.collectives import waits
 
-monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS = 0.3, 0.3
-hang_detector.STILL_SECONDS, hang_detector.PERIOD_SECONDS = 0.3, 0.1
+waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS = 0.3, 0.3
+waits.STILL_SECONDS, waits.PERIOD_SECONDS = 0.3, 0.1
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdplaunch.runtime.compat.trainer_saves import adapt_trainer
+from fsdplaunch.runtime.compat.hugging_face import adapt_trainer
 from fsdplaunch.runtime.state_dict import gather as gathering
 
 gathering.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import fsdplaunch
-from fsdplaunch.agent.last_words import last_words
+from fsdplaunch.agent.worker_group import last_words
 
 PACKAGE = Path(fsdplaunch.__file__).parent
 CRASH = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdplaunch.agent.numa import parse_list, processors_for_ranks
+from fsdplaunch.agent.worker_spec import parse_list, processors_for_ranks
 
 NEAR = ["0000:01:00.0", "0000:02:00.0", "0000:81:00.0", "0000:82:00.0"]
 

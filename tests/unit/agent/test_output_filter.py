@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdplaunch.agent.output_filter import OutputFilter
-from fsdplaunch.worker_status import BEGIN_HIDDEN, END_HIDDEN
+from fsdplaunch.agent.output import OutputFilter
+from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN
 
 MARKED = b"before\n" + BEGIN_HIDDEN + b"Traceback\n  \x00 line\n" + END_HIDDEN + b"after"
 ALARM = (

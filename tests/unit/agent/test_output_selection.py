@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdplaunch.agent.output_selection import is_shown
+from fsdplaunch.agent.worker_spec import is_shown
 from fsdplaunch.config.schema.config import LaunchSection
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fsdplaunch.agent.stop_request import StopRequest, stop_status
+from fsdplaunch.agent.worker_group import StopRequest, stop_status
 from fsdplaunch.errors import EXIT_SAVED
 
 TERM, INT, USR1 = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1)

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from fsdplaunch.agent.watchdog import Watchdog, describe_stall, find_behind, read_position
-from fsdplaunch.worker_status import HEARTBEAT, LAYOUT, STACK, Heartbeat, read_heartbeat
+from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, Heartbeat, read_heartbeat
 
 WAITING = """Thread 0x00007f3b (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait

@@ -11,9 +11,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.utils import store as store_util
 
 from fsdplaunch.agent import rendezvous
-from fsdplaunch.agent.rendezvous import Membership
-from fsdplaunch.agent.signed_state import WatchedRendezvous
-from fsdplaunch.agent.stop_request import StopRequest
+from fsdplaunch.agent.rendezvous import Membership, WatchedRendezvous
+from fsdplaunch.agent.worker_group import StopRequest
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
 from fsdplaunch.runtime.collectives.stores import HashStore, TCPStore
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint import atomic_output
+from fsdplaunch.checkpoint import output_folder
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
-from fsdplaunch.checkpoint.output_checks import check_memory
+from fsdplaunch.checkpoint.output_folder import check_memory
 from fsdplaunch.errors import CheckpointError, UsageError
 
 OVERWRITE = MergeOptions(overwrite=True)
@@ -107,7 +107,7 @@ def test_output_is_made_with_its_parents(checkpoint, dcp, tmp_path):
 @pytest.mark.parametrize("atomic", [True, False])
 def test_overwrite_replaces_weights_and_keeps_other_files(checkpoint, atomic, dcp, tmp_path, monkeypatch):
     if not atomic:
-        monkeypatch.setattr(atomic_output, "rename_exchange", lambda *_: False)
+        monkeypatch.setattr(output_folder, "rename_exchange", lambda *_: False)
     out = tmp_path / "out"
     out.mkdir()
     old = [
@@ -203,7 +203,7 @@ def test_failure_in_the_last_rename_leaves_nothing(checkpoint, dcp, tmp_path, mo
 
 
 def test_leftovers_of_killed_merges_are_removed_by_the_next_one(checkpoint, dcp, tmp_path):
-    host = atomic_output._host()
+    host = output_folder._host()
     done = subprocess.Popen(["true"])
     done.wait()
     dead = tmp_path / f".out.partial-{host}-{done.pid}-01234567"
@@ -219,7 +219,7 @@ def test_leftovers_of_killed_merges_are_removed_by_the_next_one(checkpoint, dcp,
 SLOW = """
 import sys, time
 from pathlib import Path
-import fsdplaunch.checkpoint.merge.file_copy as file_copy
+import fsdplaunch.checkpoint.byte_transfer as file_copy
 from fsdplaunch.checkpoint.merge.merge import merge
 
 file_copy.STEP = 64 * 1024

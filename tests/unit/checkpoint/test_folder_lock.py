@@ -7,15 +7,14 @@ import sys
 
 import pytest
 
-from fsdplaunch.checkpoint.atomic_output import atomic_output
-from fsdplaunch.checkpoint.folder_lock import FolderLock
+from fsdplaunch.checkpoint.output_folder import FolderLock, atomic_output
 from fsdplaunch.errors import CheckpointError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from fsdplaunch.checkpoint.atomic_output import atomic_output
-from fsdplaunch.checkpoint.folder_lock import FolderLock
+from fsdplaunch.checkpoint.output_folder import atomic_output
+from fsdplaunch.checkpoint.output_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)

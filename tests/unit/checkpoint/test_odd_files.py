@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.checkpoint.merge.merge import merge
 from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
-from fsdplaunch.checkpoint.regular_file import read_regular
 from fsdplaunch.checkpoint.safetensors_format import read_header, read_weight_map
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.errors import CheckpointError, LaunchError
 
 

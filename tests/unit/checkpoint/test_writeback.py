@@ -1,6 +1,6 @@
 """Pages go to disk while a file is still written: each byte once, in order, in large strides."""
 
-from fsdplaunch.checkpoint.writeback import STRIDE, Writeback
+from fsdplaunch.checkpoint.byte_transfer import STRIDE, Writeback
 
 
 def test_written_stretches_are_handed_over_once_and_in_order(tmp_path):
@@ -25,7 +25,7 @@ def test_the_system_accepts_what_is_handed_over(tmp_path):
 
 
 def test_without_the_call_nothing_is_handed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdplaunch.checkpoint.writeback._kernel_start", lambda: None)
+    monkeypatch.setattr("fsdplaunch.checkpoint.byte_transfer._kernel_start", lambda: None)
     with (tmp_path / "file").open("wb") as file:
         follower = Writeback(file.fileno())
         follower.reached(3 * STRIDE)

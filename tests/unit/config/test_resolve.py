@@ -3,9 +3,9 @@
 import pytest
 
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.world_size import mesh_sizes, with_mesh, workers_per_node, world_size
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.resolve import mesh_sizes, with_mesh, workers_per_node, world_size
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 

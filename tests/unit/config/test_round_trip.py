@@ -7,19 +7,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fsdplaunch.config.convert import to_fsdp2
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load.load import check, stack
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.load import check, stack
+from fsdplaunch.config.render import render, values_to_write
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import find_notes, find_violations, rule_context
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.config import Config, PrecisionSection
-from fsdplaunch.config.schema.parsers import MOST_SECONDS
-from fsdplaunch.config.schema.walk import all_keys, build_config, keys_by_path, value_at
-from fsdplaunch.config.schema.xla import XLA_SETTINGS
-from fsdplaunch.config.write.render import render, values_to_write
-from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
-from fsdplaunch.config.write.yaml_edit import set_keys
+from fsdplaunch.config.schema.config import (
+    Config,
+    PrecisionSection,
+    all_keys,
+    build_config,
+    keys_by_path,
+    value_at,
+)
+from fsdplaunch.config.schema.kinds import MOST_SECONDS
+from fsdplaunch.config.schema.sharding_sections import XLA_SETTINGS
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
@@ -149,7 +155,7 @@ def test_keys_set_one_by_one_give_the_same_file(config):
 @SLOW
 @given(config=configs())
 def test_overrides_say_what_a_file_says(config):
-    from fsdplaunch.config.write.yaml_scalars import flow_text, plain_value
+    from fsdplaunch.config.yaml_text import flow_text, plain_value
 
     resolved = resolve(config)
     overrides = [

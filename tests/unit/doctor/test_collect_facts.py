@@ -3,9 +3,8 @@
 import os
 import socket
 
-from fsdplaunch.config.load.load import load_config
-from fsdplaunch.doctor.collect_facts import collect_facts, file_system, read_interfaces
-from fsdplaunch.doctor.torch_probe import probe_torch
+from fsdplaunch.config.load import load_config
+from fsdplaunch.doctor.facts import collect_facts, file_system, probe_torch, read_interfaces
 
 
 def test_this_machine_can_be_read(tmp_path, monkeypatch):

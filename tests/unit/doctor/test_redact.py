@@ -2,8 +2,7 @@
 
 import pytest
 
-from fsdplaunch.doctor.facts import Check, DoctorFacts
-from fsdplaunch.doctor.redact import bug_report_block, redact
+from fsdplaunch.doctor.facts import Check, DoctorFacts, bug_report_block, redact
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def write_shard(path: Path, tensors: Mapping[str, tuple[int, ...]], code: str = 
 @pytest.fixture
 def model_folder(tmp_path: Path, llama: dict[str, Any]) -> Callable[..., Path]:
     """Return a function that makes a model folder of some shards, with index and config.json."""
-    from fsdplaunch.estimate.hf_config import describe
+    from fsdplaunch.estimate.model import describe
 
     def make(shards: int = 3, **changes: Any) -> Path:
         config = llama | changes

@@ -6,16 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_text import YamlText
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.activations import activations_of
-from fsdplaunch.estimate.advice import changes, fewest_ranks, largest_batch, resized
-from fsdplaunch.estimate.hf_config import describe
-from fsdplaunch.estimate.memory import MemoryCase, memory_need, verdict_of
-from fsdplaunch.estimate.report import make_report, row_data
-from fsdplaunch.estimate.split_sequences import sent_bytes
-from fsdplaunch.estimate.training_setup import TrainingSetup, alternatives, ranks_of, training_setup
+from fsdplaunch.estimate.memory import (
+    MemoryCase,
+    TrainingSetup,
+    activations_of,
+    alternatives,
+    memory_need,
+    ranks_of,
+    sent_bytes,
+    training_setup,
+    verdict_of,
+)
+from fsdplaunch.estimate.model import describe
+from fsdplaunch.estimate.report import changes, fewest_ranks, largest_batch, make_report, resized, row_data
 from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3

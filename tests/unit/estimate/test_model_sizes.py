@@ -5,8 +5,7 @@ import json
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.hf_config import describe
-from fsdplaunch.estimate.model_sizes import TensorSize, model_sizes, read_sizes
+from fsdplaunch.estimate.model import TensorSize, describe, model_sizes, read_sizes
 
 
 def test_folder_of_shards_holds_what_its_config_describes(model_folder, llama):

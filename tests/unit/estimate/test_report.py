@@ -5,14 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fsdplaunch.byte_sizes import GIB
+from fsdplaunch.display_text import GIB
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.hf_config import describe
 from fsdplaunch.estimate.html_report import html_report
-from fsdplaunch.estimate.memory import MemoryCase
-from fsdplaunch.estimate.report import make_report
-from fsdplaunch.estimate.text_report import bar_of, text_report
-from fsdplaunch.estimate.training_setup import TrainingSetup
+from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup
+from fsdplaunch.estimate.model import describe
+from fsdplaunch.estimate.report import bar_of, make_report, text_report
 
 
 @pytest.fixture

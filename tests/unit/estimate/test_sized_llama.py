@@ -2,8 +2,7 @@
 
 import pytest
 
-from fsdplaunch.estimate.hf_config import describe
-from fsdplaunch.estimate.sized_llama import count_parameters, llama_of
+from fsdplaunch.estimate.model import count_parameters, describe, llama_of
 
 
 @pytest.mark.parametrize("parameters", [60_000_000, 1_000_000_000, 8_000_000_000, 70_000_000_000])

@@ -46,7 +46,7 @@ def worker() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def record() -> Callable[..., dict[str, Any]]:
     """Return a function that makes an agent's record of one attempt with these workers."""
-    from fsdplaunch.launch.report.root_cause import first_failure
+    from fsdplaunch.launch.root_cause import first_failure
 
     def make(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
         attempt = {

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import resource, subprocess, sys
-from fsdplaunch.launch.open_files import inherited_limit, make_room
+from fsdplaunch.sockets import inherited_limit, make_room
 def soft(): return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 3000))
 make_room(10)

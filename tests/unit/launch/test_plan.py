@@ -9,8 +9,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, build_plan
+from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 
 
 def make(

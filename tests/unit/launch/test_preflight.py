@@ -10,18 +10,19 @@ import pytest
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
-from fsdplaunch.launch.agent_command import join_port
-from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.ports import describe_process, find_holder, is_free
+from fsdplaunch.launch.plan import LaunchTarget, join_port
 from fsdplaunch.launch.preflight import (
     check_gpus,
     check_port,
     check_space,
     check_target,
     check_weights,
+    describe_process,
+    find_holder,
+    is_free,
 )
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import Gpu
 
 
 def messages(findings):

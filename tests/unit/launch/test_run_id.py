@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fsdplaunch.launch.run_id import GROUP_RUN, has_fixed_name, run_name
+from fsdplaunch.run_dir import GROUP_RUN, has_fixed_name, run_name
 
 
 def test_run_that_nobody_named_gets_a_fresh_name_each_time():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.config.schema.walk import build_config
-from fsdplaunch.launch.report.run_result import RunResult
+from fsdplaunch.config.schema.config import build_config
+from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import _written, unsharded_ranks
 from fsdplaunch.run_dir import RESULT, SHARDED, rank_folder, read_json
 

@@ -1,20 +1,20 @@
 """Plans for PyTorch/XLA: processes, variables, refusals; nothing here has torch_xla."""
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch import preflight
-from fsdplaunch.launch.node_workers import NodeFacts
-from fsdplaunch.launch.plan import LaunchTarget, build_plan
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.launch.xla import check_groups
-from fsdplaunch.probe.torch_xla_version import installed_problem, problem
+from fsdplaunch.probe.torch_version import installed_problem, problem
 
 SPMD = "fsdp_config: {xla: true, xla_v2: true}\n"
 ONE_EACH = "fsdp_config: {xla: true, xla_fsdp_settings: {compute_dtype: bf16}}\n"
@@ -278,14 +278,14 @@ def test_versions_that_do_not_go_together_are_named(torch, torch_xla, said):
 
 
 def test_a_launch_without_torch_xla_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("fsdplaunch.probe.torch_xla_version.version", _absent)
+    monkeypatch.setattr("importlib.metadata.version", _absent)
     assert installed_problem() is not None
     (finding,) = preflight.check_torch_xla()
     assert finding.fatal
     assert finding.message.startswith("PyTorch/XLA needs torch_xla, which is not installed; torch ")
 
 
-def _absent(_name):
-    from importlib.metadata import PackageNotFoundError
-
-    raise PackageNotFoundError
+def _absent(name):
+    if name == "torch":
+        return "2.9.0"
+    raise importlib.metadata.PackageNotFoundError(name)

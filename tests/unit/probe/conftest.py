@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fsdplaunch.probe import gpus
+from fsdplaunch.probe import hardware
 
 
 class NVMLError(Exception):
@@ -84,7 +84,7 @@ def install_driver(monkeypatch):
     def install(cards, slices=None, *, driver=True):
         library = FakeNvml(cards, slices, driver=driver)
         monkeypatch.setitem(sys.modules, "pynvml", library)
-        monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
+        monkeypatch.setattr(hardware, "driver_is_installed", lambda: True)
         return library
 
     return install

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from fsdplaunch.probe.cgroup_limits import usable_cpus, usable_memory
+from fsdplaunch.probe.hardware import usable_cpus, usable_memory
 
 MEMINFO = "MemTotal:       67108864 kB\nMemFree: 1 kB\n"
 GIB = 1024**3

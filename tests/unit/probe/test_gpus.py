@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from fsdplaunch.probe import gpus
-from fsdplaunch.probe.gpus import Gpu, read_gpus
+from fsdplaunch.probe import hardware
+from fsdplaunch.probe.hardware import Gpu, read_gpus
 
 GIB = 1024**3
 
@@ -77,7 +77,7 @@ def test_read_gpus_calls_exist_in_the_real_library(install_driver):
 
 
 def test_read_gpus_without_bindings_reports_none(monkeypatch):
-    monkeypatch.setattr(gpus, "driver_is_installed", lambda: True)
+    monkeypatch.setattr(hardware, "driver_is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_gpus({}) == ((), ())
 
@@ -86,8 +86,8 @@ def test_read_gpus_without_driver_library_does_not_load_the_bindings(monkeypatch
     def no_library(name):
         raise OSError(name)
 
-    monkeypatch.setattr(gpus.ctypes, "CDLL", no_library)
-    monkeypatch.setattr(gpus.sys, "platform", "linux")
+    monkeypatch.setattr(hardware.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(hardware.sys, "platform", "linux")
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     assert read_gpus({}) == ((), ())
     assert "pynvml" not in sys.modules

@@ -2,9 +2,8 @@ import os
 import subprocess
 import sys
 
-from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import Hardware, describe_hardware, read_hardware
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Gpu, Hardware, describe_hardware, read_hardware
 
 
 def gpu(index, name="Tesla T4", gib=15, capability=(7, 5)):

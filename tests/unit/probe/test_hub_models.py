@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe import hub_models
-from fsdplaunch.probe.hub_models import cache_folder, hub_folder, is_hub_name
-from fsdplaunch.probe.model_folder import read_model
+from fsdplaunch.probe import model_files
+from fsdplaunch.probe.model_files import cache_folder, hub_folder, is_hub_name, read_model
 
 HEADER = {"layers.0.w": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [0, 16]}}
 
@@ -84,7 +83,7 @@ def test_why_the_hub_gives_nothing_is_one_sentence_and_comes_at_once(monkeypatch
     threading.Thread(target=server.serve_forever, daemon=True).start()
     script = (
         "import sys\nfrom huggingface_hub import constants\nfrom fsdplaunch.errors import UsageError\n"
-        "from fsdplaunch.probe.hub_models import hub_folder\n"
+        "from fsdplaunch.probe.model_files import hub_folder\n"
         "def ask(name):\n    try: hub_folder(name)\n    except UsageError as error: print(error.message)\n"
         "[ask('org/' + name) for name in ('gated', 'none', 'bare')]\n"
         "constants.ENDPOINT = 'http://127.0.0.1:9'\nask('org/far')\n"
@@ -116,7 +115,7 @@ def test_configuration_and_headers_are_fetched_and_no_weights(tmp_path, monkeypa
         constants=SimpleNamespace(ENDPOINT="https://huggingface.co"),
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", client)
-    monkeypatch.setattr(hub_models, "find_spec", lambda _: True)
+    monkeypatch.setattr(model_files, "find_spec", lambda _: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     folder = hub_folder("org/tiny")
     model = read_model(folder)

@@ -2,7 +2,7 @@ import pytest
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
-from fsdplaunch.probe.model_folder import ModelFacts
+from fsdplaunch.probe.model_files import ModelFacts
 
 MODEL = ModelFacts(parameters=1000, unit=100, outside=50, dtypes={"bf16": 1000})
 

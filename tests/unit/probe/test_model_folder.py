@@ -4,8 +4,15 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model_folder import describe_model, file_header, read_model, short_count, sized_model
-from fsdplaunch.probe.repeated_blocks import RepeatedBlocks, find_blocks
+from fsdplaunch.probe.model_files import (
+    RepeatedBlocks,
+    describe_model,
+    file_header,
+    find_blocks,
+    read_model,
+    short_count,
+    sized_model,
+)
 
 BLOCK = 8 * 8 + 16 * 8
 OUTSIDE = 50 * 8 + 8

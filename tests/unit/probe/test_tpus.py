@@ -3,7 +3,7 @@
 import pytest
 
 from fsdplaunch.errors import MachineError
-from fsdplaunch.probe.tpus import count_tpu_chips, pod_settings
+from fsdplaunch.probe.hardware import count_tpu_chips, pod_settings
 
 
 def test_chips_are_googles_devices_with_a_tpus_number(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.runtime import failure
+from fsdplaunch.runtime import script
 
 
 def test_note_of_this_package_at_torchs_error_is_the_hint_of_the_report(
@@ -13,11 +13,11 @@ def test_note_of_this_package_at_torchs_error_is_the_hint_of_the_report(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(script.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     error = RuntimeError("got mixed torch.Tensor and DTensor")
     error.add_note("the script's own")
     error.add_note("fsdplaunch: a sharded parameter is a full tensor only while its model computes.\nShard it")
-    assert failure.conclude(error) == 1
+    assert script.conclude(error) == 1
     message = json.loads(file.read_text())["message"]["message"]
     assert message == (
         "RuntimeError: got mixed torch.Tensor and DTensor"

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from fsdplaunch.runtime import library_watch
+from fsdplaunch.runtime import sharding_watch
 
 
 @pytest.fixture
@@ -15,20 +15,20 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     module = ModuleType("lightning.pytorch.trainer.trainer")
     module.Trainer = type("Trainer", (), {"__init__": lambda self, strategy="ddp": None})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(library_watch, "_built", [])
-    monkeypatch.setattr(library_watch, "_listeners", [])
+    monkeypatch.setattr(sharding_watch, "_built", [])
+    monkeypatch.setattr(sharding_watch, "_listeners", [])
     finders = list(sys.meta_path)
-    library_watch.watch_libraries()
+    sharding_watch.watch_libraries()
     yield module.Trainer
     sys.meta_path[:] = finders
 
 
 def test_library_counts_when_it_is_built_and_not_when_it_is_imported(trainer: type) -> None:
     told: list[bool] = []
-    library_watch.on_sharding(lambda: told.append(True))
-    assert library_watch.built_library() is None
+    sharding_watch.on_sharding(lambda: told.append(True))
+    assert sharding_watch.built_library() is None
     trainer(strategy="ddp")
-    library = library_watch.built_library()
+    library = sharding_watch.built_library()
     assert library is not None
     assert library.replicates
     assert "FSDPStrategy" in library.remedy

@@ -3,7 +3,7 @@
 import torch
 from torch.optim import optimizer as optimizers
 
-from fsdplaunch.runtime.step_hooks import before_first_step
+from fsdplaunch.runtime.patch import before_first_step
 
 
 def test_check_is_called_once_beside_the_hooks_of_others(monkeypatch):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.outcome import Outcome
 from fsdplaunch.tune.result import TuneResult
-from fsdplaunch.tune.rows import Duel, Row
+from fsdplaunch.tune.search import Duel, Row
+from fsdplaunch.tune.space import Candidate
+from fsdplaunch.tune.trial import Outcome
 
 MIB = 1024**2
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")

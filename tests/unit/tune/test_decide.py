@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fsdplaunch.tune.decide import MOST_ROUNDS, contenders, decide
-from fsdplaunch.tune.outcome import Outcome
+from fsdplaunch.tune.trial import Outcome
 
 
 def steps(median, spread=0.02):

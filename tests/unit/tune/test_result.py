@@ -6,13 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import keys_by_path
-from fsdplaunch.tune.candidate import Candidate
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.tune.html_report import frontier, html_report
-from fsdplaunch.tune.table import closing_lines, table_lines
-from fsdplaunch.tune.write_config import winner_text
+from fsdplaunch.tune.result import closing_lines, table_lines, winner_text
+from fsdplaunch.tune.space import Candidate
 
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
 

@@ -2,18 +2,14 @@
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import keys_by_path
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
-from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.outcome import Outcome
-from fsdplaunch.tune.predict import Predictor
-from fsdplaunch.tune.rows import CannotMeasureError, SearchStopped
-from fsdplaunch.tune.search import Search
-from fsdplaunch.tune.space import Space
-from fsdplaunch.tune.state import TuneState, find_state
-from fsdplaunch.tune.tries import read_tries
+from fsdplaunch.tune.result import TuneState, find_state
+from fsdplaunch.tune.search import CannotMeasureError, Predictor, Search, SearchStopped
+from fsdplaunch.tune.space import Candidate, Space, read_tries
+from fsdplaunch.tune.trial import Outcome
 
 GIB = 1024**3
 TRIES = ["fsdp_reshard_after_forward=false", "fsdp_activation_checkpointing=true", "fsdp_forward_prefetch=true"]

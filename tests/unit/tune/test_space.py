@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import all_keys, keys_by_path
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.schema.config import all_keys, keys_by_path
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
-from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.space import Space, divisors, identity
-from fsdplaunch.tune.tries import read_tries
+from fsdplaunch.tune.space import Candidate, Space, divisors, identity, read_tries
 
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")

@@ -5,15 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.report.run_result import Failure, RunResult
-from fsdplaunch.tune import scratch, trial
-from fsdplaunch.tune.measured import WARM_UP, read_measured
-from fsdplaunch.tune.outcome import Outcome, outcome_of
-from fsdplaunch.tune.predict import Predictor
-from fsdplaunch.tune.scratch import make_scratch, moved
+from fsdplaunch.launch.run_result import Failure, RunResult
+from fsdplaunch.tune import trial
+from fsdplaunch.tune.search import Predictor
+from fsdplaunch.tune.trial import WARM_UP, Outcome, make_scratch, moved, outcome_of, read_measured
 
 MIB = 1024**2
 
@@ -38,7 +36,7 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
 
 
 def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch, "_ALL_COPIED_BYTES", 10)
+    monkeypatch.setattr(trial, "_ALL_COPIED_BYTES", 10)
     user, target = tmp_path / "user", tmp_path / "work"
     user.mkdir()
     for name in ("a", "b", "c"):
@@ -159,7 +157,7 @@ def test_activations_of_a_known_family_are_predicted_before_they_are_measured():
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
     }  # fmt: skip
-    from fsdplaunch.estimate.hf_config import describe
+    from fsdplaunch.estimate.model import describe
 
     names = describe(llama, source="test").sizes.names
     model = {

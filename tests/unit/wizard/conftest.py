@@ -2,11 +2,10 @@
 
 import pytest
 
-from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.suggest import SuggestionFacts
+from fsdplaunch.wizard.state import SuggestionFacts
 
 
 def _gpus(count, name="NVIDIA H100 80GB HBM3", gib=80, capability=(9, 0)):

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from fsdplaunch.config.schema.walk import keys_by_path
-from fsdplaunch.wizard.questions.any_key import further_keys, read_setting
+from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.wizard.conversation import further_keys, read_setting
 
 
 def test_axes_of_the_mesh_are_offered_and_their_plan_is_read() -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config.load.load import check
+from fsdplaunch.config.load import check
+from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import all_keys, build_config, value_at
-from fsdplaunch.config.write.render import render
-from fsdplaunch.wizard.questions.all import QUESTIONS
+from fsdplaunch.config.schema.config import all_keys, build_config, value_at
+from fsdplaunch.wizard.answers import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
 
 VALUES = {

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load.load import load_config
-from fsdplaunch.config.load.problems import ConfigError
+from fsdplaunch.config.load import load_config
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import all_keys, value_at
+from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.questions.all import QUESTIONS
-from fsdplaunch.wizard.questions.tpus import SETTINGS_FORM
+from fsdplaunch.wizard.answers import QUESTIONS
 from fsdplaunch.wizard.run import describe_facts, run_wizard
-from fsdplaunch.wizard.suggest import suggest_for
+from fsdplaunch.wizard.run_questions import SETTINGS_FORM
+from fsdplaunch.wizard.state import suggest_for
 
 
 class Silent:

@@ -1,12 +1,11 @@
 import pytest
 
-from fsdplaunch.byte_sizes import GIB
-from fsdplaunch.config.schema.walk import all_keys, value_at
-from fsdplaunch.probe.gpus import Gpu
-from fsdplaunch.probe.hardware import Hardware
-from fsdplaunch.probe.model_folder import ModelFacts
+from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.display_text import GIB
+from fsdplaunch.probe.hardware import Gpu, Hardware
+from fsdplaunch.probe.model_files import ModelFacts
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.suggest import SuggestionFacts, suggest_for
+from fsdplaunch.wizard.state import SuggestionFacts, suggest_for
 
 LLAMA_8B = ModelFacts(
     parameters=8_030_000_000,

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.batch.in_pass import Draws, GlobalDraws, UndividedError, modes, recording_draws
-from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
-from fsdplaunch.runtime.auto.batch.returned import (
+from fsdplaunch.runtime.auto.batch.rank_rows import (
     Form,
     Joined,
+    RankRows,
     Returned,
     Same,
     Weights,
@@ -37,14 +37,19 @@ from fsdplaunch.runtime.auto.batch.returned import (
     weights_of,
 )
 from fsdplaunch.runtime.collectives.rank_group import from_all
-from fsdplaunch.runtime.data.random_state import random_states, set_random_states
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.random_numbers import random_states, set_random_states
 from fsdplaunch.runtime.rank import DataRanks
-from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import abandon_pass, forget_order, root_mixed_precision
-from fsdplaunch.runtime.torch_internals.held_tensors import tensors_held
+from fsdplaunch.runtime.torch_internals.distributed import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp import abandon_pass, forget_order, root_mixed_precision
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm, forward_hooks
-from fsdplaunch.runtime.torch_internals.tensors import change_count, is_in_transform, tree_flatten, tree_unflatten
+from fsdplaunch.runtime.torch_internals.tensors import (
+    change_count,
+    is_in_transform,
+    tensors_held,
+    tree_flatten,
+    tree_unflatten,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, type(None))
 

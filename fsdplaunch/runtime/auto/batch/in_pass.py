@@ -15,8 +15,14 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
-from fsdplaunch.runtime.torch_internals.operators import argument_names, operator_name, written_places
-from fsdplaunch.runtime.torch_internals.tensors import TorchDispatchMode, recomputes_later, tree_map
+from fsdplaunch.runtime.torch_internals.tensors import (
+    TorchDispatchMode,
+    argument_names,
+    operator_name,
+    recomputes_later,
+    tree_map,
+    written_places,
+)
 
 _Shape = tuple[int, ...]
 _DROPOUT = torch.ops.aten.native_dropout.default

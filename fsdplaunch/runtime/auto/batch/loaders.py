@@ -1,8 +1,9 @@
-"""Give each worker its share of what data loaders read, in the default mode: as under DDP.
+"""The default meaning of a batch: each worker reads its share of what loaders give, as under DDP. Rule 2.
 
 All workers run the same loop. A share has the script's batch size, and is taken of the order that the script's
 own sampler draws. Loaders that are read while the script evaluates stay complete on every worker: what is computed
 from them, and decided by it, is then the same everywhere. With the global batch kept every worker reads it whole.
+What each worker has of its own rows, running statistics and metrics, is aligned where the script decides by it.
 """
 
 import functools
@@ -10,21 +11,30 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from itertools import cycle, islice
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
+from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.collectives.rank_group import from_rank_0
-from fsdplaunch.runtime.compat.import_hook import once_imported
-from fsdplaunch.runtime.data.data_loader import count_readers, is_split, set_attributes
-from fsdplaunch.runtime.data.random_state import random_states, set_random_states
-from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.torch_internals.data_loaders import iterator_class
+from fsdplaunch.runtime.auto.model.forward_backward import original_name
+from fsdplaunch.runtime.auto.rank0.position import trains_shards
+from fsdplaunch.runtime.auto.rank0.service import check_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
+from fsdplaunch.runtime.data_loaders import count_readers, is_split, set_attributes
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import once_imported, replaced
+from fsdplaunch.runtime.random_numbers import random_states, set_random_states
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, iterator_class, own_buffers
 
 
 @contextmanager
@@ -378,3 +388,119 @@ def _compute_alone(module: Any, complete: Any) -> None:
         return 1 if complete() else int(original())
 
     module.get_world_size = get_world_size
+
+
+@contextmanager
+def identical_across_ranks(hook_context: HookContext) -> Iterator[None]:
+    """Rule 2, the default mode: align buffers at `model.eval()`, and what `ReduceLROnPlateau` decides by.
+
+    Running statistics are those of each worker's own batches: validation losses, and what is decided by them,
+    would differ. A SyncBatchNorm uses the rows of all workers, on the CPU as well, where torch refuses it.
+    """
+    with (
+        replaced(nn.Module, "train", lambda train: _turning(train, hook_context)),
+        replaced(ReduceLROnPlateau, "step", lambda step: _averaging_metrics(step, hook_context)),
+        replaced(nn.SyncBatchNorm, "forward", lambda forward: _synchronising(forward, hook_context)),
+    ):
+        yield
+
+
+def _turning(train: Any, hook_context: HookContext) -> Any:
+    """Make `Module.train`: what ranks have of their own is aligned where a model turns to evaluation."""
+    inside = False
+
+    @wraps(train)
+    def turn(self: nn.Module, mode: bool = True) -> Any:
+        nonlocal inside
+        if inside:  # it calls itself for every module below
+            return train(self, mode)
+        turns = not mode and self.training and self in hook_context.models
+        if turns and not hook_context.ownership.ranked and not hook_context.keeps_batch:
+            check_all_ranks(f"{original_name(self)}.eval()")
+            _align(self)
+        inside = True
+        try:
+            return train(self, mode)
+        finally:
+            inside = False
+            if hook_context.streams.diverged:
+                hook_context.streams.evaluate(now=not any(model.training for model in list(hook_context.models)))
+
+    return turn
+
+
+def _averaging_metrics(step: Any, hook_context: HookContext) -> Any:
+    @wraps(step)
+    def step_alike(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+        apart = hook_context.size > 1 and hook_context.ownership.ours and not hook_context.keeps_batch
+        if apart and trains_shards(self.optimizer):
+            metrics = _mean_metric(float(metrics), hook_context)
+        return step(self, metrics, *args, **kwargs)
+
+    return step_alike
+
+
+def _synchronising(forward: Any, hook_context: HookContext) -> Any:
+    @wraps(forward)
+    def normalise(module: Any, given: torch.Tensor) -> torch.Tensor:
+        if given.device.type != "cpu" or not hook_context.ownership.ours:
+            return forward(module, given)  # type: ignore[no-any-return]
+        if not module.training or hook_context.keeps_batch or not hook_context.models:
+            return BatchNorm.forward(module, given)
+        return _over_all_ranks(module, given)
+
+    return normalise
+
+
+def _over_all_ranks(norm: Any, given: torch.Tensor) -> torch.Tensor:
+    momentum = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
+    everyone = RankRows(dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    return batch_norm_over(
+        everyone.sum,
+        given,
+        norm.running_mean,
+        norm.running_var,
+        norm.weight,
+        norm.bias,
+        momentum=momentum or 0.0,
+        eps=norm.eps,
+    )
+
+
+@torch.no_grad()
+def _align(model: nn.Module) -> None:
+    """Average BatchNorm's statistics over all workers, and give all of them rank 0's other buffers. Collective.
+
+    Buffers that are not saved with the model are derived from its configuration, and left alone.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return
+    for module in model.modules():
+        for name, buffer in own_buffers(module):
+            if not is_persistent(module, name):
+                continue
+            if isinstance(module, BatchNorm) and buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer.div_(ranks)
+            else:
+                dist.broadcast(buffer, src=0)
+
+
+def _mean_metric(metric: float, hook_context: HookContext) -> float:
+    """Return a metric, or its mean where ranks have different ones, which is printed. Collective."""
+    check_all_ranks("ReduceLROnPlateau.step", "call scheduler.step(metric) on all ranks")
+    ranks: list[float] = from_all(metric)
+    if len(set(map(str, ranks))) == 1:
+        return metric
+    if "plateau" not in hook_context.printed:
+        hook_context.printed.add("plateau")
+        other = next(each for each in ranks if str(each) != str(ranks[0]))
+        messages.say(
+            f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
+            " each of its own rows: the mean of all ranks decides"
+        )
+    return float(torch.tensor(ranks, dtype=torch.float64).mean())

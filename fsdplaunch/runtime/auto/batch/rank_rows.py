@@ -1,10 +1,11 @@
-"""The rows of a batch that each data rank computes, and tensors that cross from all rows to own rows and back.
+"""The rows of a batch that each data rank computes: cut on entry, joined on exit, and by which rule.
 
-Every function here is differentiable any number of times. The loss behind what is gathered is the same on all
-ranks, and FSDP averages gradients over them: a gradient that enters a rank's rows is multiplied by their number.
+Every function of `RankRows` is differentiable any number of times. The loss behind what is gathered is the same
+on all ranks, and FSDP averages gradients over them: a gradient that enters a rank's rows is multiplied by their
+number. How outputs are joined is measured against a whole pass; what scripts seldom look at is gathered late.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.runtime.torch_internals.process_groups import all_gather
+from fsdplaunch.runtime.torch_internals.distributed import all_gather
+from fsdplaunch.runtime.torch_internals.tensors import (
+    computing_as_plain_tensors,
+    metadata_getters,
+    replace_tensors,
+    tensors_held,
+    tree_map,
+    wrapper_tensor,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +176,252 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return _Sum.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class LateRows(torch.Tensor):
+    """Stands for the rows of all ranks; whatever computes with it computes with them. Collective where it does.
+
+    Use `LateRows.of`.
+    """
+
+    own: torch.Tensor
+    rows: RankRows
+    dim_of_rows: int
+    whole: torch.Tensor | None
+
+    @staticmethod
+    def of(own: torch.Tensor, rows: RankRows, dim: int) -> "LateRows":
+        """Return what stands for the rows of all ranks.
+
+        Args:
+            own: This rank's.
+            rows: Of the pass.
+            dim: Which dimension they are.
+        """
+        shape = list(own.shape)
+        shape[dim] *= rows.ranks
+        late = wrapper_tensor(LateRows, own, shape)
+        late.own, late.rows, late.dim_of_rows, late.whole = own, rows, dim, None
+        return late  # type: ignore[no-any-return]
+
+    def gathered(self) -> torch.Tensor:
+        """Return the rows of all ranks. Collective at the first call."""
+        if self.whole is None:
+            with torch.set_grad_enabled(self.own.requires_grad):
+                self.whole = self.rows.gather(self.own, self.dim_of_rows)
+        return self.whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute with the rows of all ranks."""
+        if func in metadata_getters():
+            with computing_as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(_gathered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with the rows of all ranks inside of a function of autograd's, too."""
+        args, kwargs = tree_map(_gathered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _gathered(value: Any) -> Any:
+    return value.gathered() if isinstance(value, LateRows) else value
+
+
+Weights = dict[str, list[float]]
+"""By the name of a rule, each rank's weight in the sum that joins what they have computed."""
+
+
+@dataclass(slots=True)
+class Same:
+    """What does not depend on rows: all ranks return the same."""
+
+    def join(self, value: Any, _rows: RankRows, _weights: Weights, _late: bool) -> Any:
+        """Return it."""
+        return value
+
+
+@dataclass(slots=True)
+class Rows:
+    """A tensor with the rank's rows in one dimension."""
+
+    dim: int
+
+    def join(self, value: Any, rows: RankRows, _weights: Weights, late: bool) -> Any:
+        """Return the rows of all ranks: at once, or where they are first looked at beside a loss. Collective."""
+        return LateRows.of(value, rows, self.dim) if late else rows.gather(value, self.dim)
+
+
+@dataclass(slots=True)
+class Held:
+    """An object with tensors in it, such as a cache of keys and values."""
+
+    def join(self, value: Any, rows: RankRows, _weights: Weights, _late: bool) -> Any:
+        """Return the object with all ranks' rows in it, gathered where they are looked at."""
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            has_rows = tensor.dim() and tensor.shape[0] == rows.own
+            return LateRows.of(tensor, rows, 0) if has_rows else tensor
+
+        replace_tensors(value, whole)
+        return value
+
+
+@dataclass(slots=True)
+class Joined:
+    """A loss, or anything else that is a sum or a mean over rows.
+
+    Attributes:
+        rules: The names of those that have agreed with every whole pass so far.
+    """
+
+    rules: list[str]
+
+    def weights(self, weights: Weights) -> list[float]:
+        """Return the weight of each rank for a batch."""
+        return weights[self.rules[0]]
+
+    def is_clear(self, weights: Weights) -> bool:
+        """Return whether all rules that are left are one for a batch."""
+        if any(rule not in weights for rule in self.rules):
+            return False
+        first = weights[self.rules[0]]
+        return all(_close(weights[rule], first) for rule in self.rules)
+
+    def join(self, value: Any, rows: RankRows, weights: Weights, _late: bool) -> Any:
+        """Return the sum over ranks. Collective."""
+        return rows.weighted_sum(value, self.weights(weights))
+
+
+Returned = Same | Rows | Held | Joined
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+
+
+_IGNORED = -100
+"""Labels that torch's losses leave out."""
+_LABELS_DIM = 2
+
+
+def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
+    """Return the rules by which a sum or a mean over rows may be made of the ranks' for a batch.
+
+    A sum; a mean over the rows; a mean over what a tensor that is given counts: labels that are not -100 or not 0,
+    also without those of the first place, which causal language models leave out; weights.
+
+    Args:
+        leaves: What a pass is given, the same on all ranks.
+        rows: Of the batch.
+    """
+    found: Weights = {"sum": [1.0] * rows.ranks, "mean over rows": [1 / rows.ranks] * rows.ranks}
+    for place, leaf in enumerate(leaves):
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or not leaf.dim()
+            or leaf.shape[0] != rows.total
+            or leaf.dim() > _LABELS_DIM
+        ):
+            continue
+        if leaf.is_complex() or leaf.requires_grad or leaf.is_meta:
+            continue
+        for name, counted in _counted(leaf):
+            counts = counted.reshape(rows.ranks, -1).double().sum(1).tolist()
+            if sum(counts) > 0 and min(counts) >= 0:
+                found[f"{name} of {place}"] = [count / sum(counts) for count in counts]
+    return found
+
+
+def _counted(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if leaf.is_floating_point():
+        return [("weights", leaf)]
+    found = [("labels", leaf != _IGNORED), ("numbers", leaf != 0)]
+    if leaf.dim() > 1 and leaf.shape[1] > 1:
+        found += [("next labels", leaf[:, 1:] != _IGNORED), ("next numbers", leaf[:, 1:] != 0)]
+    return found
+
+
+Form = int | str | None
+"""How an output of fewer rows differs from that of all: the rows' dimension, or a word; None if it cannot be."""
+
+
+def form_of(whole: Any, part: Any, rows: RankRows) -> Form:
+    """Return how an output of this rank's rows differs in shape from that of all rows."""
+    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+        if type(whole) is not type(part):
+            return None
+        return "held" if any(True for _ in tensors_held(whole)) else "plain"
+    if whole.dim() != part.dim() or whole.dtype != part.dtype:
+        return None
+    differs = [dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
+    if not differs:
+        return "sum"
+    alone = len(differs) == 1 and whole.shape[differs[0]] == part.shape[differs[0]] * rows.ranks
+    return differs[0] if alone else None
+
+
+def measured(
+    form: Form, whole: Any, part: Any, rows: RankRows, weights: Weights, tolerance: float
+) -> Returned | None:
+    """Return how an output of a divided pass is joined; None where no way gives that of a whole one. Collective.
+
+    Args:
+        form: How they differ, the same on all ranks.
+        whole: What a whole pass has returned.
+        part: What this rank has computed of its rows.
+        rows: Of the pass.
+        weights: The rules of the batch.
+        tolerance: How far values may differ, relative to the largest.
+    """
+    if form == "held":
+        return Held()
+    if form == "plain":
+        return Same() if whole == part or not isinstance(whole, int | float | str) else None
+    if isinstance(form, int):
+        return Rows(form) if _agrees(rows.all_slices(part, form), whole, tolerance) else None
+    every = gather_equal(part, rows.ranks, rows.group)
+    if all(_agrees(each, whole, tolerance) for each in every):
+        return Same()
+    rules = [name for name, each in weights.items() if _agrees(_summed(every, each), whole, tolerance)]
+    return Joined(rules) if rules and whole.is_floating_point() else None
+
+
+def _summed(every: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    factor = torch.tensor(weights, dtype=torch.float64, device=every.device).view(-1, *[1] * (every.dim() - 1))
+    return (every.double() * factor).where(factor != 0, 0.0).sum(0)
+
+
+_SMALL = 1e-2
+"""Values below count as this large: what cancels to nearly nothing is rounded by the size of its terms."""
+
+
+def _agrees(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if not other.is_floating_point():
+        return torch.equal(one.to(other.dtype), other)
+    if not other.numel():
+        return True
+    sizes = (float(each.abs().nan_to_num(0.0, posinf=0.0).max()) for each in _in_pieces(other))
+    largest = max(_SMALL, *sizes)
+    return are_close(one, other, tolerance, tolerance * largest)
+
+
+def are_close(one: torch.Tensor, other: torch.Tensor, relative: float, absolute: float) -> bool:
+    """Return whether two tensors of one shape differ by no more than this, compared in fp64; NaN equals NaN."""
+    return all(
+        torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
+        for a, b in zip(_in_pieces(one), _in_pieces(other), strict=True)
+    )
+
+
+def _in_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's values in fp64, some at a time: logits are large, and a comparison holds several copies."""
+    for piece in tensor.reshape(-1).split(1 << 20):
+        yield piece.double()

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from fsdplaunch.config.environment import COMPARE_DIR
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
-from fsdplaunch.runtime.data.random_state import SEED, random_states, set_random_states
-from fsdplaunch.runtime.data.seeding import Seeds, seeding_from
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.script_line import script_line
+from fsdplaunch.runtime.random_numbers import SEED, Seeds, random_states, seeding_from, set_random_states
 
 _STRIDE = 1_000_003
 """Between the seeds of neighbouring ranks; a prime, so that a script's own seeds in a row do not meet them."""

@@ -1,8 +1,7 @@
-"""Compute gradients that a script differentiates again, as gradient penalties do, around FSDP2's hooks.
+"""Gradients that torch would lose around FSDP2's hooks: differentiated again, or asked for by parameters.
 
-Needed because FSDP2 frees parameters when a backward pass has gone by, and the second pass through its graph finds
-none: gradients would be lost without a word. The model's pass is computed again with full parameters that are
-gathered by operations that have gradients themselves.
+FSDP2 frees parameters when a backward pass has gone by, and the second pass through its graph finds none. The
+model's pass is computed again with full parameters that are gathered by operations that have gradients themselves.
 """
 
 import inspect
@@ -18,10 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.units import reshard
-from fsdplaunch.runtime.script_line import script_line
-from fsdplaunch.runtime.state_dict.unsharded_copy import as_before
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp2 import root_mixed_precision
+from fsdplaunch.runtime.inspection.units import is_unit, reshard
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.state_dict.deepcopy import as_before
+from fsdplaunch.runtime.torch_internals.fsdp import gathered_parameters, root_mixed_precision
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
 
 _KEY = "fsdplaunch_pass"
@@ -233,3 +232,39 @@ class _Averaged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient / ctx.ranks, None
+
+
+def sharded_parameters(inputs: Sequence[Any], models: Sequence[nn.Module]) -> list[Any]:
+    """Return for each input the sharded parameter that it is, or that it was gathered from; None for any other."""
+    units = [module for model in models for module in model.modules() if is_unit(module)]
+    gathered = {id(full): shard for unit in units for full, shard in gathered_parameters(unit)}
+    return [value if isinstance(value, DTensor) else gathered.get(id(value)) for value in inputs]
+
+
+def gradients_by_backward(
+    outputs: Sequence[Any],
+    params: Sequence[Any],
+    given: Any,
+    retain_graph: bool | None,
+    models: Sequence[nn.Module],
+) -> tuple[Any, ...]:
+    """Return the gradients of sharded parameters by a backward pass, and leave those that were there.
+
+    Args:
+        outputs: What is differentiated.
+        params: Sharded.
+        given: Gradients of the outputs; None for ones.
+        retain_graph: As torch has it.
+        models: All that are sharded.
+    """
+    every = {id(param): param for model in models for param in model.parameters()}
+    every |= {id(param): param for param in params}
+    before = [(param, param.grad) for param in every.values()]
+    for param in every.values():
+        param.grad = None
+    try:
+        inspect.unwrap(torch.autograd.backward)(outputs, given, retain_graph)
+        return tuple(param.grad for param in params)
+    finally:
+        for param, gradient in before:
+            param.grad = gradient

@@ -24,10 +24,9 @@ from torch.utils.data import DataLoader
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.device import joined_by_script
-from fsdplaunch.runtime.library_watch import built_library, on_sharding
+from fsdplaunch.runtime.messages import is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.script_line import is_user_file, script_line
-from fsdplaunch.runtime.sharding_watch import sharded_by
+from fsdplaunch.runtime.sharding_watch import built_library, on_sharding, sharded_by
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("Accelerator",),

@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdplaunch.runtime.inspection.units import is_unit
-from fsdplaunch.runtime.torch_internals.dtensor import local_tensor
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
-from fsdplaunch.runtime.torch_internals.fsdp.gathered_parameters import count_shard_changes, group_refs
-from fsdplaunch.runtime.torch_internals.process_groups import issued_collectives
+from fsdplaunch.runtime.torch_internals.distributed import issued_collectives, local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp import count_shard_changes, group_refs, is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.modules import untraced
 from fsdplaunch.runtime.torch_internals.tensors import change_count
-from fsdplaunch.runtime.torch_internals.wrappers import untraced
 
 _MOST_MARKS = 1024
 """How far a rank's host may be ahead of its device; drivers take about as many kernels before they block."""

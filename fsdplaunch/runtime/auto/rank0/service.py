@@ -1,11 +1,8 @@
-"""Find out whether all ranks are in the same call; where rank 0 is alone, give it what the others have shards of.
-
-Rank 0 asks over the side channel. On each other rank a thread answers: when its script is in that call, or when it
-has gone past rank 0's place and waits for rank 0 there.
-"""
+"""What ranks have shards of, under names that all of them know, and how one is read beside the main thread."""
 
 import contextlib
 import functools
+import json
 import sys
 import threading
 import time
@@ -19,29 +16,124 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime import rank0_service
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Mark, Place, Position
-from fsdplaunch.runtime.auto.rank0.shards import (
-    ShardName,
-    gradient_name,
-    identity,
-    named_shards,
-    on_host,
-    part_of,
-    shard_ranks,
-)
 from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
-from fsdplaunch.runtime.collectives.hang_detector import in_torch, user_line
-from fsdplaunch.runtime.collectives.monitored_barrier import monitored_barrier, name_ranks
-from fsdplaunch.runtime.inspection.units import is_over_all_ranks
+from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
+from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
+from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.script_line import calling_lines, is_user_file, script_line
 from fsdplaunch.runtime.state_dict.gather import await_main_thread, spooled
-from fsdplaunch.runtime.torch_internals.dtensor import shape_and_offset
-from fsdplaunch.runtime.torch_internals.fsdp.fsdp1 import is_in_flat_parameter
-from fsdplaunch.runtime.torch_internals.process_groups import default_timeout
-from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
+from fsdplaunch.runtime.torch_internals.distributed import default_timeout, local_tensor, shape_and_offset
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
+from fsdplaunch.runtime.torch_internals.modules import own_parameters
+from fsdplaunch.runtime.torch_internals.tensors import storage_identity, tree_leaves, tree_map
+
+ShardName = str
+"""JSON: the model's number and the parameter's name, or the optimizer's, the parameter's index and the key."""
+
+_SETTLING_SECONDS = 2.0
+
+
+def sharded_parameters(model: Any) -> Iterator[tuple[str, DTensor]]:
+    """Yield a model's sharded parameters with their names, gathered now or not."""
+    shards: dict[tuple[int, str], Any] = {}
+    for unit in filter(is_unit, model.modules()):
+        shards |= shards_by_place(unit)
+    for path, module in model.named_modules():
+        for attribute, param in list(own_parameters(module)):
+            shard = shards.get((id(module), attribute), param)
+            if isinstance(shard, DTensor):
+                yield clean_name(joined(path, attribute)), shard
+
+
+def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor]]:
+    """Yield every sharded parameter, of models and of optimizers, and every sharded tensor of their state.
+
+    Optimizers may train shards that no model has: copies of the weights in higher precision.
+    """
+    for model, number in list(hook_context.numbers.items()):
+        for name, param in sharded_parameters(model):
+            yield json.dumps(["model", number, name]), param
+    for number, optimizer in hook_context.numbered_optimizers():
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            if isinstance(param, DTensor):
+                yield json.dumps(["trained", number, index]), param
+            for key, value in list(optimizer.state.get(param, {}).items()):
+                if isinstance(value, DTensor):
+                    yield json.dumps(["state", number, index, key]), value
+
+
+def gradient_name(tensor: DTensor, hook_context: HookContext) -> str | None:
+    """Return the name of the parameter of which a tensor is the gradient."""
+    for model in list(hook_context.numbers):
+        for name, param in named_parameters(model):
+            if isinstance(param.grad, DTensor) and identity(param.grad) == identity(tensor):
+                return name
+    return None
+
+
+def identity(tensor: Any) -> tuple[Any, ...]:
+    """Return what two tensors share if they are the same shard; a transposed one of a square is another."""
+    local = local_tensor(tensor)
+    return storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def shard_ranks(tensor: DTensor, rank: int) -> list[int]:
+    """Return the ranks whose shards together are the full tensor, of the replica that `rank` is in."""
+    mesh = tensor.device_mesh.mesh
+    mine = (mesh == rank).nonzero()
+    if not len(mine):
+        return []
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_replicate():
+            mesh = mesh.select(axis, int(mine[0][axis]))
+    return [int(each) for each in mesh.reshape(-1)]
+
+
+def part_of(full: torch.Tensor, shape: Any, offset: Any) -> torch.Tensor:
+    """Return the part of a full tensor that is one rank's shard."""
+    for axis, (length, start) in enumerate(zip(shape, offset, strict=True)):
+        full = full.narrow(axis, start if length else 0, length)
+    return full
+
+
+def on_host(tensor: Any, after: torch.cuda.Event | None, *, beside: bool) -> torch.Tensor:
+    """Return a shard in host memory, contiguous.
+
+    On a GPU the copy must not wait for what the main thread has in its stream: that may be a collective which
+    waits for rank 0, which waits for this copy. Nothing behind such a collective has run, so the shard has the
+    values of rank 0's step whatever the host has queued since.
+
+    Args:
+        tensor: The sharded tensor.
+        after: When the shard has its values; None where the host has not gone on.
+        beside: Whether this is another thread than the main one, whose stream may be held up.
+    """
+    local = local_tensor(tensor).detach()
+    if not local.is_cuda:
+        return local.contiguous()
+    if not beside:
+        return local.contiguous().cpu()
+    with torch.cuda.device(local.device):
+        if after is None:
+            _await_stream(local.device)
+        else:
+            after.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(local.device)):
+            return local.contiguous().cpu()
+
+
+def _await_stream(device: torch.device) -> None:
+    """Wait until a device has done what is queued, or for a while: then a collective in it waits for rank 0."""
+    queued, deadline = torch.cuda.Event(), time.monotonic() + _SETTLING_SECONDS
+    queued.record(torch.cuda.default_stream(device))
+    while not queued.query() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
 
 _LOOK_SECONDS = 0.05
 STILL_SECONDS = 3.0
@@ -338,7 +430,7 @@ def open_once(hook_context: HookContext) -> None:
     """Connect the ranks, the first time that a model is sharded. Collective."""
     if hook_context.size > 1 and not _opened:
         _opened.append(Service(hook_context))
-        rank0_service.provide(_opened[0])
+        waits.provide(_opened[0])
 
 
 def service() -> Service | None:
@@ -360,7 +452,7 @@ def note_end() -> None:
 def close() -> None:
     """End it, once."""
     while _opened:
-        rank0_service.provide(None)
+        waits.provide(None)
         _opened.pop().close()
 
 

@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.held_port import ALL_ADDRESSES, bound, listening
-from fsdplaunch.host_names import addresses, connected
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.rank import rank_variable
+from fsdplaunch.sockets import ALL_ADDRESSES, addresses, bound, connected, listening
 
 CONNECT_SECONDS = 60.0
 GREETING_SECONDS = 5.0

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.checkpoint.crc32 import crc32
-from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.merge.checksums import ChecksumCheck
+from fsdplaunch.checkpoint.byte_transfer import crc32
+from fsdplaunch.checkpoint.chunks import ItemLocation, Piece, Region
+from fsdplaunch.checkpoint.merge.write import ChecksumCheck
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.readers.pieces import Piece
-from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.errors import CheckpointError
 
 SIZES = [10, 64 * 2**10, 64 * 2**10 + 1, 3 * 2**20 + 5]

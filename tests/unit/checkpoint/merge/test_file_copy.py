@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint.merge import file_copy
-from fsdplaunch.checkpoint.merge.file_copy import METHODS, Copier
+from fsdplaunch.checkpoint import byte_transfer
+from fsdplaunch.checkpoint.byte_transfer import METHODS, Copier
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_copies_the_run_and_nothing_else(files, method, monkeypatch):
-    monkeypatch.setattr(file_copy, "STEP", 1000)
+    monkeypatch.setattr(byte_transfer, "STEP", 1000)
     source, target, path = files
     os.ftruncate(target, 5000)
     steps = []

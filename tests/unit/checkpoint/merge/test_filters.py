@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdplaunch.checkpoint.merge.filters import pick, rename
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
+from fsdplaunch.checkpoint.merge.weight_names import pick, rename
 from fsdplaunch.errors import CheckpointError, UsageError
 
 NAMES = ["embed.weight", "layers.1.up.weight", "layers.10.up.weight", "layers.10.up.bias", "head.weight"]

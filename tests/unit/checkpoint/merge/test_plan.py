@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.item_location import ItemLocation
-from fsdplaunch.checkpoint.merge.assemble_tensor import blocks_of, flip_bits, gather_block
 from fsdplaunch.checkpoint.merge.plan import build_plan
 from fsdplaunch.checkpoint.merge.weight_names import Selection, final_names, find_root
+from fsdplaunch.checkpoint.merge.write import blocks_of, flip_bits, gather_block
 from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.errors import CheckpointError
 

@@ -7,8 +7,7 @@ import pytest
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
-from fsdplaunch.checkpoint.merge.verify import verify_merge
-from fsdplaunch.checkpoint.merge.write import write_plan
+from fsdplaunch.checkpoint.merge.write import verify_merge, write_plan
 from fsdplaunch.checkpoint.readers.data_files import open_data_files
 from fsdplaunch.checkpoint.readers.dcp_index import read_index
 from fsdplaunch.errors import CheckpointError, UsageError

@@ -2,9 +2,8 @@
 
 import pytest
 
-from fsdplaunch.checkpoint.readers import dcp_headers
-from fsdplaunch.checkpoint.readers.data_files import open_data_files
-from fsdplaunch.checkpoint.readers.dcp_headers import HeaderReader, read_items
+from fsdplaunch.checkpoint.readers import data_files
+from fsdplaunch.checkpoint.readers.data_files import HeaderReader, open_data_files, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import read_index
 from fsdplaunch.checkpoint.readers.torch_zip import read_item
 from fsdplaunch.errors import CheckpointError
@@ -46,8 +45,8 @@ def parsed_alone(folder):
 def test_items_of_a_kind_are_what_parsing_each_gives(dcp, rows, crc, tmp_path, monkeypatch):
     folder = twins(dcp, count=5, rows=rows, crc=crc).save(tmp_path / "ckpt")
     calls = []
-    whole = dcp_headers.parse_item
-    monkeypatch.setattr(dcp_headers, "parse_item", lambda window: calls.append(1) or whole(window))
+    whole = data_files.parse_item
+    monkeypatch.setattr(data_files, "parse_item", lambda window: calls.append(1) or whole(window))
     _, items = read_all(folder)
     assert len(calls) == 1
     assert items == parsed_alone(folder)
@@ -70,7 +69,7 @@ def test_each_changed_byte_of_a_later_item_has_the_same_outcome_as_when_it_is_pa
     outcomes = []
     for never in (False, True):
         if never:
-            monkeypatch.setattr(dcp_headers, "make_form", lambda *_: None)
+            monkeypatch.setattr(data_files, "make_form", lambda *_: None)
         found = []
         for at in range(place.offset, place.offset + place.length):
             spoilt = bytearray(raw)
@@ -84,7 +83,7 @@ def test_each_changed_byte_of_a_later_item_has_the_same_outcome_as_when_it_is_pa
 
 
 def test_table_of_forms_stays_small(dcp, tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp_headers, "MAX_FORMS", 3)
+    monkeypatch.setattr(data_files, "MAX_FORMS", 3)
     draft = dcp.Draft()
     for number in range(10):
         draft.add(f"w{number}", (number + 1,))

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
-from fsdplaunch.checkpoint.regions import Region
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import INDEX_NAMES
-from fsdplaunch.checkpoint.safe_pickle.interpreter import PickledCallable
-from fsdplaunch.checkpoint.safe_pickle.rank_file_classes import RANK_FILE_NAMES
-from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import RANK_FILE_NAMES
+from fsdplaunch.checkpoint.safe_pickle.unpickle import PickledCallable, unpickle
 from fsdplaunch.errors import CheckpointError
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"

@@ -6,9 +6,8 @@ import os
 import pytest
 
 from fsdplaunch.checkpoint.merge.merge import merge
-from fsdplaunch.checkpoint.readers.find import find_model
 from fsdplaunch.checkpoint.readers.hf_shards import read_shards
-from fsdplaunch.checkpoint.readers.not_found import AmbiguousError
+from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model
 from fsdplaunch.checkpoint.readers.rank_files import read_rank_files
 from fsdplaunch.checkpoint.readers.xla_files import read_xla_files
 from fsdplaunch.errors import CheckpointError, UsageError
@@ -209,7 +208,7 @@ def test_manifest_that_is_not_one_is_refused(model, text, tmp_path):
 
 
 def test_too_many_folders_are_refused_quickly(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.find.MAX_FOLDERS", 10)
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.open.MAX_FOLDERS", 10)
     for number in range(20):
         (tmp_path / str(number)).mkdir()
     with pytest.raises(CheckpointError, match="more than 10 folders"):

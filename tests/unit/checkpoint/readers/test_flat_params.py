@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdplaunch.checkpoint.readers.flat_params import rectangles
-from fsdplaunch.checkpoint.regions import Region, find_tiling_fault, flat_offset, is_one_run
+from fsdplaunch.checkpoint.chunks import Region, find_tiling_fault, flat_offset, is_one_run
+from fsdplaunch.checkpoint.readers.rank_files import rectangles
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

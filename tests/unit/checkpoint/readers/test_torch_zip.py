@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from fsdplaunch.checkpoint.invalid_file import InvalidFileError
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem, read_item
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
 
 DATA = bytes(range(48))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli.launch.key_options import expand, keys_by_option, list_options
-from fsdplaunch.cli.signatures.key_options import expanded
-from fsdplaunch.config.schema.walk import all_keys
+from fsdplaunch.cli.commands import expanded
+from fsdplaunch.cli.key_options import expand, keys_by_option, list_options
+from fsdplaunch.config.schema.config import all_keys
 from fsdplaunch.errors import UsageError
 
 OWN = {"own_flags": {"--dry-run"}, "own_options": {"--config", "-c"}}

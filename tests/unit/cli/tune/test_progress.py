@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.cli.tune import progress as shown
-from fsdplaunch.run_dir import rank_folder
-from fsdplaunch.tune.candidate import Candidate
-from fsdplaunch.tune.outcome import Outcome
-from fsdplaunch.tune.rows import Row
-from fsdplaunch.worker_status import HEARTBEAT, LAYOUT
+from fsdplaunch.cli import tune as shown
+from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, rank_folder
+from fsdplaunch.tune.search import Row
+from fsdplaunch.tune.space import Candidate
+from fsdplaunch.tune.trial import Outcome
 
 
 class Said:

@@ -6,16 +6,21 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from fsdplaunch.config.docs.explain import describe, explain, keys_named, list_keys
-from fsdplaunch.config.docs.json_schema import json_schema
-from fsdplaunch.config.docs.key_reference import reference
-from fsdplaunch.config.docs.migration import MARK, migration_tables
-from fsdplaunch.config.load.load import load_config, stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import all_keys, keys_by_path, section_classes
-from fsdplaunch.config.write.presets import find_preset, list_presets, preset_folder
-from fsdplaunch.config.write.render import render
-from fsdplaunch.config.write.yaml_edit import set_keys
+from fsdplaunch.config.docs import (
+    MARK,
+    describe,
+    explain,
+    json_schema,
+    keys_named,
+    list_keys,
+    migration_tables,
+    reference,
+)
+from fsdplaunch.config.load import load_config, stack
+from fsdplaunch.config.render import find_preset, list_presets, preset_folder, render
+from fsdplaunch.config.schema.config import all_keys, keys_by_path, section_classes
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 ROOT = Path(__file__).parents[4]

@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import keys_by_path
-from fsdplaunch.config.write.render import render
-from fsdplaunch.config.write.yaml_edit import set_keys
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.render import render
+from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 WORDS = ["fsdp_config:", "launch:", "num_processes: 2", "  fsdp_version: 1", "  env: {A: b}", "fsdp_version"]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.load.load import find_file, load_config, stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import all_keys
+from fsdplaunch.config.load import find_file, load_config, stack
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.schema.config import all_keys
+from fsdplaunch.config.yaml_text import read_text
 
 
 def write(folder: Path, text: str, name: str = "fsdp.yaml") -> Path:

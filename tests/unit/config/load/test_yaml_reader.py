@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from fsdplaunch.config.load.yaml_reader import MAX_BYTES, read_scalar, read_text
-from fsdplaunch.config.load.yaml_text import MAX_DEPTH, UnreadableValueError
+from fsdplaunch.config.yaml_text import MAX_BYTES, MAX_DEPTH, UnreadableValueError, read_scalar, read_text
 
 
 def values(text):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load.load import load_config
-from fsdplaunch.config.load.problems import TEXT_PROBLEMS, ConfigError
+from fsdplaunch.config.load import load_config
+from fsdplaunch.config.problems import TEXT_PROBLEMS, ConfigError
 from fsdplaunch.config.rules.base import all_rules
 
 CASES = Path(__file__).parents[3] / "cases"

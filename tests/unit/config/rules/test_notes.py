@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load.load import load_config, stack
-from fsdplaunch.config.load.problems import NOTES_AT_LAUNCH, TEXT_NOTES, ConfigError, note_lines
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.load import load_config, stack
+from fsdplaunch.config.problems import NOTES_AT_LAUNCH, TEXT_NOTES, ConfigError, note_lines
 from fsdplaunch.config.rules.base import all_notes
+from fsdplaunch.config.yaml_text import read_text
 
 CASES = Path(__file__).parents[3] / "cases"
 NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("note_*.expected.txt"))

@@ -2,13 +2,13 @@
 
 import pytest
 
-from fsdplaunch.config.docs.explain import needs_torch
-from fsdplaunch.config.load.load import check, stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.docs import needs_torch
+from fsdplaunch.config.load import check, stack
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema import kinds
+from fsdplaunch.config.schema.config import KeySpec, build_config
 from fsdplaunch.config.schema.key import Key
-from fsdplaunch.config.schema.walk import KeySpec, build_config
+from fsdplaunch.config.yaml_text import read_text
 
 
 def fsdp(*lines, version=2):

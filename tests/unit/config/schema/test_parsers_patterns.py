@@ -2,8 +2,7 @@
 
 import pytest
 
-from fsdplaunch.config.schema.kinds import PATTERN
-from fsdplaunch.config.schema.parsers import alternatives
+from fsdplaunch.config.schema.kinds import PATTERN, alternatives
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load.key_names import find_bare, find_key, key_prefix, spellings
+from fsdplaunch.config.names import find_bare, find_key, key_prefix, spellings
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import Config
-from fsdplaunch.config.schema.walk import (
+from fsdplaunch.config.schema.config import (
+    Config,
     all_keys,
     build_config,
     field_name,

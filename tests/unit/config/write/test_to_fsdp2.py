@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.world_size import mesh_sizes
-from fsdplaunch.config.write.to_accelerate import keys_ignored_by_accelerate, to_accelerate
-from fsdplaunch.config.write.to_fsdp2 import to_fsdp2
+from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate, to_fsdp2
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.resolve import mesh_sizes
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
 GUIDE = (Path(__file__).parents[3] / "cases" / "transformers_guide.yaml").read_text()

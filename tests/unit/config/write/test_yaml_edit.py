@@ -2,12 +2,12 @@
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.problems import ConfigError
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.config.schema.walk import keys_by_path
-from fsdplaunch.config.write.render import write_text_atomically
-from fsdplaunch.config.write.yaml_edit import set_keys
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.render import write_text_atomically
+from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import LaunchError, UsageError
 
 VERSION = ("fsdp_config", "fsdp_version")

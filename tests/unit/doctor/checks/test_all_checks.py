@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_text import YamlText
-from fsdplaunch.doctor.checks import config as config_checks
-from fsdplaunch.doctor.checks import gpus, host, network, software
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import YamlText
+from fsdplaunch.doctor import checks
+from fsdplaunch.doctor import checks as config_checks
+from fsdplaunch.doctor.checks import run_checks, status_of, summary
 from fsdplaunch.doctor.facts import Disk, DoctorFacts, DriverFacts, NetworkInterface, TorchFacts
-from fsdplaunch.doctor.run_checks import run_checks, status_of, summary
-from fsdplaunch.probe.gpus import Gpu
+from fsdplaunch.probe.hardware import Gpu
 
 GIB = 1024**3
 CUDA_TORCH = TorchFacts(
@@ -87,7 +87,7 @@ def test_any_problem_makes_exit_status_3():
     ],
 )
 def test_torch(torch, status, says):
-    got, text = only(software.check_torch, torch=torch)
+    got, text = only(checks.check_torch, torch=torch)
     assert got == status
     assert says in text
 
@@ -104,68 +104,68 @@ def test_torch(torch, status, says):
     ],
 )
 def test_driver_matches_torch(changes, status, says):
-    got, text = only(software.check_driver, **changes)
+    got, text = only(checks.check_driver, **changes)
     assert got == status
     assert says in text
 
 
 def test_gpu_run_without_nccl_is_a_problem():
-    assert only(software.check_nccl, torch=replace(CUDA_TORCH, nccl=""))[0] == "problem"
-    assert only(software.check_nccl, gpus=())[0] == "skipped"
+    assert only(checks.check_nccl, torch=replace(CUDA_TORCH, nccl=""))[0] == "problem"
+    assert only(checks.check_nccl, gpus=())[0] == "skipped"
 
 
 def test_unlike_and_busy_gpus_are_named():
-    assert only(gpus.check_gpus, gpus=(gpu(0), gpu(1, name="A100")))[0] == "warning"
-    status, text = only(gpus.check_busy, gpus=(gpu(0), gpu(1, busy=((1, 21 * GIB),))))
+    assert only(checks.check_gpus, gpus=(gpu(0), gpu(1, name="A100")))[0] == "warning"
+    status, text = only(checks.check_busy, gpus=(gpu(0), gpu(1, busy=((1, 21 * GIB),))))
     assert status == "warning"
     assert text.startswith("GPU 1 is used by process 1")
     assert text.endswith("21.0 GiB")
 
 
 def test_gpu_that_was_asked_for_and_is_not_there_is_a_problem():
-    assert only(gpus.check_gpus, gpus=())[0] == "skipped"
-    assert only(gpus.check_gpus, gpus=(), config=config("launch.workers_per_node=gpu"))[0] == "problem"
+    assert only(checks.check_gpus, gpus=())[0] == "skipped"
+    assert only(checks.check_gpus, gpus=(), config=config("launch.workers_per_node=gpu"))[0] == "problem"
 
 
 def test_links_between_gpus():
-    assert only(gpus.check_links) == ("ok", "NVLink on every GPU")
+    assert only(checks.check_links) == ("ok", "NVLink on every GPU")
     slow = DriverFacts(version="1", peers={(0, 1): False})
-    assert only(gpus.check_links, driver=slow)[0] == "warning"
-    assert only(gpus.check_links, gpus=(gpu(0),))[0] == "skipped"
+    assert only(checks.check_links, driver=slow)[0] == "warning"
+    assert only(checks.check_links, gpus=(gpu(0),))[0] == "skipped"
 
 
 def test_memory_errors_are_a_problem_of_one_gpu():
-    assert found(gpus.check_health) == []
-    assert only(gpus.check_health, driver=DriverFacts(bad_memory={1: 4}))[1].startswith("GPU 1 has 4")
+    assert found(checks.check_health) == []
+    assert only(checks.check_health, driver=DriverFacts(bad_memory={1: 4}))[1].startswith("GPU 1 has 4")
 
 
 def test_formats_that_a_gpu_cannot_compute():
     old = (gpu(0, compute_capability=(7, 5)),)
-    bf16 = found(gpus.check_dtypes, gpus=old, config=config("mixed_precision=bf16"))
+    bf16 = found(checks.check_dtypes, gpus=old, config=config("mixed_precision=bf16"))
     assert ("problem", "GPU 0 (H100) cannot compute bf16") in bf16
     assert any("torch has no code for GPU 0 (sm_75)" in text for _, text in bf16)
-    assert found(gpus.check_dtypes, config=config("mixed_precision=bf16")) == []
+    assert found(checks.check_dtypes, config=config("mixed_precision=bf16")) == []
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "status"),
     [
-        (host.check_processors, {}, "ok"),
-        (host.check_processors, {"cpus": 1}, "warning"),
-        (host.check_memory, {}, "ok"),
-        (host.check_memory, {"memory": GIB}, "warning"),
-        (host.check_memory, {"memory": None}, "skipped"),
-        (host.check_shared_memory, {}, "ok"),
-        (host.check_shared_memory, {"shared_memory": 64 * 1024**2}, "problem"),
-        (host.check_shared_memory, {"shared_memory": 64 * 1024**2, "gpus": ()}, "warning"),
-        (host.check_shared_memory, {"shared_memory": None}, "warning"),
-        (host.check_limits, {}, "ok"),
-        (host.check_limits, {"open_files": (1024, 65536)}, "warning"),
-        (host.check_limits, {"open_files": (256, 256)}, "problem"),
-        (host.check_clock, {}, "ok"),
-        (host.check_clock, {"clock_synchronised": None}, "skipped"),
-        (host.check_clock, {"clock_synchronised": False}, "skipped"),
-        (host.check_clock, {"clock_synchronised": False, "config": TWO_MACHINES}, "warning"),
+        (checks.check_processors, {}, "ok"),
+        (checks.check_processors, {"cpus": 1}, "warning"),
+        (checks.check_memory, {}, "ok"),
+        (checks.check_memory, {"memory": GIB}, "warning"),
+        (checks.check_memory, {"memory": None}, "skipped"),
+        (checks.check_shared_memory, {}, "ok"),
+        (checks.check_shared_memory, {"shared_memory": 64 * 1024**2}, "problem"),
+        (checks.check_shared_memory, {"shared_memory": 64 * 1024**2, "gpus": ()}, "warning"),
+        (checks.check_shared_memory, {"shared_memory": None}, "warning"),
+        (checks.check_limits, {}, "ok"),
+        (checks.check_limits, {"open_files": (1024, 65536)}, "warning"),
+        (checks.check_limits, {"open_files": (256, 256)}, "problem"),
+        (checks.check_clock, {}, "ok"),
+        (checks.check_clock, {"clock_synchronised": None}, "skipped"),
+        (checks.check_clock, {"clock_synchronised": False}, "skipped"),
+        (checks.check_clock, {"clock_synchronised": False, "config": TWO_MACHINES}, "warning"),
     ],
 )  # fmt: skip
 def test_host(check, changes, status):
@@ -174,9 +174,9 @@ def test_host(check, changes, status):
 
 def test_locked_memory_matters_between_machines_with_gpus():
     two = config("num_machines=2", "main_process_ip=a")
-    limits = found(host.check_limits, config=two, locked_memory=8 * 1024**2)
+    limits = found(checks.check_limits, config=two, locked_memory=8 * 1024**2)
     assert ("warning", "locked memory is limited to 8 MiB: RDMA registers more") in limits
-    assert len(found(host.check_limits, locked_memory=8 * 1024**2)) == 1
+    assert len(found(checks.check_limits, locked_memory=8 * 1024**2)) == 1
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,17 @@ def test_locked_memory_matters_between_machines_with_gpus():
 def test_disk(changes, machines, status):
     disk = replace(GOOD.disks[0], **changes)
     asked = config(f"num_machines={machines}", *(["main_process_ip=a"] if machines > 1 else []))
-    assert only(host.check_disks, disks=(disk,), config=asked)[0] == status
+    assert only(checks.check_disks, disks=(disk,), config=asked)[0] == status
 
 
 def test_interface_that_training_will_take_is_named():
-    status, text = only(network.check_interfaces)
+    status, text = only(checks.check_interfaces)
     assert status == "ok"
     assert "gloo takes eth0 (10.0.0.5) at 100 Gbit/s, NCCL takes eth0" in text
 
 
 def test_variable_that_names_no_interface_is_a_problem():
-    wrong = found(network.check_interfaces, environ={"NCCL_SOCKET_IFNAME": "ib"})
+    wrong = found(checks.check_interfaces, environ={"NCCL_SOCKET_IFNAME": "ib"})
     assert wrong[0] == ("problem", "NCCL_SOCKET_IFNAME=ib names no interface that is up; there are lo, eth0")
 
 
@@ -214,21 +214,21 @@ def test_variable_that_names_no_interface_is_a_problem():
 )
 def test_variables_are_read_in_nccls_notation(wanted, expected):
     facts = replace(GOOD, environ={"NCCL_SOCKET_IFNAME": wanted})
-    chosen = network.chosen(facts, "NCCL_SOCKET_IFNAME")
+    chosen = checks.chosen(facts, "NCCL_SOCKET_IFNAME")
     assert (chosen.name if chosen else None) == expected
 
 
 def test_name_that_other_machines_cannot_use():
     two = config("num_machines=2", "main_process_ip=a")
-    assert only(network.check_name)[0] == "ok"
-    assert only(network.check_name, own_address="127.0.1.1", config=two)[0] == "warning"
-    assert only(network.check_name, own_address="", config=two)[0] == "problem"
+    assert only(checks.check_name)[0] == "ok"
+    assert only(checks.check_name, own_address="127.0.1.1", config=two)[0] == "warning"
+    assert only(checks.check_name, own_address="", config=two)[0] == "problem"
 
 
 def test_port():
-    assert only(network.check_port)[0] == "ok"
-    assert only(network.check_port, port=29500) == ("ok", "29500 is free")
-    assert only(network.check_port, port=29500, port_holder="process 7")[0] == "warning"
+    assert only(checks.check_port)[0] == "ok"
+    assert only(checks.check_port, port=29500) == ("ok", "29500 is free")
+    assert only(checks.check_port, port=29500, port_holder="process 7")[0] == "warning"
 
 
 def test_config_that_is_wrong_or_that_this_machine_cannot_do():

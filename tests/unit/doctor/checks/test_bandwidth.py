@@ -1,6 +1,6 @@
 """What measured connections mean."""
 
-from fsdplaunch.doctor.checks.bandwidth import check_connections, slowest_rank
+from fsdplaunch.doctor.checks import check_connections, slowest_rank
 
 
 def measured(pairs, *, wrong=None, hosts=("a", "a", "b", "b")):

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.launch.comparison.causes import Cause
-from fsdplaunch.launch.comparison.records import RunFacts, StepFacts
-from fsdplaunch.launch.comparison.rounding import is_equal, may_be_rounding, rounding
-from fsdplaunch.launch.comparison.verdict import Difference, Verdict, compare, distances
+from fsdplaunch.comparison.causes import Cause, is_equal, may_be_rounding, rounding
+from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, Verdict, compare, distances
 
 STEP = StepFacts(
     losses=(1.0,),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.comparison import saved_weights
-from fsdplaunch.launch.comparison.saved_weights import saved_since
+from fsdplaunch.comparison import verdict
+from fsdplaunch.comparison.verdict import saved_since
 
 
 def _write(path: Path, seconds: float) -> None:
@@ -31,5 +31,5 @@ def test_what_cannot_be_looked_at_and_what_is_too_much_is_left_out(
     assert saved_since(tmp_path, 0.0) is None
     _write(tmp_path / "a" / "b" / "model.pt", 100)
     assert saved_since(tmp_path, 99) == Path("a/b/model.pt")
-    monkeypatch.setattr(saved_weights, "_AT_MOST", 0)
+    monkeypatch.setattr(verdict, "_AT_MOST", 0)
     assert saved_since(tmp_path, 99) is None

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fsdplaunch.comparison.causes import find_cause
+from fsdplaunch.comparison.verdict import RunFacts, StepFacts, compare, read_run
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.launch.comparison.causes import find_cause
-from fsdplaunch.launch.comparison.records import RunFacts, StepFacts, read_run
-from fsdplaunch.launch.comparison.verdict import compare
 
 STEP = StepFacts(
     losses=(1.0,),

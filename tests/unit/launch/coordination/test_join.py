@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from fsdplaunch.errors import MachineError
-from fsdplaunch.launch.coordination import coordinator, interfaces, join_phase, network
-from fsdplaunch.launch.coordination.interfaces import OwnPause, RunActions, RunAssignment
+from fsdplaunch.launch.coordination import coordinator, network, run_control
 from fsdplaunch.launch.coordination.node_client import NodeClient
+from fsdplaunch.launch.coordination.run_control import OwnPause, RunActions, RunAssignment
 from tests.joining import Place, counter, make_client
 from tests.unit.launch.conftest import make_worker
 
@@ -54,7 +54,7 @@ def test_node_that_comes_too_late_is_turned_away():
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_node_that_comes_while_the_others_try_each_other_waits_for_the_start(monkeypatch, most):
-    tried = join_phase.try_to_reach
+    tried = coordinator.try_to_reach
 
     def try_once_a_third_has_come(nodes: list) -> list[str]:
         place.come(2)
@@ -63,7 +63,7 @@ def test_node_that_comes_while_the_others_try_each_other_waits_for_the_start(mon
             time.sleep(0.01)
         return tried(nodes)
 
-    monkeypatch.setattr(join_phase, "try_to_reach", try_once_a_third_has_come)
+    monkeypatch.setattr(coordinator, "try_to_reach", try_once_a_third_has_come)
     place = Place(2, most=most)
     place.come(1)
     assert place.coordinator.gather(counter()).nodes == 2
@@ -85,7 +85,7 @@ def test_node_that_comes_while_the_others_try_each_other_waits_for_the_start(mon
 
 
 def test_node_that_leaves_while_the_others_try_each_other_is_missed(monkeypatch):
-    tried = join_phase.try_to_reach
+    tried = coordinator.try_to_reach
 
     def try_once_it_has_left(nodes: list) -> list[str]:
         client._connection.close()
@@ -101,7 +101,7 @@ def test_node_that_leaves_while_the_others_try_each_other_is_missed(monkeypatch)
 
     place = Place(3)
     client = place.client()
-    monkeypatch.setattr(join_phase, "try_to_reach", try_once_it_has_left)
+    monkeypatch.setattr(coordinator, "try_to_reach", try_once_it_has_left)
     threading.Thread(target=come_and_say_nothing_more, daemon=True).start()
     first = place.come(1)
     with pytest.raises(MachineError, match=r"host2 \(127.0.0.1\) did not answer any more"):
@@ -230,7 +230,7 @@ def test_node_that_goes_once_the_run_was_asked_to_end_is_no_failure(number, stat
 
 def test_nobody_counts_as_silent_before_what_came_in_a_pause_of_this_process_is_read(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(interfaces.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_control.time, "monotonic", lambda: clock[0])
     pause, seen = OwnPause(1.5), []
     for seconds in (0.5, 9.0, 0.5, 9.0, 9.0, 9.0):  # always busy: then it has to judge all the same
         clock[0] += seconds

@@ -3,10 +3,10 @@
 import threading
 import time
 
-from fsdplaunch.launch.coordination import join_phase, network
-from fsdplaunch.launch.coordination.connected_nodes import ConnectedNodes
+from fsdplaunch.launch.coordination import coordinator, network
+from fsdplaunch.launch.coordination.node_info import FULL_MESH
 from fsdplaunch.launch.coordination.protocol import Connection
-from fsdplaunch.launch.coordination.reachability import FULL_MESH
+from fsdplaunch.launch.coordination.server import ConnectedNodes
 from tests.joining import Place, counter
 
 
@@ -52,7 +52,7 @@ def looks_at(place: Place, looks: list[tuple[ConnectedNodes, str]]) -> list[str]
 def test_each_node_is_sent_as_much_among_many_as_among_few_and_nobody_is_looked_at_for_it(monkeypatch):
     few, many = FULL_MESH + 2, 3 * FULL_MESH
     looks = count_looks(monkeypatch)
-    monkeypatch.setattr(join_phase, "NEWS_SECONDS", 60)
+    monkeypatch.setattr(coordinator, "NEWS_SECONDS", 60)
     sizes, looked = {}, {}
     for count in (few, many):
         place, sent = join_many(monkeypatch, count)
@@ -90,14 +90,14 @@ def test_outcomes_of_many_nodes_are_counted_and_not_looked_for(monkeypatch):
 
 
 def test_news_of_a_long_wait_go_to_all_in_turn(monkeypatch):
-    monkeypatch.setattr(join_phase, "TOLD_AT_ONCE", 2)
-    monkeypatch.setattr(join_phase, "NEWS_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "TOLD_AT_ONCE", 2)
+    monkeypatch.setattr(coordinator, "NEWS_SECONDS", 0.05)
     told: list[int] = []
     place = Place(5, seconds=5)
     monkeypatch.setattr(
         ConnectedNodes, "present", property(lambda _nodes: [Listener(number, told) for number in range(3)])
     )
-    phase = join_phase.JoinPhase(place.coordinator._server)
+    phase = coordinator.JoinPhase(place.coordinator._server)
     for _ in range(4):
         phase._spread_news(kind="waiting", here=3, of=5)
     assert told == [0, 1, 2, 0, 1, 2]

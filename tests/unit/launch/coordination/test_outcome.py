@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdplaunch.launch.coordination.outcome import (
+from fsdplaunch.launch.coordination.run_control import (
     end_of_run,
     merge_outcomes,
     merged_record,

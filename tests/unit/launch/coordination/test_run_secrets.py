@@ -10,10 +10,9 @@ import pytest
 
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.coordination.handshake import PROTOCOL, CoordinatorHandshake, NodeHandshake
+from fsdplaunch.launch.coordination.join import SecretSource, find_secret, read_secret_file
 from fsdplaunch.launch.coordination.placement import NodePlacement
-from fsdplaunch.launch.coordination.run_secrets import SecretSource, find_secret, read_secret_file
-from fsdplaunch.launch.coordination.wire_types import ProtocolError
+from fsdplaunch.launch.coordination.protocol import PROTOCOL, CoordinatorHandshake, NodeHandshake, ProtocolError
 from fsdplaunch.run_secret import SECRET, is_secret, make_secret
 from tests.joining import SECRET as GIVEN
 from tests.joining import Place, counter
@@ -177,7 +176,7 @@ def test_secret_file_that_would_be_waited_for_is_refused_at_once(tmp_path):
 LEAVES_ONE = """
 import os, sys
 from pathlib import Path
-from fsdplaunch.launch.coordination.run_secrets import SecretSource
+from fsdplaunch.launch.coordination.join import SecretSource
 SecretSource("", Path(sys.argv[1], ".join-killed")).offer()
 print("there", flush=True)
 sys.stdin.read()

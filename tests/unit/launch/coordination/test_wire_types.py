@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdplaunch.launch.coordination.wire_types import TO_COORDINATOR, TO_NODE, ProtocolError, decode
+from fsdplaunch.launch.coordination.protocol import TO_COORDINATOR, TO_NODE, ProtocolError, decode
 from scripts.campaigns.attack_classes.messages import EXAMPLES, mutations
 
 KINDS = [(kind, kinds) for kinds in (TO_COORDINATOR, TO_NODE) for kind in kinds]

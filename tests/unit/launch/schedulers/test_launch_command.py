@@ -12,9 +12,9 @@ from fsdplaunch.config.schema.config import Config, LaunchSection, SlurmSection,
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.schedulers.launch_command import launch_words
-from fsdplaunch.launch.schedulers.slurm.batch_script import batch_script
-from fsdplaunch.launch.schedulers.ssh.hosts import check_client, client_words, explain_end, read_hosts, to_line
+from fsdplaunch.launch.schedulers.remote_launchers import launch_words
+from fsdplaunch.launch.schedulers.slurm import batch_script
+from fsdplaunch.launch.schedulers.ssh import check_client, client_words, explain_end, read_hosts, to_line
 
 ODD = ("a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "", "--x=1;2", "&")
 SCRIPT = "my 'odd' $(touch evaluated).py"

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.launch.schedulers import kubernetes
-from fsdplaunch.launch.schedulers.shown_output import stream_for
-from fsdplaunch.launch.schedulers.ssh.hosts import READY
-from fsdplaunch.launch.schedulers.ssh.sessions import SessionSpec, SshSessions
+from fsdplaunch.launch.schedulers.remote_launchers import stream_for
+from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshSessions
 
 PRINTED = b"\x1b[32mgreen\x1b[0m \x1b]0;title\x07 \xc2\x9b2J \xe2\x80\xae end\n"
 TAME = b"\x1b[32mgreen\x1b[0m \\x1b]0;title\\x07 \\xc2\\x9b2J \\xe2\\x80\\xae end\n"

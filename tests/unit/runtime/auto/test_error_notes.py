@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdplaunch.runtime.auto.shards.error_notes import explaining_mixtures
+from fsdplaunch.runtime.torch_error_notes import explaining_mixtures
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.comparison.last_digits import LastDigits
+from fsdplaunch.comparison.record import LastDigits
 
 
 def test_each_parameter_is_changed_once_by_the_rounding_of_its_dtype():

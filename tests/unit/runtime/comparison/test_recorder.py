@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from fsdplaunch.runtime.comparison.recorder import Recorder
+from fsdplaunch.comparison.record import Recorder
 
 
 def test_gradients_of_single_rows_by_torch_func_are_not_in_the_way():

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fsdplaunch.runtime.compat.import_hook import once_imported
+from fsdplaunch.runtime.patch import once_imported
 
 
 @pytest.fixture

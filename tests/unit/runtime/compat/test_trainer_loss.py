@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.compat.trainer_loss import watch_loss
+from fsdplaunch.runtime.compat.hugging_face import watch_loss
 
 
 def _trainer(model: Any, *, ranks: int = 2, average: bool = True) -> Any:

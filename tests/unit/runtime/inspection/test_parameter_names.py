@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdplaunch.runtime.inspection.parameter_names import named_parameters
+from fsdplaunch.runtime.inspection.parameters import named_parameters
 
 
 class Short(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.inspection.replace_modules import without_wrappers
+from fsdplaunch.runtime.inspection.units import without_wrappers
 from fsdplaunch.runtime.torch_internals.modules import checkpoint_wrapper
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fsdplaunch.runtime.measuring import collective_wait, measure
-from fsdplaunch.runtime.measuring.batch_count import BatchCount, first_tensor
-from fsdplaunch.runtime.torch_internals import data_loaders
+from fsdplaunch.runtime.torch_internals import modules
+from fsdplaunch.tune import measure
+from fsdplaunch.tune.measure import BatchCount, first_tensor
 
 
 def test_rows_and_tokens_are_those_of_the_first_tensor():
@@ -28,19 +28,19 @@ def test_every_loader_is_watched(monkeypatch):
     kind = type(iter(DataLoader(TensorDataset(torch.zeros(1, 1))))).__mro__[1]
     monkeypatch.setattr(kind, "__next__", kind.__next__)  # put back at the end
     seen = []
-    data_loaders.watch_batches(seen.append)
+    modules.watch_batches(seen.append)
     assert len(list(DataLoader(TensorDataset(torch.zeros(10, 2)), batch_size=4))) == 3
     assert [len(batch[0]) for batch in seen] == [4, 4, 2]
 
 
 def test_waiting_is_counted_once_where_a_call_makes_another(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(collective_wait.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
 
     def take(seconds):
         now[0] += seconds
 
-    wait = collective_wait.CollectiveWait()
+    wait = measure.CollectiveWait()
     inner = wait._timed(lambda: take(2.0))
     wait._timed(lambda: (inner(), take(1.0)))()
     assert wait.seconds == 3.0
@@ -74,7 +74,7 @@ def test_the_optimizer_that_steps_most_is_recorded(tmp_path, monkeypatch):
 
 
 def test_a_gpu_is_asked_for_the_time_of_its_own_events(monkeypatch):
-    from fsdplaunch.runtime.measuring.step_clock import StepClock
+    from fsdplaunch.tune.measure import StepClock
 
     moments = iter([10.0, 13.0, 20.0])
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
-from fsdplaunch.runtime.saving import old_checkpoints, run_locks
-from fsdplaunch.runtime.saving.checkpoint_dirs import begin, find_checkpoint, numbered, publish
-from fsdplaunch.runtime.saving.old_checkpoints import remove_old
+from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
+from fsdplaunch.runtime.saving.checkpoint_dirs import begin, find_checkpoint, numbered, publish, remove_old
 
 NOBODY = 65534
 
@@ -112,7 +111,7 @@ def test_what_the_system_refuses_is_said_and_no_error(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(old_checkpoints.shutil, "rmtree", refuse)
+    monkeypatch.setattr(checkpoint_dirs.shutil, "rmtree", refuse)
     (note,) = remove_old(tmp_path, 1)
     assert note.endswith("checkpoint-1.removed stays: device or resource busy")
     monkeypatch.setattr(Path, "rename", refuse)
@@ -124,7 +123,7 @@ def test_what_the_system_refuses_is_said_and_no_error(tmp_path, monkeypatch):
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from fsdplaunch.runtime.saving.old_checkpoints import remove_old
+from fsdplaunch.runtime.saving.checkpoint_dirs import remove_old
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 print(remove_old(Path(sys.argv[1]), 1))
 """
@@ -150,7 +149,7 @@ def test_folder_that_may_not_be_written_stays_whole(tmp_path_factory):
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from fsdplaunch.runtime.saving.run_locks import lock_for_run
+from fsdplaunch.runtime.saving.save_job import lock_for_run
 root = Path(sys.argv[1])
 target = root / "checkpoint-1" if sys.argv[2] == "numbered" else root
 lock_for_run(target, root)
@@ -177,16 +176,16 @@ def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end)
     try:
         pid = int(run.stdout.readline().split()[1])
         with pytest.raises(Exception, match=f"ckpt is being written by process {pid} on {os.uname().nodename}"):
-            run_locks.lock_for_run(target, root)
-        assert not run_locks.is_locked(target, root)
+            save_job.lock_for_run(target, root)
+        assert not save_job.is_locked(target, root)
         if end == "killed":
             run.kill()  # its fork lives on, and has let go
         run.stdin.close()
         run.wait()
-        run_locks.lock_for_run(target, root)
-        run_locks.lock_for_run(target, root)
-        assert run_locks.is_locked(target, root)
-        run_locks._release_all()
+        save_job.lock_for_run(target, root)
+        save_job.lock_for_run(target, root)
+        assert save_job.is_locked(target, root)
+        save_job._release_all()
         assert names(root) == set()
         assert names(tmp_path) == {"ckpt"}
     finally:
@@ -198,9 +197,9 @@ def test_outside_of_a_launch_the_lock_lasts_as_long_as_a_save(tmp_path, monkeypa
     for in_launch in (False, True):
         if in_launch:
             monkeypatch.setenv("FSDPLAUNCH_RUN_DIR", "runs/r1")
-        run_locks.lock_for_run(target, tmp_path)
-        assert run_locks.is_locked(target, tmp_path)
-        run_locks.end_save(target, tmp_path)
-        assert run_locks.is_locked(target, tmp_path) is in_launch
-    run_locks._release_all()
+        save_job.lock_for_run(target, tmp_path)
+        assert save_job.is_locked(target, tmp_path)
+        save_job.end_save(target, tmp_path)
+        assert save_job.is_locked(target, tmp_path) is in_launch
+    save_job._release_all()
     assert names(tmp_path) == set()

@@ -13,9 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.plain_files import load_plain, read_plain
+from fsdplaunch.runtime.saving.plain_files import load_plain, packed, read_plain
 from fsdplaunch.runtime.saving.safe_dcp_reader import SafePlanner, SafeReader
-from fsdplaunch.runtime.saving.small_files import packed
 
 PLAIN = {
     "numbers": {"a": 1, "b": -(2**62), "c": 2.5, "d": True, "e": None, 3: "x", (1, "y"): [b"z"]},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.rng_state import packed_random_states, random_states, read_random_states
+from fsdplaunch.runtime.saving.plain_files import packed_random_states, random_states, read_random_states
 
 WRONG = [None, -1, 2**70, "x", [], {}, [[]], 1.5, torch.ones(3), (3, tuple(range(600)), None)]
 

@@ -20,12 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
-from fsdplaunch.checkpoint.readers.dcp_places import item_locations
-from fsdplaunch.runtime.saving.sharded.index_file import data_file, write_index
-from fsdplaunch.runtime.saving.sharded.layouts import UnknownLayoutError
-from fsdplaunch.runtime.saving.sharded.shared_plan import SharedPlan
-from fsdplaunch.runtime.torch_internals.dcp import FORMAT_VERSION, StorageInfo, flatten_state_dict
+from fsdplaunch.checkpoint.readers.dcp_index import item_locations, read_metadata
+from fsdplaunch.runtime.saving.sharded_plan import SharedPlan, UnknownLayoutError
+from fsdplaunch.runtime.saving.write_sharded import data_file, write_index
+from fsdplaunch.runtime.torch_internals.checkpoint import FORMAT_VERSION, StorageInfo, flatten_state_dict
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.tensor_parallel.adapters import adapted_layers
+from fsdplaunch.runtime.tensor_parallel.plan import adapted_layers
 from fsdplaunch.runtime.tensor_parallel.styles import STYLES
 
 

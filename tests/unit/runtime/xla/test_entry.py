@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.script import ScriptTarget, run_target
-from fsdplaunch.runtime.xla.entry import call_left_out, spawn_here
+from fsdplaunch.runtime.xla.set_up import call_left_out, spawn_here
 
 GUARD = "if __name__ == '__main__':\n    "
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.saving.dcp_files import read_sharded
-from fsdplaunch.runtime.xla.stored_optimizer import NAMES, OwnSlice, read_optimizer
-from fsdplaunch.runtime.xla.stored_weights import (
+from fsdplaunch.runtime.saving.model_and_optimizer import read_sharded
+from fsdplaunch.runtime.xla.stored import (
+    NAMES,
+    OwnSlice,
     check_fit,
     held_pieces,
     open_weights,
     parameter_shapes,
+    read_optimizer,
     values_of,
 )
 from tests.unit.checkpoint.readers.test_xla_files import WRITTEN, cut, model, write

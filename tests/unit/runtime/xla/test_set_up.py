@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import clip_grad_norm_
-from fsdplaunch.runtime.auto.shards.optimizers import stepping_shards
+from fsdplaunch.runtime.auto.torch_calls import stepping_shards
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.loading.load import load_weights
-from fsdplaunch.runtime.saving import rng_state
+from fsdplaunch.runtime.saving import plain_files
 from fsdplaunch.runtime.saving.plain_files import read_plain
-from fsdplaunch.runtime.state_dict.optim_state_dict import full_optim_state_dict
-from fsdplaunch.runtime.xla import set_up, watch
-from fsdplaunch.runtime.xla.move import move_model
+from fsdplaunch.runtime.state_dict.named_states import full_optim_state_dict
+from fsdplaunch.runtime.xla import set_up, wrappers
+from fsdplaunch.runtime.xla.wrappers import move_model
 
 
 @pytest.fixture
@@ -60,27 +60,27 @@ def test_a_script_that_shards_nothing_ends_at_its_first_step(runtime, monkeypatc
     runtime(is_spmd=True, keep_dtypes=None)
     found = []
     monkeypatch.setattr(set_up, "check_at_first_step", found.append)
-    monkeypatch.setattr("fsdplaunch.runtime.xla.watch.watch_wrappers", lambda: None)
-    monkeypatch.setattr("fsdplaunch.runtime.xla.trainer.configure_trainer", lambda _: None)
+    monkeypatch.setattr("fsdplaunch.runtime.xla.wrappers.watch_wrappers", lambda: None)
+    monkeypatch.setattr("fsdplaunch.runtime.xla.set_up.configure_trainer", lambda _: None)
     text = f"launch: {{shard: {shard}}}\nfsdp_config: {{xla: true, xla_v2: true}}\n"
     set_up._watch(stack(read_text(text, "x")).config, "train.py")
     assert found == checked
 
 
 def test_the_devices_generator_is_kept_in_checkpoints(monkeypatch, tmp_path):
-    monkeypatch.setattr(rng_state, "_others", {})
+    monkeypatch.setattr(plain_files, "_others", {})
     put_back = []
-    rng_state.keep_generator("xm_seed", lambda: 17, put_back.append)
+    plain_files.keep_generator("xm_seed", lambda: 17, put_back.append)
     path = tmp_path / "random_states_0.pkl"
-    path.write_bytes(rng_state.packed_random_states(rng_state.random_states(3)))
-    rng_state.read_random_states(path)
+    path.write_bytes(plain_files.packed_random_states(plain_files.random_states(3)))
+    plain_files.read_random_states(path)
     assert put_back == [17]
     assert read_plain(path)["xm_seed"] == 17  # as accelerate names and writes it
 
 
 def test_parameters_of_a_generator_are_clipped_where_pytorch_xla_is_in_use(monkeypatch):
     seen = SimpleNamespace(clip_norm=lambda parameters, *_: list(parameters) and None)
-    monkeypatch.setitem(sys.modules, "fsdplaunch.runtime.xla.gradients", seen)
+    monkeypatch.setitem(sys.modules, "fsdplaunch.runtime.xla.wrappers", seen)
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
     for param in params:
         param.grad = torch.full_like(param, 4.0)
@@ -115,10 +115,10 @@ def test_whoever_builds_the_class_of_spmd_keeps_shared_parameters(runtime, monke
             self.inner, self.mesh = module.to("meta"), mesh
 
     runtime(device=torch.device("meta"))
-    monkeypatch.setattr(watch, "wrapper_classes", lambda: (type("Other", (Wrapper,), {}), Wrapper))
+    monkeypatch.setattr(wrappers, "wrapper_classes", lambda: (type("Other", (Wrapper,), {}), Wrapper))
     marked = []
-    monkeypatch.setattr(watch, "mark_sharded", marked.append)
-    watch.watch_wrappers()
+    monkeypatch.setattr(wrappers, "mark_sharded", marked.append)
+    wrappers.watch_wrappers()
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
     model[1].weight = model[0].weight
     wrapped = Wrapper(module=model, mesh=1)
@@ -132,12 +132,12 @@ def test_a_trainers_outputs_of_any_kind_are_split(runtime):
     def shard_output():
         """Stand in for the function inside transformers' Trainer."""
 
-    assert watch._with_output({"shard_output": shard_output, "mesh": 1}) == {
+    assert wrappers._with_output({"shard_output": shard_output, "mesh": 1}) == {
         "shard_output": shard_output,
         "mesh": 1,
     }
     shard_output.__module__ = "transformers.trainer"
-    assert watch._with_output({"shard_output": shard_output, "mesh": 1}) == {"shard_output": ours, "mesh": 1}
+    assert wrappers._with_output({"shard_output": shard_output, "mesh": 1}) == {"shard_output": ours, "mesh": 1}
 
 
 def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.config.load.load import stack
-from fsdplaunch.config.load.yaml_reader import read_text
-from fsdplaunch.runtime.xla.trainer import configure_trainer, trainer_arguments
+from fsdplaunch.config.load import stack
+from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.runtime.xla.set_up import configure_trainer, trainer_arguments
 
 
 def arguments(text):

@@ -10,8 +10,7 @@ import pytest
 from fsdplaunch.checkpoint.merge import write
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.checkpoint.merge.options import ProgressMeter
-from fsdplaunch.checkpoint.merge.parallel.jobs import run_jobs
-from fsdplaunch.checkpoint.merge.parallel.shares import split_by_tensors
+from fsdplaunch.checkpoint.merge.parallel import run_jobs, split_by_tensors
 from fsdplaunch.errors import CheckpointError, UsageError
 
 

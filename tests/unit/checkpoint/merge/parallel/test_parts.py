@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
-from fsdplaunch.checkpoint.merge.parallel.parts_folder import remove_parts
-from fsdplaunch.checkpoint.merge.parallel.shares import files_of_part
+from fsdplaunch.checkpoint.merge.parallel import files_of_part, remove_parts
 from fsdplaunch.errors import CheckpointError, UsageError
 
 MANY_FILES = MergeOptions(max_shard_size=300, copy_from=None)
@@ -107,11 +106,11 @@ def test_killed_part_is_started_again(dcp, checkpoint, tmp_path, monkeypatch, wh
         (tmp_path / "out/notes.txt").write_text("mine")
     merge(checkpoint, tmp_path / "out", options=part(1, 2, options))
     function, when = {
-        "writing": ("fsdplaunch.checkpoint.merge.safetensors_output.write_plan", "after"),
-        "keeping": ("fsdplaunch.checkpoint.merge.parallel.parts_folder._write", "before"),
-        "completing": ("fsdplaunch.checkpoint.merge.safetensors_output._complete", "after"),
-        "before the move": ("fsdplaunch.checkpoint.merge.safetensors_output.publish_folder", "before"),
-        "after the move": ("fsdplaunch.checkpoint.merge.safetensors_output.publish_folder", "after"),
+        "writing": ("fsdplaunch.checkpoint.merge.merge.write_plan", "after"),
+        "keeping": ("fsdplaunch.checkpoint.merge.parallel._write", "before"),
+        "completing": ("fsdplaunch.checkpoint.merge.merge._complete", "after"),
+        "before the move": ("fsdplaunch.checkpoint.merge.merge.publish_folder", "before"),
+        "after the move": ("fsdplaunch.checkpoint.merge.merge.publish_folder", "after"),
     }[where]
     with monkeypatch.context() as patch:
         killed_at(patch, function, when)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-from fsdplaunch.runtime.auto.ddp.forward import only_compresses
+from fsdplaunch.runtime.auto.ddp import only_compresses
 
 
 def own(_state: Any, _bucket: Any) -> Any:

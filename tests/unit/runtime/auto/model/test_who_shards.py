@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.walk import build_config
+from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.runtime.auto.model import who_shards
-from fsdplaunch.runtime.library_watch import Library
-from fsdplaunch.runtime.script_line import is_user_file
+from fsdplaunch.runtime.messages import is_user_file
+from fsdplaunch.runtime.sharding_watch import Library
 
 
 @pytest.mark.parametrize(

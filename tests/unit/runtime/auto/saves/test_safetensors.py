@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.saves.save_calls import saving_as_one_process
+from fsdplaunch.runtime.auto.saves import saving_as_one_process
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.saves import working_tree
-from fsdplaunch.runtime.auto.saves.working_tree import WorkingTree, rank_0_having_the_tree
+from fsdplaunch.runtime.auto import working_tree
+from fsdplaunch.runtime.auto.working_tree import WorkingTree, rank_0_having_the_tree
 from fsdplaunch.runtime.state_dict.gather import files_of_ranks
 
 

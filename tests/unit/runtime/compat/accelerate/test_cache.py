@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdplaunch.runtime.compat.accelerate import cache
+from fsdplaunch.runtime.compat import accelerate
 
 
 def _model() -> tuple[nn.Module, Any]:
@@ -36,5 +36,5 @@ def _prepare(plugin: Any, *objects: Any) -> Any:
         def prepare(self, *objects: Any) -> Any:
             return objects
 
-    cache._adapt(SimpleNamespace(Accelerator=Accelerator))
+    accelerate._prepare_without_cache(SimpleNamespace(Accelerator=Accelerator))
     return Accelerator().prepare(*objects)

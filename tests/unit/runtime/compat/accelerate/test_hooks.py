@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.runtime.compat.accelerate import hooks
+from fsdplaunch.runtime.compat import accelerate
 
 
 class _Accelerator:
@@ -25,7 +25,7 @@ def test_a_hook_takes_what_is_there_and_none_where_shards_were_saved(weights: li
     class Accelerator(_Accelerator):
         pass
 
-    hooks._adapt(SimpleNamespace(Accelerator=Accelerator))
+    accelerate._register_save_hooks(SimpleNamespace(Accelerator=Accelerator))
     accelerator = Accelerator()
     found = []
 

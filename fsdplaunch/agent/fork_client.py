@@ -1,0 +1,258 @@
+"""The agent's handle on its fork server, the process that its workers are forked from.
+
+There is always one, also when workers start as fresh interpreters or are no Python at all: then the fork server
+executes them. So every worker is watched, signalled and, when the agent is killed, ended in the same way.
+"""
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplaunch.agent.fork_server import (
+    ForkServerProcess,
+    Preloaded,
+    Released,
+    fork,
+    fresh_command,
+    has_threads,
+    import_all,
+)
+from fsdplaunch.agent.forked_process import WorkerRequest
+from fsdplaunch.channel import Channel, open_channel
+from fsdplaunch.launch.root_cause import signal_name
+from fsdplaunch.sockets import inherited_limit
+
+CLOSE_SECONDS = 2.0
+"""How long the fork server may take to kill its workers and end."""
+
+
+class ForkServerGoneError(RuntimeError):
+    """The fork server ended, and every worker with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWorker:
+    """The end of one worker.
+
+    Attributes:
+        pid: Its process id.
+        code: Its exit status; -n for a death by signal n.
+        time_ns: When it was found dead.
+        peak_bytes: The most host memory it held.
+    """
+
+    pid: int
+    code: int
+    time_ns: int
+    peak_bytes: int
+
+
+class ForkServer:
+    """Starts workers and tells how they ended."""
+
+    _channel: Channel
+    _pid: int
+
+    def __init__(
+        self,
+        lifeline: int | None = None,
+        noting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        imported: Callable[[], None] = lambda: None,
+        unneeded: Sequence[socket.socket] = (),
+    ) -> None:
+        """Begin with nothing started.
+
+        Args:
+            lifeline: The launcher's pipe, which the server watches.
+            noting: Notes what imports do, here and in the server.
+            imported: Does again what imports have done that were made before this process was forked.
+            unneeded: Sockets of this process that the server and the workers are not to hold open.
+        """
+        self._noting, self._imported = noting, imported
+        self._lifeline, self._unneeded = lifeline, unneeded
+        self._environ = dict(os.environ)
+        self._obstacle: str | None = None
+        self._ready = self._released = False
+        self._ended: list[EndedWorker] = []
+        self._started: list[int] = []
+        self._running: set[int] = set()
+        self.notes: tuple[str, ...] = ()
+
+    def start(self, first: Sequence[str], then: Sequence[str]) -> WorkerRequest | Released | None:
+        """Import modules here, fork the server, and let it import the rest while the caller goes on.
+
+        Returns twice, in two different processes: in this one, once the server is forked; and again in every
+        worker that the server forks later, with what that worker is to do.
+
+        Args:
+            first: Modules that this process needs as well.
+            then: Modules that only the workers need.
+
+        Returns:
+            None in this process; in a worker, its request; in the server, when `close` lets it go, that it did.
+        """
+        parent = os.getpid()
+        interrupt = signal.getsignal(signal.SIGINT)
+        if interrupt is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has it wait until here
+        gc.disable()
+        self._imported()
+        with self._noting():
+            for name in first:
+                importlib.import_module(name)
+        self._channel, there = open_channel()
+        self._pid = fork()
+        if self._pid == 0:
+            self._channel.close()
+            for end in self._unneeded:
+                end.close()
+            signal.signal(signal.SIGINT, interrupt)
+            return ForkServerProcess(there, self._lifeline).serve(
+                lambda: self._import_all((*first, *then)), parent=parent
+            )
+        gc.enable()
+        there.close()
+        if first and has_threads():
+            self._obstacle = f"importing {first[-1]} started threads"
+        return None
+
+    def _import_all(self, names: Sequence[str]) -> Preloaded:
+        with self._noting():
+            return import_all(names, before=self._environ)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Return why workers are not forked warm although configured; known once the fork server is ready."""
+        return self._obstacle
+
+    def wait_until_ready(self) -> None:
+        """Wait for the preloading to finish. A server that dies of it is replaced by one that imports nothing."""
+        try:
+            while not self._ready:
+                self._take_message()
+        except ForkServerGoneError:
+            self._replace()
+            while not self._ready:
+                self._take_message()
+
+    def _replace(self) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        self._channel.close()
+        self._channel, there = open_channel()
+        obstacle = f"what launch.preload names ended the interpreter ({how})"
+        files = [file for file in (there.fileno(), self._lifeline) if file is not None]
+        command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=())
+        with inherited_limit():
+            fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
+        self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
+        there.close()
+
+    def start_worker(
+        self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
+    ) -> int:
+        """Start a worker and return its process id.
+
+        Args:
+            command: What the bootstrap is to run, or a program and its arguments when `cold`.
+            variables: Added to the variables the agent was started with.
+            cold: Execute the command, instead of running the bootstrap in the fork.
+            files: Descriptors for standard input, output and error output.
+            cpus: Processors it may use; empty for no change.
+        """
+        request = {
+            "argv": list(command),
+            "environ": {**self._environ, **variables},
+            "execute": cold,
+            "shown_as": [sys.executable, "-u", *command],
+            "cpus": list(cpus),
+        }
+        self._channel.send(request, files)
+        while not self._started:
+            self._take_message()
+        pid = self._started.pop()
+        self._running.add(pid)
+        return pid
+
+    def ended(self, seconds: float = 0.0) -> list[EndedWorker]:
+        """Return the workers that have ended since the last call.
+
+        Args:
+            seconds: How long to wait for one.
+        """
+        try:
+            while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
+                self._take_message()
+        except ForkServerGoneError:  # the kernel has killed its workers by now
+            self._ended += [_killed(pid) for pid in self._running]
+            self._running.clear()
+        done, self._ended = self._ended, []
+        return done
+
+    def close(self, *, keep_seconds: float = 0.0) -> None:
+        """End the fork server, which kills what still runs in it.
+
+        Args:
+            keep_seconds: Above 0, let it go instead, where it can be forked from.
+        """
+        if keep_seconds and self._ready and self._obstacle is None and self._release(keep_seconds):
+            return
+        self._channel.close()
+        patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
+        end = time.monotonic() + patience
+        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+    def _release(self, seconds: float) -> bool:
+        """Let the server go; return whether it has left the run's files behind."""
+        self._channel.limit_waiting(CLOSE_SECONDS)
+        try:
+            self._channel.send({"released": seconds})
+            while not self._released:
+                self._take_message()
+        except (OSError, ForkServerGoneError):
+            return False
+        self._channel.close()
+        return True
+
+    def _take_message(self) -> None:
+        try:
+            received = self._channel.receive()
+        except OSError:
+            received = None
+        if received is None:
+            msg = "the process that starts the workers has died"
+            raise ForkServerGoneError(msg)
+        message = received[0]
+        if "ended" in message:
+            code = os.waitstatus_to_exitcode(message["status"])
+            peak = message["peak_bytes"]
+            self._running.discard(message["ended"])
+            self._ended.append(
+                EndedWorker(pid=message["ended"], code=code, time_ns=message["time_ns"], peak_bytes=peak)
+            )
+        elif "released" in message:
+            self._released = True
+        elif "started" in message:
+            self._started.append(message["started"])
+        else:
+            self._ready = True
+            self._obstacle = self._obstacle or message["obstacle"]
+            self.notes = tuple(message["notes"])
+
+
+def _killed(pid: int) -> EndedWorker:
+    return EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=time.time_ns(), peak_bytes=0)

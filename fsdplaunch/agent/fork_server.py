@@ -1,0 +1,400 @@
+"""The fork server: fork workers on request, report how each one ended, leave none behind.
+
+It is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket, no
+CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports rules
+that out, it becomes a fresh interpreter, `python .../agent/fork_server.py`, and executes them.
+
+A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
+child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
+GPU when they are imported therefore rule out forking.
+"""
+
+import sys
+
+if __name__ == "__main__" and sys.path and sys.path[0].endswith("agent"):
+    del sys.path[0]  # this file's folder: its names are not for `import`
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.agent.forked_process import WorkerRequest, become_worker, leave_files, share_modules, show_as
+from fsdplaunch.channel import Channel
+from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
+from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preloaded:
+    """What came of it.
+
+    Attributes:
+        obstacle: Why workers cannot be forked from this process, or None when they can.
+        notes: What the user should be told once.
+        before: The variables as they were before anything was imported.
+        changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
+            fresh interpreter would have changed them, too.
+    """
+
+    obstacle: str | None = None
+    notes: tuple[str, ...] = ()
+    before: Mapping[str, str] = field(default_factory=dict)
+    changes: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
+
+
+def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
+    """Import modules one after the other; one that fails is named in a note, and left to the script.
+
+    Args:
+        names: Module names.
+        before: The variables as they were before anything was imported.
+    """
+    notes: list[str] = []
+    obstacle = None
+    collecting = gc.isenabled()
+    gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
+    try:
+        for name in names:
+            note = _import(name)
+            notes += [note] if note else []
+            obstacle = obstacle or _obstacle(name)
+    finally:
+        if collecting:
+            gc.enable()
+    changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
+    return Preloaded(obstacle=obstacle, notes=tuple(notes), before=before, changes=changes)
+
+
+def freeze() -> None:
+    """Keep the collector away from everything there is, so that children share its memory."""
+    gc.collect()
+    gc.freeze()
+
+
+def _import(name: str) -> str | None:
+    try:
+        importlib.import_module(name)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a module may even raise SystemExit; the script will see it
+        return (
+            f"launch.preload: importing {name} failed ({type(error).__name__}: {error}); workers go on without it"
+        )
+    return None
+
+
+def _obstacle(name: str) -> str | None:
+    if uses_gpu():
+        return f"importing {name} opened the GPU"
+    if has_threads():
+        return f"importing {name} started threads"
+    return None
+
+
+def uses_gpu() -> bool:
+    """Return whether this process has used a GPU: torch says so, or it holds one of the driver's devices open."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return True
+    return any(target.startswith("/dev/nvidia") for target in _open_files())
+
+
+def _open_files() -> list[str]:
+    folder = Path("/proc/self/fd")
+    targets = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        try:
+            targets.append(str(entry.readlink()))
+        except OSError:
+            continue  # the descriptor of this very listing
+    return targets
+
+
+def fork() -> int:
+    """Fork, without the warning that Python 3.12 gives where there are threads: here they have been thought of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def has_threads() -> bool:
+    """Return whether this process has a second thread that would not survive a fork in good order.
+
+    Libraries with helper threads of their own may end them around a fork (OpenBLAS does, and starts them again
+    when it needs them). So a child is made and thrown away first; the threads that are left then are the others.
+    """
+    folder = Path("/proc/self/task")
+    if not folder.is_dir() or len(list(folder.iterdir())) == 1:
+        return False
+    child = fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(list(folder.iterdir())) > 1
+
+
+def kill_worker(pid: int) -> None:
+    """Kill a worker that nobody has waited for yet, and what it started.
+
+    One that was forked a moment ago leads no group yet, and has started nothing.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(leader: int) -> None:
+    """Kill what a worker has left behind, which may have been waited for."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def exists(pid: int) -> bool:
+    """Return whether there is a process with this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
+
+_AGENT_SECONDS = 3.0
+"""How long the agent may take to end its workers, after their grace, once its launcher has gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A fork server that its agent lets go at the end of the run: an interpreter with everything imported.
+
+    Attributes:
+        seconds: How long it may stay.
+        loaded: What came of the imports.
+    """
+
+    seconds: float
+    loaded: Preloaded
+
+
+class ForkServerProcess:
+    """Serves one agent, over one channel, and ends it where it outlives its launcher."""
+
+    def __init__(self, channel: Channel, lifeline: int | None = None) -> None:
+        self._channel = channel
+        self._lifeline = lifeline
+        self._agent = 0
+        self._deadline: float | None = None
+        self._children: set[int] = set()
+        self._failed: set[int] = set()  # have ended, and what they started may go on
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *PASSED_ON)}
+
+    def serve(
+        self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
+    ) -> WorkerRequest | Released:
+        """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
+
+        Args:
+            preload: Imports what is to be imported.
+            parent: Process id of the agent.
+            obstacle: Why this fork server, a fresh one, does not fork; only to be told.
+
+        Returns:
+            In a worker: what it is to be. Its process is set up for that. In the fork server itself, when
+            the agent lets it go, that it is released.
+        """
+        die_with_parent(signal.SIGKILL, parent=parent)
+        if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
+            os.setsid()
+        show_as(("fsdplaunch", "fork-server"))
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)
+        self._agent = parent
+        loaded = preload()
+        if loaded.obstacle is not None:
+            self._start_over(loaded, parent)
+        return self._work(loaded, obstacle)
+
+    def _start_over(self, loaded: Preloaded, parent: int) -> None:
+        """Become a fresh interpreter: no thread, and no hold on a GPU, of what was preloaded is left."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for file in (self._channel.fileno(), self._lifeline):
+            if file is not None:
+                os.set_inheritable(file, True)
+        command = fresh_command(
+            self._channel.fileno(), self._lifeline, parent, obstacle=loaded.obstacle, notes=loaded.notes
+        )
+        os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
+
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest | Released:
+        share_modules()
+        freeze()
+        self._watch_children()
+        self._tell({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
+        while True:
+            received = self._next_message()
+            if received is None:
+                self._end()
+            elif seconds := received[0].get("released"):
+                return self._release(float(seconds), loaded)
+            else:
+                request = self._start(*received, loaded)
+                if request is not None:
+                    return request
+
+    def _watch_children(self) -> None:
+        """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
+        wake_with_parent()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+
+    def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
+        while True:
+            readable, _, _ = select.select(*self._watched())
+            self._look_after_launcher(readable)
+            if self._wake[0] in readable:
+                with suppress(BlockingIOError):
+                    os.read(self._wake[0], 4096)
+            self._report_ended()
+            if self._channel.fileno() in readable:
+                return self._channel.receive()
+
+    def _watched(self) -> tuple[list[int], list[int], list[int], float | None]:
+        """Return what to wait for, and for how long."""
+        watched = [self._channel.fileno(), self._wake[0]]
+        if self._deadline is not None:
+            return watched, [], [], max(0.0, self._deadline - time.monotonic())
+        return watched + ([self._lifeline] if self._lifeline is not None else []), [], [], None
+
+    def _look_after_launcher(self, readable: Sequence[int]) -> None:
+        """Kill the agent when it does not end by itself after its launcher: it may be stopped, or stuck in C."""
+        if self._lifeline in readable:  # its only other end has closed
+            self._deadline = time.monotonic() + ORPHAN_SECONDS + _AGENT_SECONDS
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            if os.getppid() == self._agent:
+                os.kill(self._agent, signal.SIGKILL)
+            self._end()
+
+    def _report_ended(self) -> None:
+        while self._children:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            now = time.time_ns()
+            self._children.discard(pid)
+            if status != 0:
+                self._failed.add(pid)
+            with suppress(OSError):  # the agent has gone; the next look at the channel says so
+                self._channel.send(
+                    {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
+                )
+
+    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
+        request = WorkerRequest.from_message(message, loaded.changes)
+        parent = os.getpid()
+        # A signal may be passed on to the worker before it has given up the server's way to treat it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        pid = fork()
+        if pid == 0:
+            self._leave()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            become_worker(request, streams=files, parent=parent)
+            return request
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._children.add(pid)
+        for file in files:
+            os.close(file)
+        self._tell({"started": pid})
+        return None
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """Send a message to the agent; end where it has gone, perhaps since it asked."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            self._end()
+
+    def _leave(self) -> None:
+        """Shed, in a child, what belongs to the fork server."""
+        leave_private_dir(os.environ)  # its lock is the agent's and ours
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._channel.close()
+        for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
+            os.close(end)
+
+    def _release(self, seconds: float, loaded: Preloaded) -> Released:
+        """Let go of the run's files, so that nobody waits for the end of its output, and of the agent."""
+        self._kill_workers()
+        leave_files()
+        self._tell({"released": True})
+        self._leave()
+        return Released(seconds=seconds, loaded=loaded)
+
+    def _end(self) -> None:
+        """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
+        self._kill_workers()
+        for pid in self._failed:  # the agent, which does this otherwise, may have had no time for it
+            if not exists(pid):  # a number is not given again while a group has it
+                kill_group(pid)
+        remove_private_dir(os.environ)
+        os._exit(0)
+
+    def _kill_workers(self) -> None:
+        for pid in self._children:
+            kill_worker(pid)
+
+
+def fresh_command(
+    channel: int, lifeline: int | None, parent: int, *, obstacle: str | None, notes: Sequence[str]
+) -> list[str]:
+    """Return the command line of a fork server that is an interpreter of its own and only executes.
+
+    Args:
+        channel: Its inherited end of the channel.
+        lifeline: The launcher's pipe, inherited.
+        parent: Process id of the agent.
+        obstacle: Why it does not fork.
+        notes: What the agent should tell the user.
+    """
+    about = json.dumps({"obstacle": obstacle, "notes": list(notes), "lifeline": lifeline})
+    return [sys.executable, "-u", __file__, str(channel), str(parent), about]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve as a fresh fork server.
+
+    Args:
+        argv: What `fresh_command` adds to this file's name.
+    """
+    about = json.loads(argv[2])
+    channel = Channel(socket.socket(fileno=int(argv[0])))
+    lifeline = about["lifeline"]
+    for file in (channel.fileno(), lifeline):
+        if file is not None:
+            os.set_inheritable(file, False)
+    loaded = Preloaded(notes=tuple(about["notes"]))
+    ForkServerProcess(channel, lifeline).serve(lambda: loaded, parent=int(argv[1]), obstacle=about["obstacle"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,263 @@
+"""Make a forked process what a freshly started `python -u` would be, and let it end fast. In the worker-to-be.
+
+What a fork inherits and an exec would not: session, standard streams, variables, signal handling, the state of
+random number generators, the command line that `ps` shows.
+
+At its end an interpreter destroys every module, and the C library every static object. In a fork that means
+copying the pages of torch only to free them: 0.3 s of processor time for each worker. What the script made ends as
+ever: its modules, its objects with `__del__`, its unflushed files, its exit handlers, those of C code it loaded.
+
+What is left alone is still alive when the interpreter has ended, and libraries that count their objects then
+(triton, built with nanobind) would report hundreds as leaked. So the process ends one step earlier: after the
+script's modules, before the interpreter's own state.
+"""
+
+import atexit
+import ctypes
+import gc
+import io
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, TextIO, cast
+
+from fsdplaunch.parent_death import die_with_parent
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""What a shell answers for a command that is not there or cannot be executed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRequest:
+    """One worker to start.
+
+    Attributes:
+        argv: What to run: arguments of the bootstrap, or a whole command line.
+        environ: All its variables.
+        execute: Replace the process by `argv`, instead of running the bootstrap in it.
+        shown_as: The command line that `ps` should show for a worker that is not executed.
+        cpus: Processors it may use; empty for no change.
+    """
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    execute: bool
+    shown_as: tuple[str, ...] = ()
+    cpus: tuple[int, ...] = ()
+
+    @classmethod
+    def from_message(
+        cls, message: Mapping[str, Any], changes: Mapping[str, tuple[str | None, str | None]]
+    ) -> "WorkerRequest":
+        """Read a request; what importing did to the variables stays, where the request does not say otherwise.
+
+        Args:
+            message: As the agent sends it.
+            changes: What each variable was before the imports, and after.
+        """
+        environ = dict(message["environ"])
+        if not message["execute"]:
+            environ |= {name: new for name, (old, new) in changes.items() if environ.get(name) == old}
+        return cls(
+            argv=tuple(message["argv"]),
+            environ=environ,
+            execute=message["execute"],
+            shown_as=tuple(message["shown_as"]),
+            cpus=tuple(message["cpus"]),
+        )
+
+
+def become_worker(request: WorkerRequest, *, streams: Sequence[int], parent: int) -> None:
+    """Turn this process, just forked, into the worker that was requested. Does not return when it executes.
+
+    Args:
+        request: What it is to be.
+        streams: Descriptors of its standard input, output and error output.
+        parent: The process id of the fork server, which it must not outlive.
+    """
+    die_with_parent(signal.SIGKILL, parent=parent)
+    os.setsid()
+    for place, descriptor in enumerate(streams):
+        os.dup2(descriptor, place, inheritable=True)
+    for descriptor in streams:
+        os.close(descriptor)
+    if request.cpus:
+        os.sched_setaffinity(0, request.cpus)
+    if request.execute:
+        _execute(request)
+    set_environ(request.environ)
+    renew_streams()
+    renew_randomness()
+    sys.orig_argv = list(request.shown_as)
+    show_as(request.shown_as)
+    gc.enable()
+
+
+def _execute(request: WorkerRequest) -> None:
+    """Become another program; a failure is said on its error output, as a shell would."""
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and ignored signals stay ignored across an exec
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvpe(  # noqa: S606  (no shell is the point)
+            request.argv[0], request.argv, dict(request.environ)
+        )
+    except OSError as error:
+        os.write(2, f"{request.argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
+        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
+
+
+def set_environ(environ: Mapping[str, str]) -> None:
+    """Replace the variables, in the C library too, where native code reads them."""
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+
+
+def renew_streams() -> None:
+    """Make the standard streams anew: the inherited ones remember what their descriptors were."""
+    for name, place in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(place, "w", closefd=False)
+        raw.name = f"<{name}>"
+        # Typeshed wants a buffered stream; python -u itself wraps the raw one.
+        manner = _manner(getattr(sys, name))
+        _install(name, io.TextIOWrapper(cast("BinaryIO", raw), **manner, newline="\n", write_through=True), "w")
+    raw = io.FileIO(0, "r", closefd=False)
+    raw.name = "<stdin>"
+    _install(
+        "stdin",
+        io.TextIOWrapper(io.BufferedReader(raw), **_manner(sys.stdin), newline="\n", write_through=True),
+        "r",
+    )
+
+
+def _manner(old: TextIO | None) -> dict[str, Any]:
+    """Return how the interpreter decided to encode a stream; one that was closed at its start is None."""
+    return {"encoding": old.encoding, "errors": old.errors} if old is not None else {"encoding": "utf-8"}
+
+
+def _install(name: str, text: TextIO, mode: str) -> None:
+    text.mode = mode  # type: ignore[misc]
+    setattr(sys, name, text)
+    setattr(sys, f"__{name}__", text)
+
+
+def renew_randomness() -> None:
+    """Give each worker a state of its own, as separate interpreters have; torch's begins alike on a node."""
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def leave_files() -> None:
+    """Let go of the inherited folder and standard streams: nobody waits for the end of their output."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for place in range(3):
+        os.dup2(nothing, place)
+    os.close(nothing)
+    os.chdir("/")
+
+
+def show_as(argv: Sequence[str]) -> None:
+    """Write another command line where `ps` and `pgrep -f` read it, as far as the present one's room allows."""
+    if not argv:
+        return
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
+        text = b"\0".join(map(os.fsencode, argv))[: max(0, end - start - 1)]
+        if start and text:
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, text, len(text))
+
+
+_INJECTING = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+"""Variables that load profilers and checkers into a process; they may count on the C library's exit."""
+_ENDING_IN_C = ("mpi4py.MPI",)
+"""Modules whose last handler only the interpreter's complete end calls (Py_AtExit)."""
+_shared: dict[str, ModuleType] = {}
+_status: list[int] = []
+"""The status this process is about to end with, once that is known."""
+
+
+def register_last() -> None:
+    """Have the exit of this process and of its forks end with `_let_go`. Call before anything else registers."""
+    atexit.register(_let_go)
+
+
+def share_modules() -> None:
+    """Remember the modules there are; forks made from now on leave them alone at their exit."""
+    kept = {name: module for name, module in sys.modules.items() if name not in ("__main__", "sys", "builtins")}
+    _shared.update(kept)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_shared))  # for ever: outlives this module's own end
+
+
+def skip_shared_destructors() -> None:
+    """Have this process's exit stop short of the C++ destructors of libraries that are loaded now.
+
+    Exit handlers run last in, first out: those registered from now on run before these two, which flush C's own
+    files and end the process with its status. Only glibc can do that; elsewhere everything is destroyed.
+    """
+    libc = ctypes.CDLL(None)
+    if any(os.environ.get(name) for name in _INJECTING) or not hasattr(libc, "on_exit"):
+        return
+    libc.on_exit(libc._exit, None)
+    libc.on_exit(libc.fcloseall, None)
+
+
+@contextmanager
+def noting_status() -> Iterator[None]:
+    """Note the status that the body gives this process: 0, or what it hands to `sys.exit`."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if isinstance(leaving.code, int):
+            _status.append(leaving.code)
+        raise
+    _status.append(0)
+
+
+class _End:
+    """Ends the process when it is finalized."""
+
+    def __init__(self, status: int) -> None:
+        # Bound here: no module can be counted on when the finalizer runs.
+        self._status = status
+        self._collect: Callable[[], int] = gc.collect
+        self._exit = ctypes.PyDLL(None).exit  # C's, for the exit handlers of C code
+
+    def __del__(self) -> None:
+        self._collect()
+        self._exit(self._status)
+
+
+def _let_go() -> None:
+    """Take the shared modules out of the interpreter's list, which it would destroy, and set the process's end.
+
+    The last thing the interpreter clears while finalizers run is `sys`, in the order in which its names were set.
+    """
+    if not _shared:
+        return
+    gc.collect()  # finalizers that are due now may still want to import
+    if _status and not any(name in sys.modules for name in _ENDING_IN_C) and _are_flushed():
+        sys.fsdplaunch_end = _End(_status[-1])  # type: ignore[attr-defined]
+    for name, module in _shared.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+def _are_flushed() -> bool:
+    """Return whether the standard streams take what is left in them; if not, the interpreter says so."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except Exception:  # a stream of the script's own may raise anything
+        return False
+    return True

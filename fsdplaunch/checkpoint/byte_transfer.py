@@ -1,0 +1,160 @@
+"""Bytes at the speed of the disk: copied inside the kernel, written back early, checksummed fast."""
+
+import ctypes
+import errno
+import importlib
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from fsdplaunch.errors import CheckpointError
+
+# One call copies at most this much, so that progress moves, Ctrl-C is heard, and the disk has work early.
+STEP = 16 * 2**20
+BUFFER = 8 * 2**20
+_UNSUPPORTED = {
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EBADF,
+    errno.ETXTBSY,
+}
+
+Step = Callable[[int, int, int, int, int], int]
+
+
+def _by_copy_file_range(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    return os.copy_file_range(source, target, count, offset, target_offset)
+
+
+def _by_sendfile(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    os.lseek(target, target_offset, os.SEEK_SET)
+    return os.sendfile(target, source, offset, count)
+
+
+def _by_buffer(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+    data = os.pread(source, min(count, BUFFER), offset)
+    write_all(target, data, target_offset)
+    return len(data)
+
+
+METHODS: tuple[Step, ...] = (_by_copy_file_range, _by_sendfile, _by_buffer)
+
+
+def write_all(target: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(target, view, offset)
+        view = view[written:]
+        offset += written
+
+
+class Copier:
+    """Copies runs; once a method proves unsupported here, the next one is used from then on."""
+
+    def __init__(self, methods: tuple[Step, ...] = METHODS) -> None:
+        self.methods = methods
+
+    def copy(
+        self,
+        source: int,
+        offset: int,
+        target: int,
+        target_offset: int,
+        length: int,
+        *,
+        tick: Callable[[int], None],
+    ) -> None:
+        """Copy `length` bytes from `source` at `offset` to `target` at `target_offset`.
+
+        Args:
+            source: Descriptor to read.
+            offset: First byte there.
+            target: Descriptor to write.
+            target_offset: First byte there.
+            length: Bytes.
+            tick: Called with the number of bytes after each step.
+
+        Raises:
+            CheckpointError: When the source ends early.
+            OSError: When reading or writing fails.
+        """
+        done = 0
+        while done < length:
+            count = self._step(source, offset + done, target, target_offset + done, min(STEP, length - done))
+            if not count:
+                msg = f"a data file ends {length - done} bytes early"
+                raise CheckpointError(
+                    msg, hint="it changed while it was read; merge again when nothing writes to it"
+                )
+            done += count
+            tick(count)
+
+    def _step(self, source: int, offset: int, target: int, target_offset: int, count: int) -> int:
+        while True:
+            method, last = self.methods[0], len(self.methods) == 1
+            try:
+                copied = method(source, offset, target, target_offset, count)
+            except OSError as problem:
+                if last or problem.errno not in _UNSUPPORTED:
+                    raise
+                copied = 0
+            # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
+            if copied or last:
+                return copied
+            self.methods = self.methods[1:]
+
+
+# So much is handed over at once: enough for large requests, little enough to keep the disk busy from the start.
+STRIDE = 16 * 2**20
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+
+Start = Callable[[int, int, int], object]
+
+
+def _kernel_start() -> Start | None:
+    """Return the call that starts writing bytes (descriptor, offset, length), where the system has one."""
+    start = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
+    if start is None:
+        return None
+    start.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+    def call(fd: int, offset: int, length: int) -> object:
+        # What it answers does not matter: that all bytes are on disk is for the sync at the end to say.
+        return start(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+    return call
+
+
+class Writeback:
+    """Follows a file that is written from its start to its end."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.begun = fd, 0
+        self.start = _kernel_start()
+
+    def reached(self, position: int) -> None:
+        """Say that all bytes before `position` were written."""
+        if self.start is not None and position - self.begun >= STRIDE:
+            self.start(self.fd, self.begun, position - self.begun)
+            self.begun = position
+
+
+Crc32 = Callable[[Any, int], int]
+
+
+def _fastest() -> Crc32:
+    with suppress(ImportError):
+        found: Crc32 = importlib.import_module("isal.isal_zlib").crc32
+        return found
+    return zlib.crc32
+
+
+crc32 = _fastest()
+"""Return the CRC32 of bytes, going on from the one before them; like zlib's it runs beside other threads."""

@@ -1,0 +1,166 @@
+"""Chunks of stored tensors: the rectangle that each covers, and where its bytes stand in a checkpoint's files."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+# Rectangles that form no grid are compared pair by pair, up to this many.
+MAX_IRREGULAR = 2000
+
+
+class Region(NamedTuple):
+    """A rectangle of a tensor, in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements inside."""
+        return math.prod(self.sizes)
+
+
+def find_tiling_fault(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
+    """Say how `regions` fail to cover `shape` exactly once, or None when they do.
+
+    Args:
+        shape: The tensor's shape.
+        regions: Rectangles with at least one element each.
+    """
+    for region in regions:
+        if not len(shape) == len(region.offsets) == len(region.sizes):
+            return f"a chunk has {len(region.sizes)} dimensions and {len(region.offsets)} offsets"
+        if any(start + size > length for start, size, length in zip(*region, shape, strict=True)):
+            return f"the chunk at {list(region.offsets)} of size {list(region.sizes)} reaches outside"
+    covered, numel = sum(region.numel for region in regions), math.prod(shape)
+    if covered < numel:
+        return f"chunks cover {covered} of its {numel} elements"
+    if covered > numel:
+        return f"chunks overlap: they hold {covered} elements, the tensor has {numel}"
+    return _find_overlap(list(regions), 0)
+
+
+def _find_overlap(regions: list[Region], dim: int) -> str | None:
+    """Look for two regions that share an element; regions agree in all dimensions before `dim`."""
+    if len(regions) < 2:  # noqa: PLR2004  (one region cannot overlap itself)
+        return None
+    if dim == len(regions[0].sizes):
+        return f"chunks overlap at {list(regions[0].offsets)}"
+    spans = sorted((region.offsets[dim], region.sizes[dim], region) for region in regions)
+    groups = [(span, [item[2] for item in items]) for span, items in groupby(spans, key=itemgetter(0, 1))]
+    if all(a[0] + a[1] <= b[0] for (a, _), (b, _) in pairwise(groups)):
+        return next((fault for _, group in groups if (fault := _find_overlap(group, dim + 1))), None)
+    return _find_overlapping_pair(regions)
+
+
+def _find_overlapping_pair(regions: list[Region]) -> str | None:
+    if len(regions) > MAX_IRREGULAR:
+        return f"its {len(regions)} chunks form no grid"
+    for position, one in enumerate(regions):
+        for other in regions[:position]:
+            if _meet(one, other):
+                return f"chunks at {list(other.offsets)} and {list(one.offsets)} overlap"
+    return None
+
+
+def _meet(one: Region, other: Region) -> bool:
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+
+
+def intersect(one: Region, other: Region) -> Region | None:
+    """Return the elements that both rectangles hold, or None."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = map(
+        min,
+        map(sum, zip(one.offsets, one.sizes, strict=True)),
+        map(sum, zip(other.offsets, other.sizes, strict=True)),
+    )
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense tensor of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether elements laid out with `strides` follow each other in row-major order."""
+    return all(
+        size == 1 or stride == dense for size, stride, dense in zip(sizes, strides, row_major(sizes), strict=True)
+    )
+
+
+def is_one_run(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Say whether a rectangle of `sizes` inside a row-major tensor of `shape` is one run of elements."""
+    return is_dense(sizes, row_major(shape))
+
+
+def flat_offset(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return where element `offsets` of a row-major tensor of `shape` stands, in elements."""
+    return sum(start * stride for start, stride in zip(offsets, row_major(shape), strict=True))
+
+
+class ItemLocation(NamedTuple):
+    """Where one item stands: a file of the checkpoint, a byte offset and a length in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class ItemKey(NamedTuple):
+    """What names one item: the entry it belongs to, and its chunk's offset when that is a tensor."""
+
+    fqn: str
+    offset: tuple[int, ...] | None
+
+
+class Piece(NamedTuple):
+    """One chunk on its way into the merged tensor.
+
+    Attributes:
+        region: The elements of the tensor that it holds.
+        place: Its item.
+        file_offset: Where the item's data starts in its file, in bytes.
+        data_length: Bytes of the item's data.
+        strides: How the elements are laid out there, in elements.
+        start: The first element's place there, in elements.
+        crc: CRC32 of the item's data, None when not known.
+        flip: Bits to invert in each element: conjugated or negated values are stored unresolved.
+        run: Source and target are each one run of bytes, so that the kernel can copy it.
+        target: Where its first element goes, in bytes from the tensor's start.
+        nbytes: Bytes that it contributes.
+        packed: Its item is compressed; `file_offset` is then the item's start and an offset in what it grows to.
+    """
+
+    region: Region
+    place: ItemLocation
+    file_offset: int
+    data_length: int
+    strides: tuple[int, ...]
+    start: int
+    crc: int | None
+    flip: int
+    run: bool
+    target: int
+    nbytes: int
+    packed: bool
+
+    def to_dict(self, size: int) -> dict[str, Any]:
+        """Return the piece as plain data; `size` is the bytes per element."""
+        common = {"file": self.place.file, "offset": self.file_offset + self.start * size, "length": self.nbytes}
+        if self.packed:
+            common |= {"offset": self.place.offset, "compressed": self.place.length}
+        if self.run:
+            return {**common, "target": self.target}
+        return {**common, "strided": True, "offsets": list(self.region.offsets), "sizes": list(self.region.sizes)}

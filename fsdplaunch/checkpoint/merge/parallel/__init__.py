@@ -1,1 +1,0 @@
-"""A merge by several processes or machines."""

@@ -1,0 +1,402 @@
+"""An output folder: checked before anything is read, locked, built under a hidden name beside its place, renamed.
+
+It appears whole or not at all.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from fsdplaunch.checkpoint.untrusted_files import real_path, short
+from fsdplaunch.display_text import size_words
+from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.files import MEMORY, read_size
+
+# The files that a merge writes; only these are replaced when an output folder is overwritten.
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+OPTIMIZER_FILE = re.compile(r"optimizer\.bin")
+"""The file that a merge of an optimizer's state writes."""
+_SPARE = 2**20
+
+
+def check_output(
+    output: Path, sources: tuple[Path, ...], *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS
+) -> Path:
+    """Return the resolved output folder when it may be written, before anything is read.
+
+    Args:
+        output: As the user gave it.
+        sources: The folders that are read; the output may not touch them.
+        overwrite: Replace the weights in an existing folder.
+        replaced: Matches the names of files that only `overwrite` replaces.
+
+    Raises:
+        UsageError: When it holds such files, or lies in, above or on a source.
+    """
+    target = real_path(output)
+    if output.suffix in {".safetensors", ".bin"}:
+        msg = f"{output} looks like a file; the output is a folder"
+        raise UsageError(msg, hint=f"use {output.parent}")
+    for source in {real_path(path) for path in sources}:
+        if target == source or target.is_relative_to(source) or source.is_relative_to(target):
+            relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
+            msg = f"the output {output} {relation} the checkpoint {source}"
+            raise UsageError(msg, hint="choose an output folder outside the checkpoint")
+    check_free(output, target, overwrite=overwrite, replaced=replaced)
+    return target
+
+
+def check_free(output: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
+    """Refuse an existing output that holds merged weights, unless they may be replaced; other files are kept."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        msg = f"the output {output} exists and is not a folder"
+        raise UsageError(msg, hint="choose another output folder")
+    entries = sorted(target.iterdir())
+    _refuse_to_replace(
+        output, [path.name for path in entries if replaced.fullmatch(path.name)], overwrite=overwrite
+    )
+    odd = [path.name for path in entries if path.is_symlink() or not path.is_file()]
+    if odd:
+        msg = f"the output {output} holds {odd[0]!r}, which is not a plain file and would be lost"
+        raise UsageError(msg, hint="choose another output folder")
+
+
+def _refuse_to_replace(output: Path, names: list[str], *, overwrite: bool) -> None:
+    if names and not overwrite:
+        msg = f"the output {output} holds {names[0]} already"
+        raise UsageError(msg, hint="choose another folder, or replace it: --overwrite, in Python overwrite=True")
+
+
+def check_copies(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Check that files may be put beside the weights.
+
+    Raises:
+        UsageError: When one of that name is there, and may not be replaced.
+    """
+    held = [name for name in names if os.path.lexists(target / name)]
+    _refuse_to_replace(target, held, overwrite=overwrite)
+
+
+def free_space(target: Path) -> int:
+    """Return the bytes that are free on the disk where `target` will stand."""
+    return shutil.disk_usage(existing_parent(target)).free
+
+
+def find_space_gap(target: Path, needed: int) -> tuple[str, Path, str] | None:
+    """Return the bytes needed, the folder, and the bytes free in it when `needed` bytes do not fit there."""
+    place, free = existing_parent(target), free_space(target)
+    return (size_words(needed), place, size_words(free)) if needed + _SPARE > free else None
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Check that `needed` bytes fit where `target` will stand.
+
+    Raises:
+        CheckpointError: When they do not, with both numbers.
+    """
+    if gap := find_space_gap(target, needed):
+        msg = f"the merged weights need {gap[0]}, {gap[1]} has {gap[2]} free"
+        raise CheckpointError(msg, hint="free some space or choose another disk")
+
+
+def check_memory(needed: int) -> None:
+    """Check that `needed` bytes of memory are available, where the system says how much is.
+
+    Raises:
+        CheckpointError: When they are not, with both numbers.
+    """
+    free = read_size(MEMORY, "MemAvailable")
+    if free is not None and needed > free:
+        sizes = f"{size_words(needed)}, {size_words(free)} are free"
+        msg = f"the torch format needs the full checkpoint in memory: {sizes}"
+        raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder above `path` that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+_HELD = {errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN}
+_ODD = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
+_MAX_NOTE = 1024
+
+
+class FolderLock:
+    """Keeps other processes from writing a folder; one at a time, any number of times.
+
+    Args:
+        folder: What is written. It need not exist; the folder it is in must.
+        file: The file that is locked; beside the folder when left out.
+    """
+
+    def __init__(self, folder: Path, file: Path | None = None) -> None:
+        self._folder = folder
+        self._path = file or folder.parent / f".{folder.name}.lock"
+        self._fd = -1
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether this object holds the lock."""
+        return self._fd >= 0
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: Another process holds it; with its node and its number. Or its file is something else.
+            OSError: Nothing can be written there.
+        """
+        while not self.is_held:
+            fd = self._open()
+            try:
+                self._take(fd)
+                if self._is_at_its_place(fd):
+                    self._fd, fd = fd, -1
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        try:
+            self._leave_note()
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self) -> int:
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except PermissionError:
+            if not os.access(self._path, os.R_OK):
+                raise
+            fd = os.open(self._path, os.O_RDONLY | flags)  # another user's, left by a process that was killed
+        except OSError as problem:
+            if problem.errno not in _ODD:
+                raise
+            msg = f"{self._folder} cannot be locked: {self._path}: {(problem.strerror or str(problem)).lower()}"
+            raise CheckpointError(msg, hint="remove it") from None
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        msg = f"{self._folder} cannot be locked: {self._path} is not a regular file"
+        raise CheckpointError(msg, hint="remove it")
+
+    def _take(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno in _HELD:
+                msg = f"{self._folder} is being written by {_holder(fd)}"
+                hint = "give each run a folder of its own, or wait until the other one has ended"
+                raise CheckpointError(msg, hint=hint) from None
+            return  # a file system without locks
+
+    def _leave_note(self) -> None:
+        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        with suppress(OSError):  # the disk is full, or the file another user's: the lock is what counts
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, note.encode(), 0)
+
+    def _is_at_its_place(self, fd: int) -> bool:
+        """Say whether the locked file is still the one others would open: who held it before removes it."""
+        try:
+            return os.path.samestat(os.fstat(fd), self._path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Give the lock back, if this object holds it."""
+        if self.is_held:
+            self._path.unlink(missing_ok=True)
+            self.forget()
+
+    def forget(self) -> None:
+        """Leave the lock to the process that this one was forked from."""
+        if self.is_held:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _holder(fd: int) -> str:
+    """Return who wrote the note in a lock file, in words."""
+    try:
+        note = json.loads(os.pread(fd, _MAX_NOTE, 0))
+        return f"process {int(note['pid'])} on {short(str(note['host']))[1:-1]}"
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "another process"
+
+
+# linux/fcntl.h and linux/fs.h
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def rename_exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders; False where the kernel or the file system cannot: then nothing is done."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform.startswith("linux") else None
+    if rename is None:
+        return False
+    done: int = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0
+
+
+_NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
+
+
+@contextmanager
+def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> Iterator[Path]:
+    """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
+
+    On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
+
+    Args:
+        target: The folder to make.
+        overwrite: Replace files in it; all others are kept.
+        replaced: Matches the names of old files that go although no new one has their name.
+    """
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    prefix = _prefix(target) + f"{os.getpid()}-"
+    partial = target.parent / (prefix + os.urandom(4).hex())
+    lock = FolderLock(target, target.parent / f".{short_name(target)}.partial-lock")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        _remove_leftovers(target)
+        partial.mkdir()
+        yield partial
+        publish_folder(partial, target, overwrite=overwrite, replaced=replaced)
+        lock.release()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):
+            for parent in new_parents:
+                parent.rmdir()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def publish_folder(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten.
+
+    Raises:
+        UsageError: When `target` has come to hold what may not be replaced.
+    """
+    sync_folder(partial)
+    check_free(
+        target, target, overwrite=overwrite, replaced=replaced
+    )  # another program may have made it meanwhile
+    check_copies(target, (path.name for path in partial.iterdir()), overwrite=overwrite)
+    entries = sorted(target.iterdir()) if target.is_dir() else []
+    if not entries:
+        partial.rename(target)
+    else:
+        keep_entries([path for path in entries if not replaced.fullmatch(path.name)], partial)
+        shutil.copymode(target, partial)
+        sync_folder(partial)
+        swap_folders(partial, target, partial.with_name(partial.name + "-old"))
+    sync_folder(target.parent)
+
+
+def keep_entries(entries: Iterable[Path], folder: Path) -> None:
+    """Link files and folders into `folder`, but for those whose names it has already."""
+    for path in entries:
+        place = folder / path.name
+        if os.path.lexists(place):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, place, symlinks=True, copy_function=_link)
+        else:
+            _link(path, place)
+
+
+def _link(source: str | Path, place: str | Path) -> None:
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, place, follow_symlinks=False)
+
+
+def swap_folders(partial: Path, target: Path, aside: Path) -> None:
+    """Put `partial` in the place of the folder `target`, and remove the old one.
+
+    Args:
+        partial: The new folder.
+        target: The old one.
+        aside: Where the old one waits on file systems that cannot exchange two folders.
+    """
+    _discard(aside)
+    if rename_exchange(partial, target):
+        _discard(partial)
+        return
+    target.rename(aside)
+    try:
+        partial.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    _discard(aside)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder as far as that goes; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(target: Path) -> str:
+    """Return the start of the hidden names for this output, made on this node."""
+    return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
+
+
+def short_name(target: Path) -> str:
+    """Return a name of its own for each output, short enough to add to."""
+    name = target.name
+    return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", os.uname().nodename)[:40]
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove hidden folders that a killed merge of this node left for the same output."""
+    pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
+    for path in target.parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(OSError, OverflowError):
+        os.kill(pid, 0)
+        return True
+    return Path(f"/proc/{pid}").exists()

@@ -1,0 +1,233 @@
+"""`fsdplaunch check --compare`: the script in one process and over two CPU workers, and what they computed."""
+
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.comparison.causes import Cause, find_cause, is_equal, may_be_rounding, rounding
+from fsdplaunch.comparison.verdict import RunFacts, StepFacts, Verdict, added_up, compare, read_run, saved_since
+from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.errors import LaunchError, UsageError
+from fsdplaunch.launch.entry_points import PLAIN_RUN
+from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.parent_death import ended_with_us
+from fsdplaunch.run_dir import COMPARED_CHANGED
+
+
+def as_lines(
+    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None
+) -> list[str]:
+    """Return the table and the words below it.
+
+    Args:
+        plan: Of the workers.
+        plain: Of one process.
+        sharded: Of the workers.
+        verdict: Of comparing both.
+        cause: Where they part.
+    """
+    return [*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)]
+
+
+def _table(plain: Sequence[StepFacts], sharded: Sequence[StepFacts], workers: int) -> list[str]:
+    head = ("step", "loss, one process", f"loss, {workers} workers", "gradient norm", f"{workers} workers")
+    rows = [
+        (str(number), _loss(one), _loss(many), f"{one.norm:.6g}", f"{many.norm:.6g}")
+        for number, (one, many) in enumerate(zip(plain, sharded, strict=False), start=1)
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+    return [*lines, ""]
+
+
+def _loss(step: StepFacts) -> str:
+    return " ".join(f"{loss:.6g}" for loss in step.losses) or "none"
+
+
+def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
+    steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
+    if verdict.first is None or cause is None:
+        count, by = verdict.parameters
+        noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
+        return [
+            f"equal: {plan.script} computes over {plan.workers} workers what it does in one process",
+            f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
+        ]
+    first = verdict.first
+    place = {None: "after the last step", 0: "before the first step"}.get(first.step, f"at step {first.step}")
+    values = (
+        "" if first.plain is None else f": {first.plain:.6g} in one process, {first.sharded:.6g} over the workers"
+    )
+    word = "equal but for rounding, which shows" if is_equal(verdict, cause) else "different"
+    return [
+        f"{word} {place}: {first.what}{values} (by {first.by:.1e})",
+        f"  cause  {cause.text}",
+        f"  try    {cause.hint}",
+    ]
+
+
+def as_data(
+    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None, tolerance: float
+) -> dict[str, Any]:
+    """Return the same as plain data."""
+    rows = zip(plain.steps, sharded.steps, strict=False)
+    return {
+        "equal": is_equal(verdict, cause),
+        "workers": plan.workers,
+        "tolerance": tolerance,
+        "steps": [
+            {"losses": [one.losses, many.losses], "gradient_norms": [one.norm, many.norm]} for one, many in rows
+        ],
+        "largest_difference": verdict.largest,
+        "parameters": {"compared": verdict.parameters[0], "largest_difference": verdict.parameters[1]},
+        "left_out": list(verdict.noise),
+        "first": _finite(asdict(verdict.first)) if verdict.first else None,
+        "cause": asdict(cause) if cause else None,
+        "run_dir": str(plan.run_dir),
+    }
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values that JSON has: None for what is infinite."""
+    return {key: None if value == math.inf else value for key, value in values.items()}
+
+
+EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
+_OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
+_OF_A_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def prepared(plan: LaunchPlan) -> LaunchPlan:
+    """Return a plan whose workers record what they compute, beside the run's own folder."""
+    folder = plan.run_dir.with_name(f".{plan.run_dir.name}-compare")
+    return replace(plan, env={**plan.env, COMPARE_DIR: str(folder)})
+
+
+@contextmanager
+def recording(plan: LaunchPlan) -> Iterator[None]:
+    """Make the folder of the records, and remove it at the end: it holds the model once."""
+    folder = Path(plan.env[COMPARE_DIR])
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_plain(plan: LaunchPlan, out: Output) -> None:
+    """Run the script in one process, as plain python does, and record it.
+
+    Raises:
+        LaunchError: It failed, or made no step.
+    """
+    target = plan.target
+    out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
+    began = time.time()
+    status = _run_alone(plan, {})
+    if status:
+        msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
+        again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
+        hint = f"run {again} until it works; its output is above"
+        raise LaunchError(msg, hint=hint)
+    if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
+        raise no_step(plan, workers=1)
+    saved = saved_since(Path.cwd(), began)
+    if saved is not None:
+        out.say(f"  it saved {saved}: a script that resumes from what it finds does so in the next run")
+        out.say(
+            "  then give it an output folder that is new in every run, or fewer --steps than come before a save"
+        )
+
+
+def _run_changed(plan: LaunchPlan, out: Output) -> RunFacts | None:
+    """Run the script once more in one process, from weights changed in their last digits; None if it failed."""
+    out.say("  they part: once more in one process, with weights changed in their last digits, to tell rounding")
+    status = _run_alone(plan, {COMPARE_CHANGED: "1"})
+    return None if status else read_run(Path(plan.env[COMPARE_DIR]), 0, COMPARED_CHANGED)
+
+
+def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
+    """Run the script in one process, record it, and return its exit status."""
+    target = plan.target
+    command = [
+        sys.executable,
+        "-m",
+        PLAIN_RUN,
+        *(("-m",) if target.is_module else ()),
+        target.name,
+        *target.arguments,
+    ]
+    return subprocess.run(
+        command,
+        env={**_plain_environ(plan, os.environ), **further},
+        stdout=sys.stderr,
+        check=False,
+        preexec_fn=ended_with_us(),
+    ).returncode
+
+
+def no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
+    """Return the error for a run that trained nothing."""
+    where = "in one process" if workers == 1 else f"over {workers} workers"
+    msg = f"{plan.script}, {where}, ended without an optimizer step"
+    return LaunchError(msg, hint="give it arguments with which it trains; --steps only ends it earlier")
+
+
+def _plain_environ(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    own = {
+        name: value for name, value in environ.items() if not name.startswith(_OURS) and name not in _OF_A_WORKER
+    }
+    passed = {
+        name: plan.env[name]
+        for name in (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
+        if name in plan.env
+    }
+    return {**own, **plan.config.launch.env, **passed, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
+    """Compare both records, say what came of it, and return the exit status.
+
+    Raises:
+        LaunchError: The workers made no step.
+    """
+    folder = Path(plan.env[COMPARE_DIR])
+    plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
+    if plain is None or sharded is None:
+        raise no_step(plan, workers=plan.workers)
+    sharded = added_up(plain, sharded, tolerance)
+    verdict = compare(plain, sharded, tolerance)
+    dtype = plan.config.precision.param
+    cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None
+    if cause is not None and verdict.first is not None and may_be_rounding(verdict.first, cause):
+        changed = _run_changed(plan, out)
+        cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
+    if as_json:
+        out.json(as_data(plan, plain, sharded, verdict, cause, tolerance))
+    else:
+        for line in as_lines(plan, plain, sharded, verdict, cause):
+            out.data(line)
+    return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that nothing or everything meets.
+
+    Raises:
+        UsageError: It is not above 0 and finite.
+    """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        msg = f"--tolerance must be a number above 0, got {tolerance}"
+        raise UsageError(msg, hint="1e-4 is the default")

@@ -1,0 +1,338 @@
+"""What `fsdplaunch config` and its commands do."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
+from fsdplaunch.config.problems import ConfigError, Problem, in_order
+from fsdplaunch.config.render import find_preset, preset_folder, write_text_atomically
+from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.errors import EXIT_USAGE, UsageError
+
+
+def write_config(
+    *,
+    output: Path | None,
+    answers: Mapping[str, str | None],
+    overrides: Sequence[str],
+    preset: str | None,
+    source: Path | None,
+    yes: bool,
+    no_input: bool,
+    overwrite: bool,
+    as_json: bool,
+    out: Output,
+    script: str | None = None,
+) -> int:
+    """Write a configuration file, asking for what options do not say; then offer to measure a script with it.
+
+    Raises:
+        LaunchError: Nothing was written.
+        KeyboardInterrupt: The user left; nothing was written.
+    """
+    from fsdplaunch.wizard.review import closing_words
+    from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
+
+    words = script_words(script)
+    start_from = starting_point(preset, source)
+    if source is not None:
+        tell_ineffective_keys(source, out)
+    facts = read_facts(os.environ)
+    out.say(describe_facts(facts))
+    result = run_wizard(
+        facts=facts,
+        out=out,
+        path=output or Path(DEFAULT_FILE),
+        answers={name: text for name, text in answers.items() if text is not None},
+        overrides=overrides,
+        start_from=start_from,
+        interactive=can_ask(no_input=no_input or as_json),
+        yes=yes,
+        overwrite=overwrite,
+    )
+    write_text_atomically(result.path, result.text)
+    for key, reason in result.reasons.items():
+        out.say(out.dim(f"  {key}: {reason}"))
+    for note in result.notes:
+        out.note(note)
+    if as_json:
+        out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
+    out.say(closing_words(result.path, result.command))
+    if words and not yes and can_ask(no_input=no_input or as_json):
+        return _offer_to_measure(words, result.path, out)
+    return 0
+
+
+def script_words(text: str | None) -> list[str]:
+    """Return `--script`'s script and its arguments; none where it was left out.
+
+    Raises:
+        UsageError: It is no command line, or there is no such script.
+    """
+    from fsdplaunch.cli.launch.single_node import check_script
+
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        msg = f"--script {text!r}: {str(error).lower()}"
+        raise UsageError(msg, hint="write it as --script 'train.py --lr 3e-4'") from error
+    if words:
+        check_script(words[0])
+    return words
+
+
+def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
+    """Ask whether to measure the script now, and do; the file that was written then says what was best."""
+    from fsdplaunch.wizard.prompts import Prompts
+    from fsdplaunch.wizard.question import Choice
+
+    choices = [
+        Choice(value="yes", title="Yes", consequence=f"fsdplaunch tune; {path} then says what was fastest"),
+        Choice(value="no", title="No", consequence="at any time: fsdplaunch tune"),
+    ]
+    try:
+        answer = Prompts().select(f"Measure {words[0]}? About 3 minutes.", choices, default="no")
+    except KeyboardInterrupt:
+        return 0
+    if answer != "yes":
+        return 0
+    from fsdplaunch.cli.tune import TuneOutputs, TuneRequest, tune
+
+    request = TuneRequest(script=words[0], arguments=tuple(words[1:]), file=str(path))
+    return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)
+
+
+def starting_point(preset: str | None, source: Path | None) -> Path | None:
+    """Return the file whose values are offered first: a preset's, another one, or none.
+
+    Raises:
+        UsageError: Both are named, or there is no such preset.
+    """
+    if preset is not None and source is not None:
+        msg = "--preset and --from both name where to start"
+        raise UsageError(msg, hint="give one of them")
+    return preset_folder() / f"{find_preset(preset).name}.yaml" if preset is not None else source
+
+
+def tell_ineffective_keys(source: Path, out: Output) -> None:
+    """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
+    from fsdplaunch.config.convert import keys_ignored_by_accelerate
+
+    for line in keys_ignored_by_accelerate(stack(read_file(source, Path.cwd()), path=source)):
+        out.note(f"{source}: without effect under accelerate launch: {line}")
+
+
+def can_ask(*, no_input: bool) -> bool:
+    """Tell whether there is a person to ask."""
+    forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
+    return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
+    """Print the effective values; with `origin`, where each came from."""
+    loaded = load_config(file, overrides=overrides)
+    _tell(loaded, out)
+    if as_json:
+        out.json(_values(loaded, origin=origin))
+    elif origin:
+        out.data("\n".join(_origin_lines(loaded)))
+    else:
+        from fsdplaunch.config.render import render
+
+        out.data(render(loaded.config, full=True, comments=False).rstrip())
+    return 0
+
+
+def _tell(loaded: LoadedConfig, out: Output) -> None:
+    if loaded.path is None:
+        out.note(f"no {DEFAULT_FILE} here; these are the defaults")
+    for note in loaded.notes:
+        out.note(note.as_note())
+
+
+def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
+    """Return every key by section; with `origin`, as {"value", "layer", "from"}."""
+    from fsdplaunch.config.yaml_text import plain_value
+
+    tree: dict[str, Any] = {}
+    for spec in all_keys():
+        place = tree
+        for part in spec.path[:-1]:
+            place = place.setdefault(part, {})
+        value: Any = plain_value(spec, value_at(loaded.config, spec.path))
+        if origin:
+            source = loaded.origins[spec.path]
+            value = {"value": value, "layer": source.layer, "from": source.text}
+        place[spec.name] = value
+    return {"file": None if loaded.path is None else str(loaded.path), "config": tree}
+
+
+def _origin_lines(loaded: LoadedConfig) -> list[str]:
+    from fsdplaunch.config.yaml_text import flow_text, plain_value
+
+    rows = []
+    for spec in all_keys():
+        value, source = value_at(loaded.config, spec.path), loaded.origins[spec.path]
+        if source.layer != "default" or (value is not None and not spec.key.unread):
+            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", source.text))
+    width = max(len(left) for left, _ in rows) + 2
+    return [f"{left:<{width}}# {right}" for left, right in rows]
+
+
+def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
+    """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
+    from fsdplaunch.config.layers import read_assignments
+    from fsdplaunch.config.render import write_text_atomically
+    from fsdplaunch.config.yaml_edit import set_keys
+
+    path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
+    text = _text_of(path) if path.exists() else ""
+    changes = read_assignments(assignments)
+    changed = set_keys(text, changes, source=str(path))
+    stack(_read(changed, path), path=path)
+    if changed != text:
+        write_text_atomically(path, changed)
+    out.say(
+        f"{path}: {', '.join(spec.dotted for spec, _ in changes)}" + ("" if changed != text else " (no change)")
+    )
+    return 0
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, line breaks as they are; raises the problems of a file that cannot be read."""
+    read = read_file(path, Path.cwd())
+    if read.problems:
+        raise ConfigError(read.problems)
+    return path.read_bytes().decode("utf-8")
+
+
+def _read(text: str, path: Path) -> Any:
+    from fsdplaunch.config.yaml_text import read_text
+
+    return read_text(text, str(path))
+
+
+def validate(files: Sequence[Path], *, strict: bool = False, as_json: bool, out: Output) -> int:
+    """Check files and report every problem and note of each; environment and command line take no part.
+
+    Args:
+        files: The files; left out, the one that `launch` would take.
+        strict: Count notes as problems.
+        as_json: Print one object instead of lines.
+        out: Where words go.
+    """
+    chosen = list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]
+    results = [_check(path, strict=strict) for path in chosen]
+    problems = [problem for found, _ in results for problem in found]
+    notes = [note for _, found in results for note in found]
+    if as_json:
+        shown = {"problems": [one.as_json() for one in problems], "notes": [one.as_json() for one in notes]}
+        out.json({"ok": not problems, **shown})
+        return EXIT_USAGE if problems else 0
+    for path, (found, _) in zip(chosen, results, strict=True):
+        if not found:
+            out.data(f"{path}: no problems")
+    for note in notes:
+        out.note(note.as_note())
+    if problems:
+        out.data(str(ConfigError(problems)))
+    return EXIT_USAGE if problems else 0
+
+
+def _check(path: Path, *, strict: bool) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Return a file's problems and its notes."""
+    problems: tuple[Problem, ...] = ()
+    try:
+        notes = stack(read_file(path, Path.cwd()), path=path).notes
+    except ConfigError as error:
+        problems, notes = error.problems, error.notes
+    return (in_order([*problems, *notes]), ()) if strict else (problems, notes)
+
+
+def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Output) -> int:
+    """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
+    from fsdplaunch.config import docs as texts
+
+    if markdown:
+        from fsdplaunch.config.docs import reference
+
+        out.data(reference().rstrip())
+        return 0
+    specs = all_keys() if word is None else texts.keys_named(word)
+    loaded = _quietly(lambda: load_config(file))
+    if as_json:
+        out.json([texts.describe(spec, loaded) for spec in specs])
+    elif word is None or len(specs) > 1:
+        out.data(texts.list_keys(specs))
+    else:
+        out.data(texts.explain(specs[0], loaded))
+    return 0
+
+
+def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
+    """Return what a file says, or None when it cannot be read: an explanation needs no file."""
+    try:
+        loaded = load()
+    except ConfigError:
+        return None
+    return loaded if loaded.path is not None else None
+
+
+def schema(*, out: Output) -> int:
+    """Print the JSON Schema of the file."""
+    from fsdplaunch.config.docs import json_schema
+
+    out.json(json_schema())
+    return 0
+
+
+def presets(name: str | None, *, as_json: bool, out: Output) -> int:
+    """List the presets, or print one."""
+    from fsdplaunch.config.render import find_preset, list_presets
+
+    if name is not None:
+        preset = find_preset(name)
+        if as_json:
+            out.json({"name": preset.name, "summary": preset.summary, "text": preset.text})
+        else:
+            out.data(preset.text.rstrip())
+        return 0
+    found = list_presets()
+    if as_json:
+        out.json([{"name": preset.name, "summary": preset.summary} for preset in found])
+        return 0
+    width = max(len(preset.name) for preset in found) + 2
+    out.data("\n".join(f"{preset.name:<{width}}{preset.summary}" for preset in found))
+    return 0
+
+
+def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Output) -> int:
+    """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
+    from fsdplaunch.config.convert import to_accelerate, to_fsdp2
+    from fsdplaunch.config.render import write_text_atomically
+
+    if to not in ("fsdp2", "accelerate"):
+        msg = f"{to} is nothing to convert to"
+        raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
+    if target.exists() and not overwrite:
+        msg = f"{target} exists"
+        raise UsageError(msg, hint="name another file, or add --overwrite")
+    text = _text_of(source)
+    if to == "fsdp2":
+        result = to_fsdp2(text, source=str(source))
+    else:
+        result = to_accelerate(stack(_read(text, source), path=source))
+    write_text_atomically(target, result.text)
+    if as_json:
+        changes = [{"key": c.key, "action": c.action, "message": c.message} for c in result.changes]
+        out.json({"file": str(target), "changes": changes})
+        return 0
+    for change in result.changes:
+        out.say(f"{change.action:<8} {change.key}: {change.message}")
+    out.say(f"wrote {target}" + ("" if result.changes else ", with nothing to change"))
+    return 0

@@ -1,0 +1,251 @@
+"""Every configuration key as an option of `launch`, generated from the schema.
+
+typer cannot hold sixty generated options without spoiling the short help, so the command line is rewritten before
+typer sees it: `--fsdp-sharding-strategy FULL_SHARD` becomes `--set fsdp_config.fsdp_sharding_strategy=FULL_SHARD`.
+Only what stands before the script is looked at; everything after it belongs to the script.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fsdplaunch.config.names import (
+    AUTO_WRAP,
+    FOREIGN_OPTIONS,
+    LETTERS,
+    ForeignOption,
+    closest,
+    key_prefix,
+    spellings,
+)
+from fsdplaunch.config.problems import Problem, TextPosition
+from fsdplaunch.config.schema.config import KeySpec, all_keys, section_classes
+from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS
+from fsdplaunch.errors import UsageError
+
+_ALIKE = 0.6
+_PAIR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+"""How accelerate's `--env` writes a variable."""
+
+_START_METHODS: Mapping[str, tuple[str, ...]] = {
+    "spawn": ("--set", "launch.preload=none"),
+    "fork": (),
+    "forkserver": (),
+}
+"""What torchrun's `--start-method` comes to here: fresh interpreters, or forks of a preloaded one as ever."""
+
+_FSDP_WORDS: Mapping[str, str] = {
+    "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+    "shard_grad_op": "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP",
+    "no_shard": "fsdp_config.fsdp_sharding_strategy=NO_SHARD",
+    "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
+    "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
+    "offload": "fsdp_config.fsdp_offload_params=true",
+    "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
+}
+"""Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
+
+
+def keys_by_option() -> dict[str, KeySpec]:
+    """Return every key by its names as an option, underscored: with its section, and without where unique."""
+    names: dict[str, list[KeySpec]] = {}
+    for spec in all_keys():
+        names.setdefault(spec.name, []).append(spec)
+    short = {name: specs[0] for name, specs in names.items() if len(specs) == 1}
+    return {spec.dotted: spec for spec in all_keys()} | short
+
+
+def keys_by_alias() -> dict[str, KeySpec]:
+    """Return every key by its other names, underscored: those of torchrun, and of accelerate with a prefix."""
+    names = {alias: spec for spec in all_keys() for alias in spec.key.aliases}
+    for section in section_classes():
+        prefix = key_prefix(section)
+        found = spellings(section).items() if prefix else ()
+        names |= {name: spec for name, spec in found if name.startswith(prefix)}
+    return names
+
+
+def list_options() -> str:
+    """Return every configuration key as an option of `launch`, by section, with what it takes and what it does."""
+    import textwrap
+
+    shortest: dict[str, str] = {}
+    for name, spec in keys_by_option().items():
+        shortest[spec.dotted] = min(shortest.get(spec.dotted, name), name, key=len)
+    lines: list[str] = []
+    section = None
+    for spec in all_keys():
+        name = shortest[spec.dotted]
+        home = spec.path[0] if len(spec.path) > 1 else "top level"
+        if home != section:
+            lines += ["", f"{home}:"]
+            section = home
+        lines.append(f"  --{name.replace('_', '-')}  {spec.key.kind.expects}")
+        lines += textwrap.wrap(spec.key.summary, 92, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines).strip()
+
+
+def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -> list[str]:
+    """Rewrite key options of a `launch` command line to `--set`.
+
+    Args:
+        argv: The arguments after `launch`.
+        own_flags: Launch's own options that take no value, for example `--dry-run`.
+        own_options: Launch's own options that take one, for example `--config`.
+
+    Raises:
+        UsageError: An option is refused, stands without its value, or is none.
+    """
+    table = keys_by_alias() | keys_by_option()
+    own = own_flags | own_options
+    rest = list(argv)
+    done: list[str] = []
+    setting: dict[str, tuple[str, str]] = {}
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        option, has_value, value = word.partition("=")
+        name = LETTERS.get(option) or option.removeprefix("--").replace("-", "_")
+        written = option.startswith("--") or option in LETTERS
+        if option in own:
+            done.append(word)
+            if option in own_options and not has_value and rest:
+                done.append(rest.pop(0))
+        elif name in _OTHERS:
+            done += _OTHERS[name](value if has_value else _take(option, rest))
+        elif written and name in FOREIGN_OPTIONS:
+            done += _foreign(option, FOREIGN_OPTIONS[name], rest, has_value=bool(has_value))
+            _refuse_second(option, FOREIGN_OPTIONS[name], setting)
+        elif written and name in table:
+            value = value if has_value else _value(option, table[name], rest)
+            _refuse_nothing(option, table[name], value)
+            done += ["--set", _assignment(name, table[name], value)]
+        else:
+            raise _no_such_option(option, {*table, *FOREIGN_OPTIONS, *_OTHERS}, own)
+    return done + rest
+
+
+def _foreign(option: str, foreign: ForeignOption, rest: list[str], *, has_value: bool) -> list[str]:
+    """Return what an option that is no key's comes to.
+
+    Raises:
+        UsageError: It is refused, or lacks its value.
+    """
+    if foreign.has_value and not has_value:
+        _take(option, rest)
+    if foreign.answer == "refused":
+        msg = f"{option}: {foreign.text}" if "needs" in foreign.text else f"{option} {foreign.text}"
+        raise UsageError(msg, hint=foreign.hint)
+    if foreign.answer == "noted":
+        return ["--noted", option]
+    return ["--set", foreign.sets] if foreign.sets else []
+
+
+def _refuse_second(option: str, foreign: ForeignOption, setting: dict[str, tuple[str, str]]) -> None:
+    """Refuse an option that sets a key otherwise than one before it; note for those that follow what it sets.
+
+    Args:
+        option: As it was written.
+        foreign: What it comes to.
+        setting: What the options so far set, and which of them did, by key.
+    """
+    if foreign.sets is None:
+        return
+    key = foreign.sets.partition("=")[0]
+    sets, before = setting.setdefault(key, (foreign.sets, option))
+    if sets != foreign.sets:
+        msg = f"{before} and {option} contradict each other: each sets {key}"
+        raise UsageError(msg, hint="leave one of them out")
+
+
+def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
+    """Return the notes about options that change nothing, by the names they were written with."""
+    place = TextPosition(source="command line")
+    texts = {option: FOREIGN_OPTIONS[option.removeprefix("--").replace("-", "_")].text for option in options}
+    return tuple(
+        Problem(id="option-without-effect", key=option, message=text, place=place)
+        for option, text in texts.items()
+    )
+
+
+def _no_such_option(option: str, names: set[str], own: set[str]) -> UsageError:
+    """Return the error for an option that there is not, with the one most like it."""
+    dashes = {name: "--" + name.replace("_", "-" if "_" not in option else "_") for name in names}
+    word = option.removeprefix("--").replace("-", "_")
+    longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
+    near = [dashes[name] for name in longer] or closest(option, [*own, *dashes.values()], cutoff=_ALIKE)
+    hint = f"did you mean {near[0]}?" if near else "fsdplaunch launch --help-all lists every option"
+    return UsageError(f"no such option: {option}", hint=hint)
+
+
+def _assignment(name: str, spec: KeySpec, value: str) -> str:
+    """Return the key an option sets, with its value; torchrun's `--nnodes` says a number or a range."""
+    if name == "env" and _PAIR.match(value):
+        return f"launch.env.{value}"
+    return f"launch.nodes={value}" if name == "nnodes" and ":" in value else f"{spec.dotted}={value}"
+
+
+def _start_method(value: str) -> tuple[str, ...]:
+    if value not in _START_METHODS:
+        msg = f"--start-method must be one of {', '.join(_START_METHODS)}, got {value!r}"
+        raise UsageError(msg)
+    return _START_METHODS[value]
+
+
+def _take(option: str, rest: list[str]) -> str:
+    if not rest:
+        msg = f"{option} needs a value"
+        raise UsageError(msg)
+    return rest.pop(0)
+
+
+def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
+    """Return the next word; a flag may stand alone, and then means true."""
+    if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
+        return "true"
+    return _take(option, rest)
+
+
+def _refuse_nothing(option: str, spec: KeySpec, value: str) -> None:
+    """Refuse an empty value: a shell's unset variable must not turn a run over nodes into one on this node."""
+    if not value.strip():
+        msg = f"{option} is given nothing"
+        raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
+
+
+def _words(text: str) -> list[str]:
+    """Read transformers' `--fsdp` text: words separated by blanks or commas; `full shard` is one word."""
+    joined = text.lower().replace(",", " ")
+    for word in sorted(_FSDP_WORDS, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
+        joined = joined.replace(word.replace("_", " "), word)
+    return list(_settings(joined.split(), text))
+
+
+def _settings(words: Sequence[str], text: str) -> Iterator[str]:
+    for word in words:
+        if word not in _FSDP_WORDS:
+            msg = f"--fsdp {text!r}: {word!r} is not one of {', '.join(_FSDP_WORDS)}"
+            raise UsageError(msg)
+        yield "--set"
+        yield _FSDP_WORDS[word]
+
+
+def _file(value: str) -> str:
+    """Return the file that `--fsdp_config` names, itself or as the one YAML file of a folder."""
+    path = Path(value)
+    if not path.is_dir():
+        return value
+    found = sorted(item for item in path.iterdir() if item.suffix in (".yaml", ".yml", ".json"))
+    if len(found) != 1:
+        names = ", ".join(item.name for item in found) or "none"
+        msg = f"--fsdp_config {value}: the folder must hold one configuration file, found {names}"
+        raise UsageError(msg, hint="name the file itself")
+    return str(found[0])
+
+
+_OTHERS: Mapping[str, Callable[[str], Sequence[str]]] = {
+    "fsdp": _words,
+    "fsdp_config": lambda value: ("--config", _file(value)),
+    "start_method": _start_method,
+    "num_cpu_threads_per_process": lambda value: ("--set", f"launch.env.OMP_NUM_THREADS={value}"),
+}
+"""Options with a value that are no key's name, and what each comes to."""

@@ -1,0 +1,148 @@
+"""`fsdplaunch runs`: list runs, show a run's output, cancel a run."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdplaunch.cli.output import Output
+from fsdplaunch.config.load import load_config
+from fsdplaunch.display_text import one_line
+from fsdplaunch.errors import UsageError
+from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
+from fsdplaunch.launch.schedulers.remote_launchers import Screen
+
+LOOK_SECONDS = 1.0
+"""Between two looks at a run that is followed; SLURM's controller answers many users."""
+MOST_TASKS = 16
+"""An array of more tasks is one line in the list; --json has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRequest:
+    """Which output to show.
+
+    Attributes:
+        rank: One rank's own; None for what the launcher showed.
+        stream: `stdout` or `stderr`, of a rank.
+        follow: Go on until the run ends.
+    """
+
+    rank: int | None = None
+    stream: str = "stdout"
+    follow: bool = False
+
+
+def folder_of(config: Path | None, log_dir: Path | None) -> Path:
+    """Return where the runs are: as shown, or as the configuration says."""
+    return log_dir if log_dir is not None else Path(load_config(config).config.launch.log_dir)
+
+
+def list_runs(config: Path | None, log_dir: Path | None, *, limit: int, as_json: bool, out: Output) -> int:
+    """List runs, newest first."""
+    folder = folder_of(config, log_dir)
+    if log_dir is not None and not folder.is_dir():
+        msg = f"--log-dir {folder} is no folder"
+        raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
+    runs = read_runs(folder, limit=limit)
+    if as_json:
+        out.json([run.to_dict() for run in runs])
+    elif not runs:
+        out.say(f"no runs in {folder}")
+    else:
+        rows = [("run", "started by", "state", "script")]
+        for run in runs:
+            tasks = run.tasks if len(run.tasks) <= MOST_TASKS else ()
+            rows += [_row(run), *(_task_row(task) for task in tasks)]
+        out.data("\n".join(_table(rows)))
+    return 0
+
+
+def _row(run: Run) -> tuple[str, str, str, str]:
+    how = f"slurm {'array' if run.tasks else 'job'} {run.job['job']}" if run.route == "slurm" else run.route
+    return one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)
+
+
+def _task_row(task: Run) -> tuple[str, str, str, str]:
+    return one_line(f"  /{task.dir.name}"), "", one_line(task.state), ""
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def show_logs(name: str, config: Path | None, log_dir: Path | None, *, wanted: LogRequest, out: Output) -> int:
+    """Print a run's output, and go on printing when asked so."""
+    folder = folder_of(config, log_dir)
+    run = find_run(folder, name)
+    tail = LogTail(run.dir if run.tasks else None)
+    if run.route == "kubernetes" and wanted.rank is None:
+        return _show_pods(run, follow=wanted.follow, out=out)
+    if wanted.rank is None and run.route == "here":
+        out.note("a run started here showed its output there and then; this is rank 0's (--rank N for another's)")
+    files = log_files(run, rank=wanted.rank, stream=wanted.stream)
+    if not files and not wanted.follow:
+        if not run.unfinished:
+            msg = f"{run.id} has left no such output"
+            raise UsageError(msg, hint=f"see {run.dir}")
+        out.say(f"no output yet: {run.state}")
+    screen = Screen(sys.stdout)
+    screen.write(tail.read(files))
+    while wanted.follow and run.unfinished:
+        time.sleep(LOOK_SECONDS)
+        run = find_run(folder, run.id)
+        screen.write(tail.read(log_files(run, rank=wanted.rank, stream=wanted.stream)))
+    screen.end()
+    return 0
+
+
+def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
+    kubernetes = feature(KUBERNETES)
+    if kubernetes is None:
+        msg = f"{run.id} runs on Kubernetes, which this installation is without"
+        raise UsageError(msg)
+    if not follow:
+        return int(kubernetes.show_logs(run.job))
+    kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
+    return 0
+
+
+def follow_run(run_dir: Path, out: Output) -> int:
+    """Show a submitted run's output until it ends; returns its status. Ctrl-C leaves the run alone."""
+    try:
+        run = find_run(run_dir.parent, run_dir.name)
+        if run.route == "kubernetes":
+            _show_pods(run, follow=True, out=out)
+        else:
+            _follow_job(run, out)
+    except KeyboardInterrupt:
+        out.say(f"the run goes on; fsdplaunch runs cancel {shlex.quote(run_dir.name)} ends it")
+        return 130
+    run = find_run(run_dir.parent, run_dir.name)
+    out.say(f"run {run.id}: {run.state}")
+    return status_of(run)
+
+
+def _follow_job(run: Run, out: Output) -> None:
+    tail, shown, screen = LogTail(run.dir if run.tasks else None), "", Screen(sys.stdout)
+    while True:
+        screen.write(tail.read(log_files(run, rank=None, stream="stdout")))
+        if not run.unfinished:
+            screen.end()
+            return
+        if run.state != shown:
+            shown = run.state
+            out.say(f"job {run.job.get('job', run.id)}: {shown}")
+        time.sleep(LOOK_SECONDS)
+        run = find_run(run.dir.parent, run.dir.name)
+
+
+def cancel_run(name: str, config: Path | None, log_dir: Path | None, *, out: Output) -> int:
+    """Ask a run to end."""
+    run = find_run(folder_of(config, log_dir), name)
+    out.say(f"{run.id}: {cancel(run)}")
+    return 0

@@ -1,1 +1,0 @@
-"""`fsdplaunch tune`: what is asked, the search, how it is shown, what it leaves behind."""

@@ -1,0 +1,1 @@
+"""`fsdplaunch check --compare`: what one process computes, and what workers compute of the same script."""

@@ -1,0 +1,289 @@
+"""Which known cause fits a difference between two runs: the first whose evidence is in the records."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, Verdict, distances
+
+_CLOSE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why two runs compute something else.
+
+    Attributes:
+        id: A stable name, for programs.
+        text: What it is, with the evidence.
+        hint: What to do.
+    """
+
+    id: str
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a cause is told by.
+
+    Attributes:
+        first: Where the runs part.
+        plain: The step there, in one process.
+        sharded: The same step of the workers.
+        drawn: Whether other random numbers, drawn in its forward pass, fit what the steps before it show.
+        layers: Layers that compute something else with another batch.
+        told: What the workers said to differ from one process.
+        dtype: What parameters are computed in, where the configuration sets it.
+    """
+
+    first: Difference
+    plain: StepFacts
+    sharded: StepFacts
+    drawn: bool
+    layers: tuple[str, ...]
+    told: tuple[str, ...]
+    dtype: str | None
+
+
+def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str | None) -> Cause:
+    """Return the cause that fits; the last is one that cannot be excluded.
+
+    Args:
+        first: Where the runs part.
+        plain: Of one process.
+        sharded: Of the workers.
+        dtype: Of the sharded run's parameters in computation; None for their own.
+    """
+    at = min((first.step or len(sharded.steps)) or 1, len(plain.steps), len(sharded.steps)) - 1
+    evidence = Evidence(
+        first=first,
+        plain=plain.steps[at],
+        sharded=sharded.steps[at],
+        drawn=_part_by_draws(plain.steps[: at + 1], sharded.steps[: at + 1]),
+        layers=tuple(sharded.layers),
+        told=tuple(sharded.told),
+        dtype=dtype,
+    )
+    return next(cause for find in _KNOWN if (cause := find(evidence)) is not None)
+
+
+def _part_by_draws(plain: Sequence[StepFacts], sharded: Sequence[StepFacts]) -> bool:
+    """Return whether workers drew other numbers in the last of some steps, and in none of those before.
+
+    A step that was equal, whatever was drawn in it, shows that draws make no difference.
+    """
+    *before, last = [
+        (one.draws or many.draws) and any(each != one.random[0] for each in many.random)
+        for one, many in zip(plain, sharded, strict=True)
+    ]
+    return last and not any(before)
+
+
+def _initial(evidence: Evidence) -> Cause | None:
+    if evidence.first.step != 0:
+        return None
+    return Cause(
+        id="initial-weights",
+        text="the two runs begin with other weights: they are drawn from a seed that is new in every run, or the"
+        " script resumes from what its first run saved",
+        hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is built;"
+        " have it save to a folder that it does not resume from",
+    )
+
+
+def _same_rows(evidence: Evidence) -> Cause | None:
+    """Recognise that all workers were given the plain run's batch."""
+    one, many = evidence.plain, evidence.sharded
+    if len(set(many.rows)) > 1 or many.rows[0] != one.rows[0] or one.rows[0] is None:
+        return None
+    if not all(_close(content, one.contents[0]) for content in many.contents):
+        if all(_close(content, many.contents[0]) for content in many.contents):
+            return _drawn_anew("all workers read the same rows, and other ones than the plain run")
+        return Cause(
+            id="batch-size",
+            text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
+            hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
+        )
+    return _random(evidence)
+
+
+def _other_rows(evidence: Evidence) -> Cause | None:
+    one, many = evidence.plain, evidence.sharded
+    if one.rows[0] is None or None in many.rows or one.rows[0] in many.rows:
+        return None
+    if _rows(many) != one.rows[0]:
+        return Cause(
+            id="batch-size",
+            text=f"the workers' batches have {_rows(many)} rows together, the plain run's has {one.rows[0]}",
+            hint="use a batch size that the workers can divide evenly",
+        )
+    if _close(sum(many.contents), one.contents[0]):
+        return None
+    return _drawn_anew("the workers read other rows than the plain run")
+
+
+def _drawn_anew(what: str) -> Cause:
+    return Cause(
+        id="other-data",
+        text=f"{what}: they, or their order, are drawn anew in every run, or per rank",
+        hint="seed what draws them (a sampler's generator, an environment) with a fixed number on all ranks",
+    )
+
+
+def _sum(evidence: Evidence) -> Cause | None:
+    """Recognise losses of workers that add up to the plain one: each is the sum over its rows."""
+    one, many = evidence.plain, evidence.sharded
+    added = zip(one.losses, many.totals, strict=False)
+    if len(many.rows) == 1 or not one.losses or evidence.first.what != "loss":
+        return None
+    if not all(_close(plain, total) and abs(plain) > 0 for plain, total in added):
+        return None
+    return Cause(
+        id="loss-is-a-sum",
+        text=f"the loss at {one.line} is a sum over the batch: averaged over the workers, its gradients are"
+        f" {len(many.rows)} times too small",
+        hint='use the mean over the rows (reduction="mean"), or multiply the loss by the number of workers',
+    )
+
+
+def _told(evidence: Evidence) -> Cause | None:
+    if not evidence.told:
+        return None
+    return Cause(
+        id="told",
+        text=f"the workers said so: {evidence.told[0]}",
+        hint="see docs/limits.md: what it means, and what can be done",
+    )
+
+
+def _random(evidence: Evidence) -> Cause | None:
+    if not evidence.drawn:
+        return None
+    drops = [layer for layer in evidence.layers if "Dropout" in layer]
+    named = f" ({drops[0]}{f' and {len(drops) - 1} more' if len(drops) > 1 else ''})" if drops else ""
+    return Cause(
+        id="randomness",
+        text=f"the forward pass draws random numbers{named}, and workers draw others than one process does",
+        hint="set dropout to 0 to compare; the difference is another draw, not another computation",
+    )
+
+
+def _batch_norm(evidence: Evidence) -> Cause | None:
+    norms = [layer for layer in evidence.layers if "BatchNorm" in layer]
+    if not norms:
+        return None
+    return Cause(
+        id="batch-norm",
+        text=f"{norms[0]} normalises by each worker's own rows, as under DDP, not by the whole batch",
+        hint="use GroupNorm, on GPUs SyncBatchNorm.convert_sync_batchnorm(model), or accept the difference",
+    )
+
+
+def _dtype(evidence: Evidence) -> Cause | None:
+    if evidence.dtype in (None, "fp32"):
+        return None
+    return Cause(
+        id="dtype",
+        text=f"the workers compute in {evidence.dtype}, as configured, and the plain run in the model's own dtype",
+        hint="compare with --set mixed_precision=no, or with a larger --tolerance",
+    )
+
+
+def _gradient(evidence: Evidence) -> Cause | None:
+    if "gradient" not in evidence.first.what:
+        return None
+    return Cause(
+        id="gradients",
+        text="the losses are equal and the gradients are not: something works on shards as if they were full"
+        " tensors, or computes gradients of gradients (create_graph)",
+        hint="look at what the script does between backward and step, and report it with the tensor's name",
+    )
+
+
+def _unequal_means(evidence: Evidence) -> Cause | None:
+    return Cause(
+        id="unequal-means",
+        text="what was recorded shows none of the other causes; a loss that is a mean over unequal numbers of rows"
+        f" or tokens (padding, ignored labels) does this: {evidence.plain.line or 'the loss'}",
+        hint="see docs/limits.md, what is different from one process",
+    )
+
+
+_KNOWN: tuple[Callable[[Evidence], Cause | None], ...] = (
+    _initial,
+    _same_rows,
+    _other_rows,
+    _sum,
+    _told,
+    _random,
+    _batch_norm,
+    _dtype,
+    _gradient,
+    _unequal_means,
+)
+
+
+def _rows(step: StepFacts) -> int:
+    return sum(rows or 0 for rows in step.rows)
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=1e-6)
+
+
+_FACTOR = 10.0
+"""Workers round at each step, in sums of other orders; the changed weights were rounded once."""
+_FLOOR = 4e-6
+"""Some thirty times the rounding of fp32: below it no difference is asked for its cause."""
+_ID = "rounding"
+_OPEN = ("told", "randomness", "batch-norm", "gradients", "unequal-means")
+
+
+def is_equal(verdict: Verdict, cause: Cause | None) -> bool:
+    """Return whether two runs compute the same, but for rounding where that is the cause.
+
+    Args:
+        verdict: Of comparing them.
+        cause: Where they part.
+    """
+    return verdict.first is None or (cause is not None and cause.id == _ID)
+
+
+def may_be_rounding(first: Difference, cause: Cause) -> bool:
+    """Return whether a difference is one that rounding can make, and its cause one without proof.
+
+    Args:
+        first: Where the runs part.
+        cause: That fits it best.
+    """
+    return cause.id in _OPEN and first.step != 0 and math.isfinite(first.by)
+
+
+def rounding(first: Difference, plain: RunFacts, sharded: RunFacts, changed: RunFacts) -> Cause | None:
+    """Return rounding as the cause where one process, changed in its last digits, goes as far from itself.
+
+    It must have gone as far at every step until the runs part, not only there: something else that is computed
+    over workers shows in full at the step that it is in, and rounding grows from nothing.
+
+    Args:
+        first: Where the runs part.
+        plain: Of one process.
+        sharded: Of the workers.
+        changed: Of one process that began with weights changed in their last digits.
+    """
+    theirs, own = distances(plain, sharded), distances(plain, changed)
+    if len(plain.steps) > len(changed.steps):
+        return None
+    steps = first.step or len(plain.steps)
+    reach = list(accumulate(own[:steps], max)) + ([own[-1]] if first.step is None else [])
+    if not all(far <= max(_FLOOR, _FACTOR * by) for far, by in zip(theirs, reach, strict=False)):
+        return None
+    return Cause(
+        id=_ID,
+        text="rounding, which grows in this script: one process whose weights are changed in their last digits"
+        f" before the first step is {reach[-1]:.1e} away from itself there",
+        hint="compare in fp64 to see it shrink (torch.set_default_dtype(torch.float64)), or fewer --steps",
+    )

@@ -1,0 +1,297 @@
+"""Record what a script computes in each optimizer step, without a change of the script.
+
+The same recorder runs in a plain process and in every worker. Nothing here is collective: each process writes down
+its own part, and the launcher puts the parts together.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.check_run import stop_after
+from fsdplaunch.runtime.compat.accelerate import shuffle_alike_of_accelerate
+from fsdplaunch.runtime.inspection.named_models import Known, NamedModels, squared_gradient
+from fsdplaunch.runtime.inspection.units import full_tensor
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.random_numbers import SEED, Seeds, random_digest, seed_all, seeding_from
+from fsdplaunch.runtime.rank import rank, rank_variable
+from fsdplaunch.runtime.script import parse_target, run_target
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
+from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
+
+
+@dataclass(slots=True)
+class Step:
+    """What went before one optimizer step.
+
+    Attributes:
+        losses: The values that backward was called on; each rank's by its part of what a mean is over.
+        line: Of the script, where backward was called last.
+        rows: Rows of the first batch, by the first tensor that a module was given.
+        content: The sum of that tensor.
+        draws: Whether random numbers were drawn between forward and backward.
+        random: A digest of the random generators at the backward: equal where a process has drawn the same so far.
+        gradients: For each parameter the sum of its squared gradient here, and whether others have more of it.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    line: str = ""
+    rows: int | None = None
+    content: float = 0.0
+    draws: bool = False
+    random: str = ""
+    gradients: dict[str, tuple[float, bool]] = field(default_factory=dict)
+
+
+class Recorder:
+    """One process's record.
+
+    Attributes:
+        steps: In their order, over all optimizers.
+        start: For each parameter the sum of its squares here before the first step, and whether others have more.
+        layers: Those that computed something else with another batch, at the first step.
+        models: The trained models.
+        count: What to call after a step that no optimizer of torch's makes.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.start: dict[str, tuple[float, bool]] = {}
+        self.layers: list[str] = []
+        self.models = NamedModels()
+        self._now = Step()
+        self._state: torch.Tensor | None = None
+        self._depth = 0
+        self._built = False
+        self.count: Callable[[Any], None] = lambda _: None
+
+    def install(self) -> None:
+        """Begin to record, until the process ends."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_module_forward_pre_hook(self._forward)
+        register_optimizer_step_pre_hook(self._step)
+        torch.autograd.backward = self._recorded(torch.autograd.backward)
+        Optimizer.__init__ = self._noted(Optimizer.__init__)  # type: ignore[method-assign]
+        torch.compile = _breaking_at_hooks(torch.compile)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return {
+            "steps": [{name: getattr(step, name) for name in Step.__slots__} for step in self.steps],
+            "start": self.start,
+            "layers": self.layers,
+            "told": messages.unequal,
+        }
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._now.rows is not None or not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return
+        if next(module.parameters(), None) is None:  # a transform of the dataset, which is given one row
+            return
+        batch = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), None)
+        if batch is None or batch.is_meta or is_function_transforms(batch):  # a count of operations has no values
+            return
+        batch = full_tensor(batch.detach())
+        self._now.rows, self._now.content = batch.shape[0], batch.double().sum().item()
+        self._state = torch.get_rng_state()
+
+    def _recorded(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+            counted = not self._depth and self._loss(loss)
+            self._depth += 1
+            try:
+                done = backward(tensors, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            if counted and not self._depth and not self._built:
+                self._end_step(self.models.parameters_with_gradients())
+                self.count(self)
+            return done
+
+        return recorded
+
+    def _noted(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._built = True
+            build(optimizer, *args, **kwargs)
+
+        return noted
+
+    def _loss(self, loss: Any) -> bool:
+        """Record a loss; return whether it is one."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_meta:
+            return False
+        if self._state is not None:
+            self._now.draws = self._now.draws or not torch.equal(self._state, torch.get_rng_state())
+        self._now.random = random_digest()
+        self._now.losses.append(full_tensor(loss.detach()).float().item())
+        self._now.line = script_line()
+        return True
+
+    def _step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._end_step(self.models.parameters_of(optimizer))
+
+    def _end_step(self, known: list[Known]) -> None:
+        if not self.start:
+            self.start, self.layers = self.models.squares(), self.models.layers()
+        for name, param, shared in known:
+            if param.grad is not None:
+                self._now.gradients[name] = squared_gradient(param.grad, param, shared)
+        self.steps.append(self._now)
+        self._now, self._state = Step(), None
+
+
+def _breaking_at_hooks(compile_: Any) -> Any:
+    """Return `torch.compile` without its `fullgraph` for `model.compile()`, whose graph breaks at `_forward`."""
+
+    def compile_in_parts(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(model, "__name__", "") == CALL_METHOD:
+            kwargs.pop("fullgraph", None)
+        return compile_(model, *args, **kwargs)
+
+    return compile_in_parts
+
+
+class LastDigits:
+    """Changes each parameter of a process once, up or down by the rounding of its dtype, by chance of its own.
+
+    Attributes:
+        changed: The parameters, by id; kept alive, so that no id returns.
+    """
+
+    def __init__(self) -> None:
+        self.changed: dict[int, nn.Parameter] = {}
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def install(self) -> RemovableHandle:
+        """Begin to change the parameters of each module when it is called first; return what ends it."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        return register_module_forward_pre_hook(self._before_forward)
+
+    def change(self, param: nn.Parameter) -> None:
+        """Multiply each element by 1 plus or minus the dtype's epsilon; zeros stay zeros."""
+        self.changed[id(param)] = param
+        up = torch.randint(0, 2, param.shape, generator=self._generator, device="cpu").bool()
+        epsilon = torch.finfo(param.dtype).eps
+        one = torch.ones((), dtype=param.dtype)
+        param.data.mul_(torch.where(up, one + epsilon, one - epsilon).to(param.device))
+
+    def _before_forward(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return
+        for param in module.parameters(recurse=False):
+            if id(param) not in self.changed and _has_values(param):
+                self.change(param)
+
+
+def _has_values(param: nn.Parameter) -> bool:
+    """Return whether a parameter is a plain tensor of real numbers: no lazy one, none of torch.func's."""
+    return type(param) is nn.Parameter and param.is_floating_point() and not param.is_meta
+
+
+PARAMETERS = "parameters.safetensors"
+_recorders: list[tuple[Recorder, int | None]] = []
+"""What records this process, and which worker it is; None for the plain one. The script may set RANK itself."""
+
+
+def record(steps: int) -> None:
+    """Record the script that is about to run, and end it after so many optimizer steps."""
+    seed_all(SEED)
+    shuffle_alike_of_accelerate()
+    recorder = Recorder()
+    recorder.install()
+    if _is_changed():
+        LastDigits().install()
+    _recorders.append((recorder, None if rank_variable("RANK") is None else rank()))
+    recorder.count = stop_after(steps, _finish_at_step)
+
+
+def finish() -> None:
+    """Write the record of a script that ended before its steps were made."""
+    while _recorders:
+        _finish(*_recorders.pop())
+
+
+def _finish_at_step(_stepping: Any) -> dict[str, Any]:
+    finish()
+    return {}
+
+
+def _finish(recorder: Recorder, worker: int | None) -> None:
+    folder = Path(os.environ[COMPARE_DIR])
+    facts = recorder.facts()
+    if worker is None and not _is_changed():
+        tensors = {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in recorder.models.full_tensors()
+        }
+        save_file(tensors, folder / PARAMETERS)
+    else:
+        facts["parameters"] = _compared(recorder, folder / PARAMETERS)
+    own = COMPARED_CHANGED if _is_changed() else COMPARED_PLAIN
+    write_json(folder / (own if worker is None else f"rank{worker}.json"), facts)
+
+
+def _is_changed() -> bool:
+    """Return whether this is the process whose weights change in their last digits."""
+    return os.environ.get(COMPARE_CHANGED) == "1"
+
+
+def _compared(recorder: Recorder, plain: Path) -> dict[str, Any]:
+    """Return for each parameter how far it is from the plain process's, at most; None where that has none."""
+    found: dict[str, Any] = {}
+    with safe_open(plain, framework="pt") as file:
+        names = set(file.keys())
+        for name, value in recorder.models.full_tensors():
+            found[name] = _distance(value, file.get_tensor(name)) if name in names else None
+    return found
+
+
+def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
+    """Return the largest difference, relative to the largest plain value where that is above 1.
+
+    What is infinite or no number in both is equal.
+    """
+    if value.shape != plain.shape:
+        return None
+    if not value.numel():
+        return 0.0
+    one, other = value.double(), plain.double()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    largest = other.abs().nan_to_num(0.0, posinf=0.0).max().clamp(min=1.0)
+    return float(((one - other).abs().masked_fill(equal, 0.0).max() / largest).item())
+
+
+def main(argv: list[str]) -> None:
+    """Run and record the plain process; the workers' own set-up seeds what a script of theirs leaves to chance."""
+    with seeding_from(Seeds(SEED)):
+        record(int(os.environ[REHEARSAL_STEPS]))
+        try:
+            run_target(parse_target(argv))
+        finally:
+            finish()
+
+
+if __name__ == "__main__":
+    # Through the imported module: this one, the interpreter's first `__main__`, is replaced by the script.
+    import_module("fsdplaunch.comparison.record").main(sys.argv[1:])

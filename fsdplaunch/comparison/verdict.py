@@ -1,0 +1,309 @@
+"""What two runs computed, whether that is equal, and at which step and tensor they part. Pure."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.errors import LaunchError
+from fsdplaunch.run_dir import COMPARED_PLAIN, read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """One optimizer step of one run.
+
+    Attributes:
+        losses: The values backward was called on; the mean over the workers.
+        totals: The same, summed over the workers.
+        norm: Of all gradients together.
+        norms: Of each parameter's gradient.
+        rows: Rows of the first batch on each process; None where no tensor was seen.
+        contents: The sum of the first batch on each process.
+        draws: Whether random numbers were drawn in the forward pass.
+        random: What each process has drawn so far, as a digest.
+        line: Of the script's backward.
+    """
+
+    losses: tuple[float, ...]
+    totals: tuple[float, ...]
+    norm: float
+    norms: Mapping[str, float]
+    rows: tuple[int | None, ...]
+    contents: tuple[float, ...]
+    draws: bool
+    line: str
+    random: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What one run computed.
+
+    Attributes:
+        steps: In their order.
+        start: The norm of each parameter before the first step.
+        layers: Layers that compute something else with another batch.
+        parameters: How far each final parameter is from the plain run's; None where that has no such parameter.
+        told: What the run said to differ from one process.
+    """
+
+    steps: Sequence[StepFacts]
+    start: Mapping[str, float]
+    layers: Sequence[str]
+    parameters: Mapping[str, float | None]
+    told: Sequence[str] = ()
+
+
+def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFacts | None:
+    """Return what a run computed; None when not all of its processes wrote a record with a step.
+
+    Args:
+        folder: Of the comparison.
+        workers: How many took part; 0 for one plain process.
+        alone: The file of that process.
+    """
+    names = [f"rank{rank}.json" for rank in range(workers)] or [alone]
+    records = [read_json(folder / name) for name in names]
+    if not all(record.get("steps") for record in records):
+        return None
+    for record in records:
+        record["steps"] = _joined(record["steps"])
+    counts = {len(record["steps"]) for record in records}
+    if len(counts) > 1:
+        msg = f"the workers made different numbers of optimizer steps: {sorted(counts)}"
+        raise LaunchError(msg, hint="see what each worker read: the script decides by rank how long it trains")
+    return RunFacts(
+        steps=[_step(parts) for parts in zip(*(record["steps"] for record in records), strict=True)],
+        start=_norms([record["start"] for record in records]),
+        layers=records[0]["layers"],
+        told=records[0].get("told", ()),
+        parameters=records[0].get("parameters", {}),
+    )
+
+
+def _joined(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a process's steps, those of several optimizers after one backward as one.
+
+    A script may have an optimizer for each parameter, in the order of a set, which differs by process.
+    """
+    joined: list[dict[str, Any]] = []
+    for step in steps:
+        if joined and not step["losses"] and not step["gradients"].keys() & joined[-1]["gradients"].keys():
+            joined[-1] = {**joined[-1], "gradients": joined[-1]["gradients"] | step["gradients"]}
+        else:
+            joined.append(step)
+    return joined
+
+
+def _step(parts: Sequence[Mapping[str, Any]]) -> StepFacts:
+    losses = list(zip(*(part["losses"] for part in parts), strict=False))
+    norms = _norms([part["gradients"] for part in parts])
+    return StepFacts(
+        losses=tuple(sum(values) / len(values) for values in losses),
+        totals=tuple(sum(values) for values in losses),
+        norm=math.sqrt(sum(norm**2 for norm in norms.values())),
+        norms=norms,
+        rows=tuple(part["rows"] for part in parts),
+        contents=tuple(part["content"] for part in parts),
+        draws=any(part["draws"] for part in parts),
+        random=tuple(part.get("random", "") for part in parts),
+        line=parts[0]["line"],
+    )
+
+
+def _norms(parts: Sequence[Mapping[str, tuple[float, bool]]]) -> dict[str, float]:
+    """Return norms of the full tensors: shards add up, replicas count once."""
+    squares: dict[str, float] = {}
+    for part in parts:
+        for name, (square, is_shard) in part.items():
+            squares[name] = squares.get(name, 0.0) + square if is_shard else square
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+_NOISE = 1e-6
+"""A gradient below this part of the whole is rounding; an optimizer that divides by its size steps anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where two runs part first.
+
+    Attributes:
+        step: From 1; 0 before the first; None for the final parameters.
+        what: `loss`, `gradient norm`, `number of steps`, or `initial`, `gradient of`, `parameter` and a name.
+        plain: The value in one process.
+        sharded: The value over the workers.
+        by: Relative difference; infinite where there is nothing to compare with.
+    """
+
+    step: int | None
+    what: str
+    plain: float | None
+    sharded: float | None
+    by: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What comparing showed.
+
+    Attributes:
+        first: Where the runs part; None when they are equal.
+        largest: The largest relative difference of a loss or a norm.
+        parameters: How many final parameters were compared, and by how much they differ at most.
+        noise: Parameters left out, because their gradients are rounding.
+    """
+
+    first: Difference | None
+    largest: float
+    parameters: tuple[int, float]
+    noise: tuple[str, ...]
+
+
+def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
+    """Compare two runs in the order in which they compute: initial weights, then each step, then the end.
+
+    Args:
+        plain: Of one process.
+        sharded: Of the workers.
+        tolerance: Relative; what is farther apart is different.
+    """
+    sharded = added_up(plain, sharded, tolerance)
+    noise = tuple(name for name in plain.start if _is_noise(name, plain) and _is_noise(name, sharded))
+    steps = list(_differences(plain, sharded))
+    ends = list(_ends(plain, sharded, noise))
+    far = [each for each in (*steps, *ends) if not each.by <= tolerance]
+    sizes = [each.by for each in steps if each.step]
+    return Verdict(
+        first=far[0] if far else None,
+        largest=max(sizes, default=0.0),
+        parameters=(len(ends), max((each.by for each in ends), default=0.0)),
+        noise=noise,
+    )
+
+
+def distances(plain: RunFacts, other: RunFacts) -> list[float]:
+    """Return how far a run is from the plain one at most, at each step, and last in the final parameters.
+
+    Args:
+        plain: Of one process.
+        other: Of the workers, or of another process; with the sums of their losses where these are `added_up`.
+    """
+    pairs = zip(plain.steps, other.steps, strict=False)
+    far = [max(each.by for each in _of_step(number, *pair)) for number, pair in enumerate(pairs, start=1)]
+    noise = tuple(name for name in plain.start if _is_noise(name, plain))
+    return [*far, max((each.by for each in _ends(plain, other, noise)), default=0.0)]
+
+
+def added_up(plain: RunFacts, sharded: RunFacts, tolerance: float) -> RunFacts:
+    """Return the workers' run with the sums of their losses where these are what one process has.
+
+    Each worker's loss is then its part of a sum; the norm shows that its gradients are added up too.
+    """
+    pairs = zip(plain.steps, sharded.steps, strict=False)
+    steps = [replace(many, losses=many.totals) if _is_sum(one, many, tolerance) else many for one, many in pairs]
+    return replace(sharded, steps=[*steps, *sharded.steps[len(steps) :]])
+
+
+def _is_sum(one: StepFacts, many: StepFacts, tolerance: float) -> bool:
+    losses = [(0, "loss", *pair) for pair in zip(one.losses, many.totals, strict=False)]
+    return all(_difference(*each).by <= tolerance for each in (*losses, (0, "norm", one.norm, many.norm)))
+
+
+def _differences(plain: RunFacts, sharded: RunFacts) -> Iterator[Difference]:
+    for name, norm in plain.start.items():
+        if name in sharded.start:
+            yield _difference(0, f"initial {name}", norm, sharded.start[name])
+    for number, (one, many) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
+        yield from _of_step(number, one, many)
+    if len(plain.steps) != len(sharded.steps):
+        yield Difference(
+            step=min(len(plain.steps), len(sharded.steps)) + 1,
+            what="number of steps",
+            plain=len(plain.steps),
+            sharded=len(sharded.steps),
+            by=math.inf,
+        )
+
+
+def _of_step(number: int, one: StepFacts, many: StepFacts) -> Iterator[Difference]:
+    for plain, sharded in zip(one.losses, many.losses, strict=False):
+        yield _difference(number, "loss", plain, sharded)
+    norm = _difference(number, "gradient norm", one.norm, many.norm)
+    worst = max((_difference(number, f"gradient of {name}", *pair) for name, pair in _pairs(one, many)), key=_by)
+    yield norm
+    # One gradient may be wrong while the norm of all hides it; measured by the whole, for small ones are rounding.
+    share = _by(worst) / max(one.norm, 1e-12) if math.isfinite(one.norm) else worst.by
+    yield Difference(step=number, what=worst.what, plain=worst.plain, sharded=worst.sharded, by=share)
+
+
+def _pairs(one: StepFacts, many: StepFacts) -> list[tuple[str, tuple[float, float]]]:
+    names = one.norms.keys() & many.norms.keys()
+    return [(name, (one.norms[name], many.norms[name])) for name in sorted(names)] or [
+        ("all", (one.norm, many.norm))
+    ]
+
+
+def _by(difference: Difference) -> float:
+    """Return how far apart two numbers are; not numbers, or infinite, in both they are equal."""
+    plain, sharded = difference.plain or 0.0, difference.sharded or 0.0
+    if _are_equal(plain, sharded):
+        return 0.0
+    return math.inf if math.isnan(plain) or math.isnan(sharded) else abs(plain - sharded)
+
+
+def _are_equal(plain: float, sharded: float) -> bool:
+    return plain == sharded or (math.isnan(plain) and math.isnan(sharded))
+
+
+def _difference(step: int, what: str, plain: float, sharded: float) -> Difference:
+    by = 0.0 if _are_equal(plain, sharded) else abs(plain - sharded) / max(abs(plain), abs(sharded), 1e-6)
+    return Difference(step=step, what=what, plain=plain, sharded=sharded, by=by)
+
+
+def _ends(plain: RunFacts, sharded: RunFacts, noise: tuple[str, ...]) -> Iterator[Difference]:
+    for name, by in sharded.parameters.items():
+        if name in plain.start and name not in noise:
+            size = math.inf if by is None else by
+            yield Difference(step=None, what=f"parameter {name}", plain=None, sharded=None, by=size)
+
+
+def _is_noise(name: str, run: RunFacts) -> bool:
+    """Return whether a parameter was trained with nothing but rounding in its gradients."""
+    trained = [step for step in run.steps if name in step.norms]
+    return bool(trained) and all(step.norms[name] <= _NOISE * step.norm for step in trained)
+
+
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp", ".tar")
+_AT_MOST = 50_000
+"""Files looked at: a folder of images is no reason to wait."""
+
+
+def saved_since(folder: Path, began: float) -> Path | None:
+    """Return the newest file of weights under a folder that was written since then, relative to it; None without.
+
+    Args:
+        folder: Hidden folders in it are left out.
+        began: In seconds since 1970.
+    """
+    newest, when, looked_at = None, began, 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        looked_at += len(files)
+        for path in (Path(place, name) for name in files if name.endswith(_SUFFIXES)):
+            written = _written(path)
+            if written >= when:
+                newest, when = path, written
+        if looked_at > _AT_MOST:
+            break
+    return None if newest is None else newest.relative_to(folder)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # a broken link, or removed meanwhile
+        return float("-inf")

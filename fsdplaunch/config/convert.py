@@ -1,0 +1,318 @@
+"""Files for another reader: one for FSDP1 as one for FSDP2, any as one that accelerate takes.
+
+Every key that changes is named with what that means for a run; nothing is dropped silently.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fsdplaunch.config.load import LoadedConfig, stack
+from fsdplaunch.config.names import key_prefix
+from fsdplaunch.config.render import render_values, values_to_write
+from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, has_one_axis, mesh_sizes, resolve, world_size
+from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
+from fsdplaunch.config.schema.config import (
+    Config,
+    KeyPath,
+    all_keys,
+    keys_by_path,
+    own_sections,
+    section_classes,
+    value_at,
+)
+from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.display_text import one_line
+from fsdplaunch.errors import UsageError
+
+_FSDP2_DOES_SO = "FSDP2 always does so"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChange:
+    """What happened to one key.
+
+    Attributes:
+        key: Its dotted name.
+        action: `changed`, `added` or `dropped`.
+        message: What it became, and what that means for a run.
+    """
+
+    key: str
+    action: Literal["changed", "added", "dropped"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A converted file.
+
+    Attributes:
+        text: The new file.
+        changes: What happened to each key that is not simply kept.
+    """
+
+    text: str
+    changes: tuple[KeyChange, ...]
+
+
+def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
+    """Return the file for FSDP2, comments and layout kept.
+
+    Args:
+        text: A file for FSDP1; one for FSDP2 comes back as it is, without keys that only FSDP1 has.
+        source: What messages call it.
+
+    Raises:
+        ConfigError: The file is wrong to begin with.
+        UsageError: The file shards nothing, or a value is shared through an anchor.
+    """
+    loaded = stack(read_text(text, source))
+    if loaded.config.distributed_type != "FSDP":
+        msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
+        raise UsageError(msg, hint="set distributed_type: FSDP first")
+    steps = list(_steps(loaded) if loaded.config.fsdp_config.fsdp_version == 1 else _leftovers(loaded))
+    if not steps:
+        return Conversion(text=text, changes=())
+    edits = [(keys_by_path()[path], value) for path, value, _ in steps]
+    converted = set_keys(text, edits, source=source)
+    stack(read_text(converted, source))  # raises where the result breaks a rule
+    return Conversion(text=converted, changes=tuple(change for _, _, change in steps if change is not None))
+
+
+_Step = tuple[KeyPath, Any, KeyChange | None]
+
+
+def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
+    """Yield new values by key (None takes it out), with what to tell about it."""
+    yield fsdp("version"), 2, KeyChange(key="fsdp_config.fsdp_version", action="changed", message="2")
+    yield from _strategy(loaded)
+    for path, message in _dropped(loaded.config).items():
+        if _is_set(loaded, path):
+            yield _removed(path, message)
+    if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+        message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
+        yield _changed(fsdp("state_dict_type"), "SHARDED_STATE_DICT", message)
+    elif not _is_set(loaded, fsdp("state_dict_type")):
+        message = "FULL_STATE_DICT, which FSDP1 had by default; SHARDED_STATE_DICT is FSDP2's"
+        yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
+
+
+def _leftovers(loaded: LoadedConfig) -> Iterator[_Step]:
+    """Take keys of FSDP1 out of a file for FSDP2."""
+    for path in _dropped(loaded.config):
+        if keys_by_path()[path].key.versions == (1,) and _is_set(loaded, path):
+            yield _removed(path, "a key of FSDP1, without effect under FSDP2")
+
+
+def _removed(path: KeyPath, message: str) -> _Step:
+    return path, None, KeyChange(key=".".join(path), action="dropped", message=message)
+
+
+def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
+    return loaded.origins[path].layer != "default"
+
+
+def _changed(path: KeyPath, value: Any, message: str) -> _Step:
+    return path, value, KeyChange(key=".".join(path), action="changed", message=message)
+
+
+def _added(path: KeyPath, value: Any, message: str) -> _Step:
+    return path, value, KeyChange(key=".".join(path), action="added", message=message)
+
+
+def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
+    strategy = loaded.config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
+    reshard = fsdp("reshard_after_forward")
+    keeps = strategy in KEEPS_GATHERED
+    meaning = "false: parameters stay gathered until backward" if keeps else "true"
+    if _is_set(loaded, fsdp("sharding_strategy")):
+        message = f"{strategy} is set by fsdp_reshard_after_forward and the mesh"
+        yield (
+            fsdp("sharding_strategy"),
+            None,
+            KeyChange(key="fsdp_config.fsdp_sharding_strategy", action="dropped", message=message),
+        )
+    action = _changed if _is_set(loaded, reshard) else _added
+    yield action(reshard, not keeps, f"{meaning} ({strategy})")
+    if strategy.startswith("HYBRID") or strategy == "NO_SHARD":
+        yield from _mesh_of_strategy(loaded, strategy)
+
+
+def _mesh_of_strategy(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
+    replicas, shards = mesh("dp_replicate"), mesh("dp_shard")
+    if strategy == "NO_SHARD":
+        yield _added(replicas, REST, "-1: every worker holds a replica (NO_SHARD)")
+        yield _added(shards, 1, "1: nothing is sharded (NO_SHARD)")
+    elif not _is_set(loaded, replicas) and not _is_set(loaded, shards):
+        machines = loaded.config.num_machines
+        if machines == 1:
+            return
+        yield _added(replicas, machines, f"{machines}: one replica per node ({strategy})")
+
+
+def _dropped(config: Config) -> dict[KeyPath, str]:
+    """Return what each key of FSDP1 becomes."""
+    old = config.fsdp_config
+    return {
+        fsdp("backward_prefetch"): _FSDP2_DOES_SO
+        if old.fsdp_backward_prefetch == "BACKWARD_PRE"
+        else f"{old.fsdp_backward_prefetch}; FSDP2 gathers the next unit ahead: more memory, faster",
+        fsdp("use_orig_params"): _FSDP2_DOES_SO
+        if old.fsdp_use_orig_params
+        else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
+        fsdp("limit_all_gathers"): _FSDP2_DOES_SO
+        if old.fsdp_limit_all_gathers
+        else "false; FSDP2 always limits how many units are gathered at once",
+        fsdp(
+            "forward_prefetch"
+        ): "true; accelerate's FSDP2 has it not, fsdplaunch's has: add it where it was faster"
+        if old.fsdp_forward_prefetch
+        else "false, the default",
+        fsdp("sync_module_states"): _FSDP2_DOES_SO
+        if old.fsdp_sync_module_states
+        else "false; rank 0's values are sent to all ranks",
+        ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
+    }
+
+
+_ALWAYS_WRITTEN = {
+    ("compute_environment",): "LOCAL_MACHINE",
+    ("machine_rank",): 0,
+    ("num_machines",): 1,
+    ("use_cpu",): False,
+    ("debug",): False,
+    fsdp("offload_params"): False,
+    fsdp("activation_checkpointing"): False,
+}
+"""Keys its own files always say, with the values that mean nothing special."""
+
+_LOST = {
+    "launch": "accelerate takes it on its command line or not at all",
+    "precision": "accelerate derives dtypes from mixed_precision",
+    "checkpoint": "accelerate's scripts name the folder themselves",
+}
+_ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
+"""Keys of our own that other keys of an accelerate file can say."""
+
+
+def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
+    """Return the values of a file for accelerate, in the schema's order, and what it cannot say.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        UsageError: accelerate has no way to say it.
+    """
+    changes: list[KeyChange] = []
+    values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
+    values = {**_ALWAYS_WRITTEN, **values, **_workers(config, changes), **_rendezvous(config)}
+    values = _sharding(config, values, changes)
+    return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
+
+
+def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
+    world = world_size(config)
+    if world is None:
+        message = "auto; accelerate needs --num_processes on its command line"
+        changes.append(KeyChange(key="num_processes", action="dropped", message=message))
+    return {("num_processes",): world}
+
+
+def _rendezvous(config: Config) -> dict[KeyPath, Any]:
+    """Return the address of node 0, from whichever key names it."""
+    endpoint = config.launch.rendezvous_endpoint
+    host, _, port = endpoint.rpartition(":") if endpoint else ("", "", "")
+    return {
+        ("main_process_ip",): config.main_process_ip or host or None,
+        ("main_process_port",): config.main_process_port or (int(port) if port else None),
+    }
+
+
+def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
+    """Write fsdp_config and the mesh in the words its runtime reads."""
+    values = {path: value for path, value in values.items() if path[0] != "parallelism_config"}
+    if config.distributed_type != "FSDP":
+        return {path: value for path, value in values.items() if path[0] != "fsdp_config"}
+    if config.fsdp_config.fsdp_version == 1:
+        if not has_one_axis(config):
+            message = "accelerate's FSDP1 has no mesh; HYBRID_SHARD makes one replica per node"
+            changes.append(KeyChange(key="parallelism_config", action="dropped", message=message))
+        return values
+    values.pop(fsdp("sharding_strategy"), None)
+    reshard = config.fsdp_config.fsdp_reshard_after_forward
+    if not isinstance(reshard, bool):
+        message = f"true instead of groups of {reshard}; accelerate knows true and false only"
+        changes.append(KeyChange(key="fsdp_config.fsdp_reshard_after_forward", action="changed", message=message))
+        values[fsdp("reshard_after_forward")] = True
+    if values.pop(fsdp("forward_prefetch"), None):
+        message = "accelerate ignores it under FSDP2; blocks are gathered when they are needed"
+        changes.append(KeyChange(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
+    if values.pop(fsdp("sync_module_states"), None) is not None:
+        message = "accelerate's FSDP2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
+        changes.append(KeyChange(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
+    return values | _mesh_in_numbers(config)
+
+
+def _mesh_in_numbers(config: Config) -> dict[KeyPath, Any]:
+    """Return mesh sizes as numbers, where there is more than one dimension."""
+    if has_one_axis(config):
+        return {}
+    world = world_size(config)
+    if world is None:
+        msg = "accelerate needs the number of workers to lay out a mesh"
+        raise UsageError(msg, hint="set num_processes first")
+    sizes = mesh_sizes(config, world)
+    if sizes.shards * sizes.context == 1:
+        msg = "accelerate has no FSDP2 without sharding"
+        raise UsageError(msg, hint="set fsdp_version: 1 with NO_SHARD, or distributed_type: MULTI_GPU")
+    found = {mesh("dp_replicate"): sizes.replicas, mesh("dp_shard"): sizes.shards}
+    split = {mesh("cp"): sizes.context, mesh("tp"): sizes.tensor}
+    return found | {path: size for path, size in split.items() if size > 1}
+
+
+def to_accelerate(loaded: LoadedConfig) -> Conversion:
+    """Return a file that `accelerate launch --config_file` takes and that means the same there.
+
+    Args:
+        loaded: Any configuration.
+
+    Raises:
+        UsageError: accelerate has no way to say it.
+    """
+    values, changes = accelerate_values(loaded.config)
+    plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in own_sections()}))
+    lost = [
+        KeyChange(key=spec.dotted, action="dropped", message=f"{shown_value(value)}; {_LOST[spec.path[0]]}")
+        for spec in all_keys()
+        if spec.path[0] in _LOST
+        and spec.path not in _ELSEWHERE
+        and (value := value_at(loaded.config, spec.path)) != value_at(plain, spec.path)
+    ]
+    head = f"# for accelerate; made by fsdplaunch from {one_line(str(loaded.path or 'its defaults'))}"
+    return Conversion(text="\n".join([head, *render_values(values)]) + "\n", changes=(*changes, *lost))
+
+
+def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Name every key of a file that has no effect under `accelerate launch`, with the reason."""
+    lines = [
+        f"{written}: accelerate does not know this spelling of {canonical}"
+        for written, canonical in loaded.aliases.items()
+        if key_prefix("fsdp_config") + written.rpartition(".")[2] != canonical
+    ]
+    in_file = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
+    lines += [
+        f"{name}: accelerate takes it from its command line only"
+        for name in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
+        if (name,) in in_file
+    ]
+    version = loaded.config.fsdp_config.fsdp_version
+    if version == 1 and fsdp("reshard_after_forward") in in_file:
+        lines.append("fsdp_reshard_after_forward: accelerate runs FULL_SHARD whatever strategy is named here")
+    if version != 1 and fsdp("sharding_strategy") in in_file:
+        lines.append("fsdp_sharding_strategy: accelerate reads fsdp_reshard_after_forward only")
+    if version != 1 and value_at(loaded.config, fsdp("forward_prefetch")):
+        lines.append("fsdp_forward_prefetch: accelerate ignores it under FSDP2")
+    return tuple(lines)

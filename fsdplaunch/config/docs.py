@@ -1,0 +1,312 @@
+"""What a person or a program reads about the keys, generated from the schema.
+
+One key explained, the JSON Schema for editors, configs/REFERENCE.md, and the tables for those who come from
+accelerate.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsdplaunch.config.load import LoadedConfig
+from fsdplaunch.config.names import (
+    FOREIGN_OPTIONS,
+    closest,
+    find_bare,
+    find_key,
+    former_places,
+    path_of,
+    spellings,
+)
+from fsdplaunch.config.problems import TEXT_NOTES, TEXT_PROBLEMS
+from fsdplaunch.config.rules.base import all_notes, all_rules
+from fsdplaunch.config.schema.config import KeySpec, all_keys, own_sections, section_classes, value_at
+from fsdplaunch.config.yaml_text import flow_text, plain_value
+from fsdplaunch.errors import UsageError
+
+_WIDTH = 100
+_LABEL = 10
+_NOT_YET = " (not supported yet)"
+
+
+def keys_named(word: str) -> tuple[KeySpec, ...]:
+    """Return the keys a word names: one key, or all keys of a section.
+
+    Raises:
+        UsageError: No key or section has that name.
+    """
+    path = path_of(word)
+    if word in section_classes():
+        return tuple(spec for spec in all_keys() if spec.path[0] == word)
+    found = find_bare(path[-1]) if len(path) == 1 else find_key(path[0], path[1])
+    if isinstance(found, KeySpec):
+        return (found,)
+    near = closest(path[-1], [spec.name for spec in all_keys()] + list(section_classes()))
+    msg = f"{word} is not a key"
+    raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")
+
+
+def default_text(spec: KeySpec) -> str:
+    """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
+    if spec.default is None or spec.default in ((), {}):
+        return "left out"
+    return flow_text(plain_value(spec, spec.default))
+
+
+def needs_torch(spec: KeySpec) -> str:
+    """Return which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
+    needed = spec.key.needs_torch
+    if isinstance(needed, str):
+        return f"torch {needed} or newer" if needed else ""
+    return ", ".join(f"torch {version} or newer for {value}" for value, version in needed.items())
+
+
+def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any]:
+    """Return everything the schema says about a key; with a loaded file, its value and where that came from."""
+    described: dict[str, Any] = {
+        "key": spec.dotted,
+        "text": spec.key.text,
+        "values": spec.key.kind.expects,
+        "choices": list(spec.key.kind.choices),
+        "default": plain_value(spec, spec.default),
+        "versions": list(spec.key.versions),
+        "env": spec.env,
+        "aliases": list(spec.key.aliases),
+        "not_supported_yet": spec.key.pending,
+        "changes_nothing": spec.key.leftover,
+        "without_effect": spec.key.noise,
+        "needs_torch": needs_torch(spec),
+    }
+    if loaded is not None:
+        described["value"] = plain_value(spec, value_at(loaded.config, spec.path))
+        described["origin"] = loaded.origins[spec.path].text
+    return described
+
+
+def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
+    """Return a paragraph about one key; with a loaded file, its value and where that came from."""
+    head = f"{spec.dotted}    default: {default_text(spec)}"
+    if loaded is not None:
+        value = value_at(loaded.config, spec.path)
+        shown = "left out" if value is None else flow_text(plain_value(spec, value))
+        head += f"    yours: {shown} ({loaded.origins[spec.path].text})"
+    facts = [("values", spec.key.kind.expects), ("env", spec.env)]
+    if len(spec.key.versions) == 1:
+        facts.append(("only", f"FSDP{spec.key.versions[0]}"))
+    if spec.key.needs_torch:
+        facts.append(("needs", needs_torch(spec)))
+    if spec.key.aliases:
+        facts.append(("also", ", ".join(spec.key.aliases)))
+    if spec.key.leftover:
+        facts.append(("noted", spec.key.leftover))
+    if spec.key.pending:
+        facts.append(("not yet", spec.key.pending))
+    return "\n".join([head, *_indented(spec.key.text, "  "), *(line for fact in facts for line in _fact(*fact))])
+
+
+def _fact(label: str, text: str) -> list[str]:
+    return _indented(text, " " * (_LABEL + 2), first=f"  {label:<{_LABEL}}")
+
+
+def _indented(text: str, indent: str, *, first: str | None = None) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent if first is None else first, subsequent_indent=indent)
+
+
+def list_keys(specs: Sequence[KeySpec] | None = None) -> str:
+    """Return one line per key, by section: its name and its first sentence."""
+    chosen = [spec for spec in (all_keys() if specs is None else specs) if not spec.key.noise]
+    width = max(len(spec.name) for spec in chosen) + 2
+    sections: dict[str, list[KeySpec]] = {}
+    for spec in chosen:
+        sections.setdefault(spec.path[0] if len(spec.path) > 1 else "top level", []).append(spec)
+    lines: list[str] = []
+    for name, members in sections.items():
+        none_yet = all(spec.key.pending for spec in members)
+        lines += ["", name + (_NOT_YET if none_yet else "")]
+        lines += [_line(spec, width, mark=bool(spec.key.pending) and not none_yet) for spec in members]
+    return "\n".join(lines[1:])
+
+
+def _line(spec: KeySpec, width: int, *, mark: bool) -> str:
+    return f"  {spec.name:<{width}}{spec.key.summary}{_NOT_YET if mark else ''}"
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a file.
+
+    Every spelling that is honoured is a property, canonical or not; a null stands for a key that is left out.
+    """
+    properties = _properties("")
+    for name, section in section_classes().items():
+        properties[name] = {
+            "description": " ".join((section.__doc__ or "").split()),
+            "type": ["object", "null"],
+            "additionalProperties": False,
+            "properties": _properties(name),
+        }
+    return {
+        "$schema": DIALECT,
+        "title": "fsdplaunch configuration",
+        "description": "What fsdplaunch launch runs. Files of accelerate are valid too.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _properties(section: str) -> dict[str, Any]:
+    names = spellings(section)
+    own = {spec.name: _property(spec) for spec in all_keys() if ".".join(spec.path[:-1]) == section}
+    other = {
+        name: {"description": f"Same as {spec.name}.", "deprecated": True, **_values(spec)}
+        for name, spec in names.items()
+        if name != spec.name
+    }
+    return own | other | _former(section)
+
+
+def _former(section: str) -> dict[str, Any]:
+    """Return the places where older files say a key that now stands elsewhere."""
+    return {
+        name: {
+            "description": f"Read as {spec.dotted}.",
+            "deprecated": True,
+            **({"type": ["boolean", "null"]} if former.means is not None else _values(spec)),
+        }
+        for (home, name), (spec, former) in former_places().items()
+        if home == section
+    }
+
+
+def _property(spec: KeySpec) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "description": spec.key.text + (f" ({spec.key.pending})" if spec.key.pending else "")
+    }
+    if spec.default is not None:
+        described["default"] = plain_value(spec, spec.default)
+    return described | _values(spec)
+
+
+def _values(spec: KeySpec) -> dict[str, Any]:
+    """Return the kind's own words, and null."""
+    kind = dict(spec.key.kind.schema)
+    if "enum" in kind:
+        return {"enum": [*kind["enum"], None]}
+    if "anyOf" in kind:
+        return {"anyOf": [*kind["anyOf"], {"type": "null"}]}
+    types = kind["type"] if isinstance(kind["type"], list) else [kind["type"]]
+    return kind | {"type": [*types, "null"]}
+
+
+_HEAD = """# Every key
+
+Made by `fsdplaunch config explain --markdown` from the schema; a test keeps it in step. Keys that accelerate has
+keep their name, place and meaning. Names are accepted in any case, with spaces or dashes, or as numeric codes.
+A key that is left out, or says `null`, has its default; "left out" as a default means that the rest of the
+file or the machine decides.
+"""
+
+
+def reference() -> str:
+    """Return the text of configs/REFERENCE.md."""
+    return "\n".join([_HEAD, *_sections(), *_problems()]).rstrip() + "\n"
+
+
+def _sections() -> Iterator[str]:
+    for section in ("", *section_classes()):
+        specs = [spec for spec in all_keys() if ".".join(spec.path[:-1]) == section]
+        yield f"## {f'`{section}`' if section else 'Top level'}\n"
+        if section:
+            yield " ".join((section_classes()[section].__doc__ or "").split()) + "\n"
+        for spec in specs:
+            if not spec.key.noise:
+                yield from _key(spec)
+        noise = [f"`{spec.name}`" for spec in specs if spec.key.noise]
+        if noise:
+            yield f"Written by accelerate and without effect here: {', '.join(noise)}.\n"
+
+
+def _key(spec: KeySpec) -> Iterator[str]:
+    only = f"; only `fsdp_version: {spec.key.versions[0]}`" if len(spec.key.versions) == 1 else ""
+    yield f"### `{spec.name}`\n"
+    yield spec.key.text + "\n"
+    yield f"* {spec.key.kind.expects}; default: `{default_text(spec)}`{only}"
+    yield f"* environment: `{spec.env}`"
+    if spec.key.needs_torch:
+        yield f"* needs {needs_torch(spec)}"
+    if spec.key.aliases:
+        yield f"* also written {', '.join(f'`{alias}`' for alias in spec.key.aliases)}"
+    if spec.key.former:
+        places = ", ".join(f"`{'.'.join(former.path)}`" for former in spec.key.former)
+        yield f"* also read from {places}"
+    if spec.key.leftover:
+        yield f"* changes nothing: {spec.key.leftover}"
+    if spec.key.pending:
+        yield f"* refused for now: {spec.key.pending}"
+    yield ""
+
+
+def _problems() -> Iterator[str]:
+    yield "## What a file can do wrong\n"
+    yield "All problems of a file are reported at once, each with the name below in brackets.\n"
+    yield "| name | meaning |"
+    yield "|---|---|"
+    for name, text in {**TEXT_PROBLEMS, **all_rules()}.items():
+        yield f"| `{name}` | {text} |"
+    yield "\n## What is noted\n"
+    yield "Notes change nothing of the run; `fsdplaunch config validate --strict` counts them as problems.\n"
+    yield "| name | meaning |"
+    yield "|---|---|"
+    for name, text in {**TEXT_NOTES, **all_notes()}.items():
+        yield f"| `{name}` | {text} |"
+
+
+MARK = "<!-- made by scripts/migration_table -->"
+
+
+def migration_tables() -> str:
+    """Return the tables of keys, options and notes as Markdown, made from the schema and the rules."""
+    return "\n".join([*_keys(), "", *_options(), "", *_notes()])
+
+
+def _keys() -> Iterator[str]:
+    yield "| key | answer | |"
+    yield "| --- | --- | --- |"
+    for spec in all_keys():
+        if spec.path[0] not in own_sections():
+            answer, text = _answer(spec)
+            yield f"| `{spec.dotted}` | {answer} | {text} |"
+    for spec in all_keys():
+        for former in spec.key.former:
+            yield f"| `{'.'.join(former.path)}` | taken, noted | read as `{spec.dotted}` |"
+
+
+def _answer(spec: KeySpec) -> tuple[str, str]:
+    """Return what becomes of a key, and why."""
+    if spec.key.pending:
+        return "refused", spec.key.pending
+    if spec.key.noise:
+        return "noted", " ".join(spec.key.summary.split())
+    if spec.key.leftover:
+        return "noted", spec.key.leftover
+    if spec.key.versions == (1,):
+        return "taken", "under FSDP2 noted and left out"
+    return "taken", ""
+
+
+def _options() -> Iterator[str]:
+    yield "| option | answer | |"
+    yield "| --- | --- | --- |"
+    for name, option in FOREIGN_OPTIONS.items():
+        hint = f"; {option.hint}" if option.hint else ""
+        yield f"| `--{name}` | {option.answer} | {option.text}{hint} |"
+
+
+def _notes() -> Iterator[str]:
+    yield "| note | when |"
+    yield "| --- | --- |"
+    for name, text in all_notes().items():
+        yield f"| `{name}` | {text} |"

@@ -1,0 +1,351 @@
+"""YAML text to keys with their places, and values back to YAML text.
+
+PyYAML's node tree is read, not its objects: it has the place of every key, shows keys that are set twice, and
+nothing in a file can make it run code. Plain scalars mean what YAML 1.2's core schema says (`no` is a text,
+`1e-5` a number). Merge keys (`<<`) work as in YAML 1.1, because accelerate reads them so. What is written is
+quoted so that readers of either version understand it alike.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from fsdplaunch.config.problems import Problem, TextPosition
+from fsdplaunch.config.schema.config import KeySpec
+
+MAX_DEPTH = 32
+
+MAX_VALUES = 20_000
+
+TAG = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True, slots=True)
+class YamlEntry:
+    """One `key: value` of a mapping.
+
+    Attributes:
+        name: The key as written.
+        place: Where the key stands.
+        node: The value, for `YamlText.value` and `YamlText.entries`.
+        key_node: The key.
+    """
+
+    name: str
+    place: TextPosition
+    node: Node
+    key_node: Node
+
+    @property
+    def is_mapping(self) -> bool:
+        """Tell whether the value is a mapping."""
+        return isinstance(self.node, MappingNode)
+
+    @property
+    def is_null(self) -> bool:
+        """Tell whether the key says nothing: no value, `~` or `null`."""
+        return self.node.tag == TAG + "null"
+
+
+class UnreadableValueError(ValueError):
+    """A value no key can have: its words are for the user."""
+
+
+@dataclass(slots=True)
+class YamlText:
+    """One YAML text and what is wrong with it.
+
+    Attributes:
+        source: The file's name in messages.
+        root: The mapping, or None when the text is empty or cannot be read.
+        problems: Faults of the text found so far; `entries` adds keys that are set twice.
+    """
+
+    source: str
+    root: MappingNode | None = None
+    problems: list[Problem] = field(default_factory=list)
+    _left: int = MAX_VALUES
+
+    def place(self, mark: Any) -> TextPosition:
+        """Return where a mark of PyYAML points."""
+        return TextPosition(source=self.source, line=mark.line + 1, col=mark.column + 1)
+
+    def report(self, rule: str, message: str, mark: Any = None, *, key: str = "", hint: str | None = None) -> None:
+        """Add a problem."""
+        place = TextPosition(source=self.source) if mark is None else self.place(mark)
+        self.problems.append(Problem(id=rule, key=key, message=message, hint=hint, place=place))
+
+    def entries(self, node: Node | None, section: str = "") -> list[YamlEntry]:
+        """List a mapping's keys, each once; reports those that are set twice."""
+        found: dict[str, YamlEntry] = {}
+        merged: list[YamlEntry] = []
+        for key_node, value in node.value if isinstance(node, MappingNode) else ():
+            if not isinstance(key_node, ScalarNode):
+                self.report("not-a-key", "a key must be a word", key_node.start_mark, key=section)
+            elif key_node.value == "<<" and key_node.style is None:
+                merged += self._merged(value, section)
+            else:
+                self._add(
+                    found, YamlEntry(key_node.value, self.place(key_node.start_mark), value, key_node), section
+                )
+        for entry in merged:
+            found.setdefault(entry.name, entry)
+        return list(found.values())
+
+    def _add(self, found: dict[str, YamlEntry], entry: YamlEntry, section: str) -> None:
+        first = found.setdefault(entry.name, entry)
+        if first is not entry:
+            key = f"{section}.{entry.name}" if section else entry.name
+            message = f"is set twice (first on line {first.place.line})"
+            self.report("duplicate-key", message, entry.key_node.start_mark, key=key, hint="keep one of them")
+
+    def _merged(self, node: Node, section: str, depth: int = 0) -> list[YamlEntry]:
+        """Return the keys that `<<` brings in: from one mapping or from a list of them, earlier ones first."""
+        maps = node.value if isinstance(node, SequenceNode) else [node]
+        self._left -= sum(len(item.value) for item in maps)
+        if self._left < 0 or depth > MAX_DEPTH:
+            self.report("too-large", f"<< stands for more than {MAX_VALUES} values", node.start_mark, key=section)
+            return []
+        found: list[YamlEntry] = []
+        for item in maps:
+            if not isinstance(item, MappingNode):
+                self.report("not-a-mapping", "<< must name a mapping", node.start_mark, key=section)
+                continue
+            inherited: list[YamlEntry] = []
+            for key, value in item.value:
+                if isinstance(key, ScalarNode) and key.value == "<<" and key.style is None:
+                    inherited += self._merged(value, section, depth + 1)
+                elif isinstance(key, ScalarNode):
+                    found.append(YamlEntry(key.value, self.place(key.start_mark), value, key))
+            found += inherited
+        return found
+
+    def value(self, node: Node, *, verbatim: bool = False) -> Any:
+        """Return a node's value as plain Python data.
+
+        Args:
+            node: From an `YamlEntry`.
+            verbatim: Leave numbers as they are spelled.
+
+        Raises:
+            UnreadableValueError: An unknown tag, a number out of range, or more values than any file needs.
+        """
+        return self._build(node, verbatim=verbatim, depth=0)
+
+    def _build(self, node: Node, *, verbatim: bool, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            msg = "holds too many values"
+            raise UnreadableValueError(msg)
+        if isinstance(node, ScalarNode):
+            return _scalar(node, verbatim=verbatim)
+        if isinstance(node, SequenceNode) and node.tag == TAG + "seq":
+            return [self._build(item, verbatim=verbatim, depth=depth + 1) for item in node.value]
+        if isinstance(node, MappingNode) and node.tag == TAG + "map":
+            return {
+                entry.name: self._build(entry.node, verbatim=verbatim, depth=depth + 1)
+                for entry in self.entries(node)
+            }
+        raise UnreadableValueError(_tag_text(node))
+
+
+def _tag_text(node: Node) -> str:
+    return f"has the tag {node.tag.replace(TAG, '!!')}, which no key takes"
+
+
+def _whole(text: str) -> int:
+    bases = {"0o": 8, "0x": 16}
+    return int(text, bases.get(text[:2].lower(), 10))
+
+
+def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
+    tag, text = node.tag.removeprefix(TAG), node.value
+    if tag == "str" or (verbatim and tag in ("int", "float")):
+        return text
+    makers: dict[str, Callable[[str], Any]] = {
+        "null": lambda _: None,
+        "bool": lambda word: word.lower() == "true",
+        "int": _whole,
+        "float": lambda word: float(word.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    }
+    if tag not in makers:
+        raise UnreadableValueError(_tag_text(node))
+    try:
+        return makers[tag](text)
+    except ValueError:
+        msg = f"{text[:40]} is not a number that can be read"
+        raise UnreadableValueError(msg) from None
+
+
+MAX_BYTES = 256 * 1024
+_RESOLVERS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+)
+
+
+def first_characters() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return the table PyYAML asks: a plain scalar's first character -> tags to try."""
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, firsts in _RESOLVERS:
+        for first in firsts:
+            table.setdefault(first, []).append((TAG + tag, re.compile(rf"(?:{pattern})\Z")))
+    return table
+
+
+class _TooDeepError(yaml.MarkedYAMLError):
+    """The text is nested deeper than any configuration."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes with YAML 1.2's plain scalars and a bound on nesting."""
+
+    yaml_implicit_resolvers = first_characters()
+    _depth = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            problem = f"is nested more than {MAX_DEPTH} deep"
+            raise _TooDeepError(problem=problem, problem_mark=self.get_mark())
+        node: Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def read_text(data: str | bytes, source: str) -> YamlText:
+    """Read one YAML (or JSON) document. Never raises for what is wrong with the text: it is in `problems`.
+
+    Args:
+        data: The text, or a file's bytes, which must be UTF-8 with or without a byte order mark.
+        source: What messages call it.
+    """
+    text = YamlText(source)
+    if len(data) > MAX_BYTES:
+        text.report("too-large", f"is larger than {MAX_BYTES // 1024} KiB", hint="is this the right file?")
+        return text
+    try:
+        decoded = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        text.report("not-utf-8", f"byte {error.start} is not UTF-8", hint="save the file as UTF-8")
+        return text
+    _compose(text, decoded)
+    return text
+
+
+def _compose(text: YamlText, decoded: str) -> None:
+    try:
+        root = _Loader(decoded).get_single_node()
+    except _TooDeepError as error:
+        text.report("too-deep", str(error.problem), error.problem_mark)
+    except yaml.MarkedYAMLError as error:
+        message, hint = _syntax(error, decoded)
+        text.report("syntax", message, error.problem_mark or error.context_mark, hint=hint)
+    except yaml.reader.ReaderError as error:
+        line = decoded.count("\n", 0, error.position) + 1
+        col = error.position - decoded.rfind("\n", 0, error.position)
+        place = TextPosition(source=text.source, line=line, col=col)
+        message = f"the character U+{int(error.character):04X} is not allowed in YAML"
+        text.problems.append(Problem(id="syntax", key="", message=message, place=place))
+    else:
+        if isinstance(root, MappingNode):
+            text.root = root
+        elif root is not None and root.tag != TAG + "null":
+            kind = "a list" if isinstance(root, SequenceNode) else "a single value"
+            text.report("not-a-mapping", f"holds {kind}, not keys", root.start_mark, hint="write key: value lines")
+
+
+def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]:
+    """Put PyYAML's errors in our words, for the mistakes people make."""
+    mark, problem = error.problem_mark, str(error.problem or error.context)
+    lines = decoded.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    if "\\t" in problem or line[: len(line) - len(line.lstrip())].count("\t"):
+        return "a tab indents this line", "indent with spaces"
+    if "expected a single document" in str(error.context):
+        return "a second document begins here", "keep one document per file"
+    if "undefined alias" in problem:
+        return problem.replace("found ", ""), "define it with & above, or quote a text that begins with *"
+    return f"is not YAML: {problem}", "check the colons, quotes and indentation just above"
+
+
+def read_scalar(text: str, *, verbatim: bool = False) -> Any:
+    """Return the value that `text` has as the right side of `key:`, for command lines.
+
+    Args:
+        text: The words of the user; blanks around them do not count.
+        verbatim: Take them as they are, unless they begin with a quote or a bracket.
+
+    Raises:
+        UnreadableValueError: It is not YAML.
+    """
+    bare = text.strip()
+    if verbatim and bare not in ("", "~", "null") and bare[0] not in "'\"[{":
+        return bare
+    read = read_text(f"value: {text}" if text.strip() else "value:", "command line")
+    entries = read.entries(read.root)
+    if read.problems or len(entries) != 1:
+        msg = "is not a value in YAML"
+        raise UnreadableValueError(msg)
+    return read.value(entries[0].node, verbatim=verbatim)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would read as something other than text: `no`, `1e-5`, `012`."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  (PyYAML's signature)
+        return True
+
+
+def _resolvers() -> dict[str, Any]:
+    """Return both versions' plain scalars, by first character."""
+    old, new = yaml.SafeDumper.yaml_implicit_resolvers, first_characters()
+    return {first: [*old.get(first, []), *new.get(first, [])] for first in {*old, *new}}
+
+
+def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Write a text; line breaks or control characters are escaped, so that it stays one line."""
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.yaml_implicit_resolvers = _resolvers()
+_Dumper.add_representer(str, _text_node)
+
+
+def plain_value(spec: KeySpec, value: Any) -> Any:
+    """Return a canonical value as a file should hold it: names with commas, lists as lists."""
+    if isinstance(value, tuple):
+        text = spec.key.kind.write(value)
+        return list(value) if text.startswith("[") or not value or spec.name == "preload" else text
+    return value
+
+
+def flow_text(value: Any) -> str:
+    """Return a value in one line, as it stands to the right of `key: ` or inside brackets."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def block_lines(name: str, value: Any, indent: int) -> list[str]:
+    """Return the lines of `name: value`, mappings over several lines."""
+    if isinstance(value, dict) and value:
+        text = yaml.dump(
+            {name: value},
+            Dumper=_Dumper,
+            default_flow_style=False,
+            allow_unicode=True,
+            width=float("inf"),
+            sort_keys=False,
+        )
+        return [" " * indent + line for line in text.splitlines()]
+    return [f"{' ' * indent}{name}: {flow_text(value)}"]

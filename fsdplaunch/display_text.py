@@ -1,0 +1,138 @@
+"""What people read: sizes, lists of names, HTML pages, and text made safe for a terminal.
+
+Names in files, keys, messages of workers and of other nodes may move the cursor, rewrite a line, or set the title
+of a terminal. Everything that this package prints passes `printable` or `TerminalFilter` where it is printed.
+"""
+
+import re
+from collections.abc import Sequence
+
+MOST = 4096
+"""Characters of an exception's text that are shown or sent on; what wrote it has the rest in its log."""
+# C0 but tab and line feed, DEL, C1; line separators; marks of direction, embeddings, isolates; invisible ones;
+# tags; halves of surrogate pairs, which no encoding can print.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f\ud800-\udfff]"
+)
+# The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line. What is kept is
+# the first group; a byte of C1 alone is no UTF-8, but steers terminals that know none.
+_STEERS = re.compile(
+    rb"\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
+    rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."
+    rb"|(\x1b\[[0-9;:]*[mK]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3})"
+    rb"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_MAY_GO_ON = re.compile(
+    rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+)
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with everything that could steer a terminal as its escape; line ends `\r\n` as `\n`."""
+    return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    """Return `text` safe to show in a line of its own, as in a table or behind a comment's mark."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
+
+
+class TerminalFilter:
+    r"""A program's output for a terminal: colours and `\r` stay, whatever else steers it is escaped.
+
+    It comes in any pieces: the end of one that may go on as an escape or a character is held back.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def part(self, data: bytes) -> bytes:
+        """Return what of the next piece, and of what was held back, can be shown."""
+        data = self._rest + data
+        found = _MAY_GO_ON.search(data)
+        end = found.start() if found else len(data)
+        self._rest = data[end:]
+        return _STEERS.sub(_harmless, data[:end])
+
+    def end(self) -> bytes:
+        """Return what was held back, at the end of the output."""
+        rest, self._rest = self._rest, b""
+        return _STEERS.sub(_harmless, rest)
+
+
+def _harmless(found: re.Match[bytes]) -> bytes:
+    return found[1] or b"".join(b"\\x%02x" % byte for byte in found[0])
+
+
+def quoted(text: str, most: int = 80) -> str:
+    """Return the beginning of `text` in quotes, on one line and safe to show."""
+    return repr(printable(text if len(text) <= most else f"{text[:most]}..."))
+
+
+def shortened(text: str, most: int = MOST) -> str:
+    """Return `text`, or its beginning and how much more there was."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters in all)"
+
+
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`; of an exception whose own code for that raises, what it raised."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text cannot be made: {type(problem).__name__}>"
+
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def size_words(count: float) -> str:
+    """Return a number of bytes as people write it: `13.2 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":  # noqa: PLR2004
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError(count)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first names, with how many there are beside them."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { font-size: 1.2rem; font-weight: 600; }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; }
+.key i { display: inline-block; width: .9rem; height: .9rem; margin-right: .4rem; vertical-align: -.1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
+"""
+
+
+def html_page(title: str, body: str, *, style: str = "") -> str:
+    """Return a page.
+
+    Args:
+        title: As text; escaped here.
+        body: As HTML.
+        style: Rules of this page's own, after those of all.
+    """
+    from html import escape  # 3,000 lines that only pages need
+
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}{style}</style></head>\n'
+        f"<body>\n{body}\n</body></html>\n"
+    )

@@ -1,0 +1,342 @@
+"""Read a model's tensors without loading it: from weight files' headers, a `config.json`, or a parameter count."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.safetensors_format import FileHeader
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
+from fsdplaunch.errors import UsageError
+from fsdplaunch.estimate.families import FAMILIES, ActivationShape, ConfigNumbers
+from fsdplaunch.files import JsonError, parse_json
+from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, weight_files
+
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSize:
+    """One kind of tensor: its shape and its bytes per element."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Return number of elements."""
+        return prod(self.shape)
+
+    def split(self, ranks: int) -> "TensorSize":
+        """Return what one of the ranks that split a layer has: a part of a matrix, all of a vector."""
+        for dim, size in enumerate(self.shape) if len(self.shape) > 1 else ():
+            if size % ranks == 0:
+                shape = (*self.shape[:dim], size // ranks, *self.shape[dim + 1 :])
+                return TensorSize(shape=shape, itemsize=self.itemsize)
+        return self
+
+    def share(self, ranks: int) -> int:
+        """Return elements that the first of `ranks` ranks holds: whole rows of the first dimension, rounded up."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // ranks) * (self.numel // rows if rows else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSize:
+    """Tensors that are gathered together, as often as the model repeats them.
+
+    Attributes:
+        name: Prefix of the tensors' names; empty for the model itself.
+        count: How many such units there are.
+        tensors: The tensors of one of them, and how many there are of each kind.
+    """
+
+    name: str
+    count: int
+    tensors: tuple[tuple[TensorSize, int], ...]
+
+    @property
+    def parameters(self) -> int:
+        """Return elements of one unit."""
+        return sum(tensor.numel * number for tensor, number in self.tensors)
+
+    @property
+    def rows(self) -> int:
+        """Return the longest first dimension: more ranks than this leave some without a shard."""
+        return max((tensor.shape[0] for tensor, _ in self.tensors if tensor.shape), default=1)
+
+    def split(self, ranks: int) -> "UnitSize":
+        """Return what one of the ranks that split its layers has of it."""
+        tensors = tuple((tensor.split(ranks), number) for tensor, number in self.tensors)
+        return self if ranks == 1 else UnitSize(name=self.name, count=self.count, tensors=tensors)
+
+    def share(self, ranks: int, *, flat: bool = False) -> int:
+        """Return elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
+        if flat:
+            return -(-self.parameters // ranks)
+        return sum(tensor.share(ranks) * number for tensor, number in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A model.
+
+    Attributes:
+        source: Where the sizes come from, in words.
+        root: What belongs to no repeated block: embeddings, head, last norm.
+        blocks: The repeated blocks, one entry per kind.
+        itemsize: Bytes per element of most parameters.
+        names: Every tensor by its full name; needed where units are found by size.
+    """
+
+    source: str
+    root: UnitSize
+    blocks: tuple[UnitSize, ...]
+    itemsize: int
+    names: Mapping[str, TensorSize]
+
+    @property
+    def parameters(self) -> int:
+        """Return the elements of the full model."""
+        return self.root.parameters + sum(unit.parameters * unit.count for unit in self.blocks)
+
+    @property
+    def depth(self) -> int:
+        """Return repeated blocks of all kinds."""
+        return sum(unit.count for unit in self.blocks)
+
+    @property
+    def stored(self) -> int:
+        """Return bytes of all tensors in their own dtypes."""
+        return sum(tensor.numel * tensor.itemsize for tensor in self.names.values())
+
+
+def model_sizes(
+    tensors: Mapping[str, TensorSize], source: str, *, prefixes: tuple[str, ...] | None = None
+) -> ModelSizes:
+    """Sort tensors into the model's repeated blocks and the rest.
+
+    Args:
+        tensors: By full name.
+        source: Where they come from, in words.
+        prefixes: Names of the blocks; found by repetition when left out.
+    """
+    if prefixes is None:
+        groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
+        prefixes = tuple(f"{group.prefix}.{number}" for group in groups for number in range(group.count))
+    members: dict[str, Counter[TensorSize]] = {prefix: Counter() for prefix in prefixes}
+    root: Counter[TensorSize] = Counter()
+    for name, tensor in tensors.items():
+        home = next((prefix for prefix in _parents(name) if prefix in members), None)
+        (root if home is None else members[home])[tensor] += 1
+    kinds: dict[tuple[tuple[TensorSize, int], ...], list[str]] = {}
+    for prefix, content in members.items():
+        kinds.setdefault(_ordered(content), []).append(prefix)
+    widths: Counter[int] = Counter()
+    for tensor in tensors.values():
+        widths[tensor.itemsize] += tensor.numel
+    return ModelSizes(
+        source=source,
+        root=UnitSize(name="", count=1, tensors=_ordered(root)),
+        blocks=tuple(
+            UnitSize(name=found[0], count=len(found), tensors=kind) for kind, found in kinds.items() if kind
+        ),
+        itemsize=widths.most_common(1)[0][0] if widths else 4,
+        names=dict(tensors),
+    )
+
+
+def read_sizes(folder: Path) -> ModelSizes:
+    """Read the sizes from the headers of a model folder's safetensors files; no tensor is read.
+
+    Args:
+        folder: With `*.safetensors` files, with or without an index.
+
+    Raises:
+        UsageError: A file is missing, cut short or not readable, or there is none.
+    """
+    files = weight_files(folder)
+    if not files:
+        msg = f"{folder} holds no *.safetensors file"
+        raise UsageError(msg, hint="give a folder with safetensors weights, or a config.json")
+    tensors: dict[str, TensorSize] = {}
+    homes: dict[str, str] = {}
+    for path in files:
+        header = file_header(path)
+        _check_length(path, header)
+        homes |= dict.fromkeys(header.entries, path.name)
+        for name, entry in header.entries.items():
+            if entry.code.startswith(_FLOATS):
+                if entry.dtype is None:
+                    msg = f"{path}: {name} has the unknown dtype {entry.code}"
+                    raise UsageError(msg)
+                tensors[name] = TensorSize(entry.shape, entry.dtype.size)
+    for name, file in read_index(folder).items():
+        if homes.get(name) != file:
+            msg = f"the index of {folder} says that {file} holds {name}, and it does not"
+            raise UsageError(msg, hint="download or copy the folder again")
+    return model_sizes(tensors, f"headers of {len(files)} file{'s' if len(files) > 1 else ''} in {folder}")
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def _ordered(content: Counter[TensorSize]) -> tuple[tuple[TensorSize, int], ...]:
+    return tuple(sorted(content.items(), key=lambda item: (item[0].shape, item[0].itemsize)))
+
+
+def _check_length(path: Path, header: FileHeader) -> None:
+    """Raise when a file ends before its last tensor: it was cut short."""
+    end = max((entry.last for entry in header.entries.values()), default=header.start)
+    if header.size != end:
+        msg = f"{path} is no complete safetensors file: it has {header.size} bytes, its header says {end}"
+        raise UsageError(msg, hint="download or copy it again")
+
+
+LIMIT = 64 * 1024 * 1024
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Return the mapping a file holds.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: There is no such file, or it holds something else.
+    """
+    try:
+        found = parse_json(read_regular(path, LIMIT))
+    except InvalidFileError as error:
+        reason = str(error).removeprefix("it cannot be opened: ")
+        msg = f"{path} cannot be read: {reason[:1].lower()}{reason[1:]}"
+        raise UsageError(msg) from None
+    except JsonError as error:
+        msg = f"{path} is no JSON: {error}"
+        raise UsageError(msg) from None
+    if not isinstance(found, dict):
+        msg = f"{path} holds no JSON mapping"
+        raise UsageError(msg)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedModel:
+    """A model as its `config.json` describes it.
+
+    Attributes:
+        sizes: Its tensors.
+        shape: What its activations depend on.
+        model_type: The family's name.
+    """
+
+    sizes: ModelSizes
+    shape: ActivationShape
+    model_type: str
+
+
+def read_architecture(path: Path) -> DescribedModel:
+    """Describe the model of a `config.json`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: It cannot be read, its family is not known here, or it lacks a number.
+    """
+    return describe(read_json_file(path), source=str(path))
+
+
+def describe(config: Mapping[str, Any], *, source: str) -> DescribedModel:
+    """Describe the model of a configuration.
+
+    Args:
+        config: What `config.json` holds.
+        source: Where it comes from, in words.
+
+    Raises:
+        UsageError: Its family is not known here, or it lacks a number.
+    """
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        msg = f"{source}: the model type {kind!r} is not known to the quick estimate"
+        hint = "use --exact, which builds the model, or name a function that does: script.py:build_model"
+        raise UsageError(msg, hint=f"{hint}; known are {', '.join(sorted(FAMILIES))}")
+    try:
+        shapes, shape, lists = family(ConfigNumbers(config, source), head=_has_head(config))
+    except UsageError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        msg = f"{source}: a number of this {kind} model has no meaning: {error}"
+        raise UsageError(msg) from None
+    dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), DTYPES["float32"])
+    tensors = {name: TensorSize(size, dtype.size) for name, size in shapes.items()}
+    blocks = tuple(f"{prefix}.{number}" for prefix, count in lists.items() for number in range(count))
+    return DescribedModel(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape, model_type=str(kind))
+
+
+def _has_head(config: Mapping[str, Any]) -> str:
+    """Return what stands on top, from the class's name: lm, masked, classify or none."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    if name.endswith("ForSequenceClassification"):
+        return "classify"
+    if name.endswith("Model") and not name.endswith("LMHeadModel"):
+        return "none"
+    return "lm"
+
+
+_WORDS = 32_000
+_HEAD = 128
+_STEP = 256
+MOST_PARAMETERS = 4 * 10**12
+"""What the largest of these shapes comes to."""
+
+
+def llama_of(parameters: int) -> dict[str, Any]:
+    """Return the configuration of the llama whose size is nearest, of a usual shape: one block per 128 of width.
+
+    Args:
+        parameters: Number of parameters.
+    """
+    widths = range(_HEAD, 32_769, _HEAD)
+    shapes = [(width, depth) for width in widths for depth in _depths(width)]
+    width, depth = min(shapes, key=lambda shape: abs(count_parameters(*shape) - parameters))
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": _inner(width),
+        "num_hidden_layers": depth,
+        "num_attention_heads": width // _HEAD,
+        "vocab_size": _WORDS,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _depths(width: int) -> range:
+    usual = width // _HEAD
+    return range(max(1, usual * 3 // 4), usual * 5 // 4 + 1)
+
+
+def _inner(width: int) -> int:
+    """Return the width inside the feed-forward part: 8/3 of the model's, up to a multiple of 256."""
+    return -(-8 * width // (3 * _STEP)) * _STEP
+
+
+def count_parameters(width: int, depth: int) -> int:
+    """Return how many parameters a llama of this width and depth has.
+
+    Args:
+        width: `hidden_size`.
+        depth: `num_hidden_layers`.
+    """
+    block = 4 * width * width + 3 * width * _inner(width) + 2 * width
+    return depth * block + 2 * _WORDS * width + width

@@ -1,0 +1,96 @@
+"""How files are written and read: whole or not at all, JSON of strangers within bounds, the kernel's own.
+
+Standard library only.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Give a hidden path beside `path` that becomes `path` when the block ends well.
+
+    On any exception what stands there is removed, and `path` is left as it was. Other processes, also on other
+    nodes that share the file system, may write the same file meanwhile.
+
+    Args:
+        path: The file, or link, to make.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+TIMES, SPARE = 20, 64 * 2**20
+"""What a text may come to in memory: so many times its size, and so many bytes for any."""
+# Bytes that Python takes, as seen in 3.11, for the smallest value of a kind, its place in what holds it included.
+_LIST, _TABLE, _EMPTY_TABLE, _TEXT, _ITEM = 96, 200, 64, 56, 40
+
+
+class JsonError(ValueError):
+    """The text is no JSON, or none that this program reads."""
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a JSON text holds.
+
+    Raises:
+        JsonError: It is none, nested too deeply, or asks for much more memory than its size.
+    """
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if _most_bytes(data) > TIMES * len(data) + SPARE:
+        msg = f"its values would take more than {TIMES} times its size and {SPARE >> 20} MiB of memory"
+        raise JsonError(msg)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        msg = "it is nested too deeply"
+        raise JsonError(msg) from None
+    except ValueError as error:  # also numbers of thousands of digits, and bytes that are no text
+        raise JsonError(str(error)) from None
+
+
+def _most_bytes(data: bytes) -> int:
+    """Return an upper limit of the memory that a text's values take; marks inside of texts are counted, too."""
+    if len(data) * _LIST < SPARE:
+        return 0
+    return (
+        data.count(b"[") * _LIST
+        + data.count(b"{") * _TABLE
+        - data.count(b"{}") * (_TABLE - _EMPTY_TABLE)
+        + data.count(b'"') // 2 * _TEXT
+        + data.count(b",") * _ITEM
+        + len(data)
+    )
+
+
+MEMORY, PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
+"""Sizes of memory: this node's, this process's."""
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text; "" where it is not there or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def read_size(path: Path, name: str) -> int | None:
+    """Return one of the sizes that a file names, in bytes: `MemTotal:  16301 kB`; None if it does not.
+
+    Args:
+        path: MEMORY, or PROCESS.
+        name: What the kernel calls it.
+    """
+    lines = read_text(path).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

@@ -1,1 +1,0 @@
-"""What became of a run: its result, the first failure, and the lines that say so."""

@@ -1,0 +1,317 @@
+"""What came of a run, read from the agent's record, and the lines that say so. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.display_text import MOST, shortened
+from fsdplaunch.launch.diagnosis import Diagnosis
+from fsdplaunch.launch.root_cause import Worker, brief, has_failed, own_signal, shell_status, user_frames
+from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
+
+_SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
+"""Where in torch's C++ code a message comes from, which helps nobody here."""
+_STUBBORN = "did not stop when asked and was killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The worker that failed first.
+
+    Attributes:
+        rank: Its global rank, or None when the agent itself failed.
+        exit_code: Its status as a shell would see it (128 + n for signal n).
+        signal: Name of the signal it died of, or None.
+        message: `Type: text` of its exception, or None when it left no record.
+        traceback: The exception's traceback, or None.
+        local_rank: Its rank on its node.
+        pid: Its process id.
+        host: Its node's name.
+        gpu: Its GPU, by number or name; None on CPU.
+        seconds: From its start to its failure.
+        steps: Optimizer steps it had made; None when it kept no count.
+        tail: The last lines of its error output, where there was no exception.
+        log: The file with all of its error output, inside the run's folder.
+        others: What became of the other workers, in words.
+        lost: The nodes the run could not go on without, in words.
+    """
+
+    rank: int | None
+    exit_code: int
+    signal: str | None = None
+    message: str | None = None
+    traceback: str | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+    gpu: str | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    tail: tuple[str, ...] = ()
+    log: str | None = None
+    others: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The end of a run.
+
+    Attributes:
+        exit_code: What the launcher exits with.
+        seconds: Wall time of the whole run.
+        failure: The cause, or None after success or a requested stop.
+        diagnosis: Why, and what to try.
+        stopped_by: Name of the signal that came from outside, or None.
+        attempts: Every attempt as the agent recorded it.
+        notes: What the agent said on the way.
+        unwritten: Why the run's folder does not hold this, as on a full disk; None when it does.
+    """
+
+    exit_code: int
+    seconds: float
+    failure: Failure | None = None
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    stopped_by: str | None = None
+    attempts: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+    unwritten: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        failure = None
+        if self.failure is not None:
+            failure = {name: getattr(self.failure, name) for name in Failure.__dataclass_fields__}
+            failure |= {"why": self.diagnosis.why, "try": list(self.diagnosis.remedies)}
+        return {
+            "stage": "run",
+            "exit_code": self.exit_code,
+            "seconds": self.seconds,
+            "failure": failure,
+            "stopped_by": self.stopped_by,
+            "notes": list(self.notes),
+            "attempts": [attempt_summary(attempt) for attempt in self.attempts],
+        }
+
+
+def attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one attempt in a few values: how long, how each rank ended, which failure explains the others."""
+    start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
+    return {
+        "attempt": attempt["attempt"],
+        "seconds": round((end - start) / 1e9, 3) if start else 0.0,
+        "cause": brief(cause) if cause else None,
+        "ranks": [
+            {
+                "rank": worker["rank"],
+                "exit_code": shell_status(worker["code"]) if worker["code"] is not None else None,
+                "signal": worker["signal"],
+                "message": (worker["error"] or {}).get("message"),
+                "seconds": _lifetime(worker),
+                "peak_bytes": worker["peak_bytes"],
+                "steps": worker.get("steps"),
+            }
+            for worker in attempt["workers"]
+        ],
+    }
+
+
+def read_result(
+    record: Mapping[str, Any], *, exit_code: int, seconds: float = 0.0, gpus: Sequence[str] = ()
+) -> RunResult:
+    """Make a RunResult of the agent's record.
+
+    Args:
+        record: The record; empty when the agent ended without writing one.
+        exit_code: The agent process's own status.
+        seconds: Wall time of the whole run.
+        gpus: The GPU of each local rank; empty on CPU.
+    """
+    attempts = record.get("attempts") or []
+    stopped_by = record.get("stopped_by")
+    failure = None
+    if exit_code and not stopped_by:
+        failure = _failure(record, exit_code, gpus)
+    return RunResult(
+        exit_code=exit_code,
+        seconds=seconds,
+        failure=failure,
+        stopped_by=stopped_by,
+        attempts=attempts,
+        notes=record.get("notes") or (),
+    )
+
+
+def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> Failure:
+    attempts = record.get("attempts") or []
+    cause = attempts[-1]["cause"] if attempts else None
+    if cause is None:
+        lost = tuple(record.get("lost") or ())
+        return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
+    error, local_rank = cause["error"] or {}, cause["local_rank"]
+    number, node = attempts[-1]["attempt"], cause.get("node")
+    return Failure(
+        rank=cause["rank"],
+        exit_code=exit_code,
+        signal=own_signal(cause),
+        message=error.get("message"),
+        traceback=error.get("traceback"),
+        local_rank=local_rank,
+        pid=cause["pid"],
+        host=cause.get("host") or record.get("host"),
+        gpu=gpus[local_rank] if local_rank < len(gpus) and not node else None,
+        seconds=_lifetime(cause),
+        steps=cause.get("steps"),
+        tail=tuple(cause["tail"]),
+        log=str(rank_log(node_folder(Path(), node or 0), cause["rank"], "stderr", number)),
+        others=tuple(describe_others(cause, attempts[-1]["workers"])),
+    )
+
+
+def _lifetime(worker: Worker) -> float | None:
+    """Return the seconds from a worker's start to its exception, or else to its end."""
+    end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
+    return round((end - worker["started_ns"]) / 1e9, 3) if end else None
+
+
+def describe_others(cause: Worker, workers: Sequence[Worker]) -> list[str]:
+    """Say what became of the workers beside the one that failed first, alike ones together."""
+    groups: dict[str, list[int]] = {}
+    for worker in workers:
+        if worker["rank"] != cause["rank"]:
+            same = has_failed(worker) and _message(worker) == _message(cause) is not None
+            groups.setdefault("failed in the same way" if same else _end_of(worker), []).append(worker["rank"])
+    return [_sentence(ranks, end) for end, ranks in groups.items()]
+
+
+def _sentence(ranks: Sequence[int], end: str) -> str:
+    if len(ranks) > 1 and end.startswith(("was ", _STUBBORN)):
+        end = end.replace("was ", "were ", 1)
+    return f"{_ranks(ranks)} {end}"
+
+
+def _message(worker: Worker) -> str | None:
+    return (worker["error"] or {}).get("message")
+
+
+def _end_of(worker: Worker) -> str:
+    if has_failed(worker):
+        words = _SOURCE.sub("", brief(worker).partition(" ")[2].partition(" ")[2])  # without its own number
+        words = words.partition(". ")[0]
+        return words if len(words) < 100 else words[:97] + "..."  # noqa: PLR2004
+    if worker["code"] == 0:
+        return "ended well"
+    if worker["code"] is None or -worker["code"] not in worker["sent"]:
+        return "did not end"
+    return _STUBBORN if worker["code"] == -9 else "was stopped because of it"  # noqa: PLR2004
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:  # noqa: PLR2004
+        return f"{len(ranks)} other ranks"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+TAIL_LIMIT = 6
+"""Lines of error output to show where there is no exception."""
+MESSAGE_LIMIT = 4
+"""Lines of the exception's own text to show."""
+_MINUTE, _HOUR = 60, 3600
+
+
+def duration(seconds: float) -> str:
+    """Return `0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
+    if seconds < 10:  # noqa: PLR2004
+        return f"{seconds:.1f} s"
+    rounded = round(seconds)
+    if rounded < _MINUTE:
+        return f"{rounded} s"
+    if rounded < _HOUR:
+        return f"{rounded // _MINUTE} m {rounded % _MINUTE:02} s"
+    return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE:02} m"
+
+
+def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:
+    """Say which rank failed, of what, where in the user's code, why, what to try, and where the log is.
+
+    Args:
+        result: The end of the run.
+        run_dir: The run's folder as it is to be shown.
+        folder: The current folder.
+        fixed_size: A scheduler says how many nodes the run has; it cannot go on with fewer.
+    """
+    failure = result.failure
+    if failure is None:
+        return []
+    if failure.rank is None:
+        return _agent_lines(failure, run_dir, fixed_size=fixed_size)
+    lines = [_head(failure), *_place(failure), *_exception(failure, folder)]
+    lines += [f"  {words}" for words in failure.others]
+    lines += [f"  {_again(result)}"] if len(result.attempts) > 1 else []
+    diagnosis = result.diagnosis
+    rest = [("why", diagnosis.why)] if diagnosis.why else []
+    rest += [("try", remedy) for remedy in diagnosis.remedies[:1]]
+    rest += [("   ", remedy) for remedy in diagnosis.remedies[1:]]
+    log = f"{run_dir}/{failure.log}" if failure.log else rank_folder(Path(run_dir), failure.rank)
+    return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
+
+
+def _agent_lines(failure: Failure, run_dir: str, *, fixed_size: bool) -> list[str]:
+    message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:MESSAGE_LIMIT]]
+    if failure.lost:
+        hint = "is that node up, and its network?"
+        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
+        return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
+    head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
+    return [head, *message, "", f"  log  {run_dir}/{AGENT_LOG}"]
+
+
+def _head(failure: Failure) -> str:
+    after = f" after {duration(failure.seconds)}" if failure.seconds is not None else ""
+    steps = f", at step {failure.steps}" if failure.steps else ""
+    if failure.signal:
+        return f"rank {failure.rank} was killed by {failure.signal}{after}{steps}"
+    return f"rank {failure.rank} failed with exit code {failure.exit_code}{after}{steps}"
+
+
+def _place(failure: Failure) -> list[str]:
+    parts = [
+        f"on {failure.host}" if failure.host else "",
+        f"GPU {failure.gpu}" if failure.gpu is not None else "",
+        f"process {failure.pid}" if failure.pid is not None else "",
+    ]
+    text = ", ".join(part for part in parts if part)
+    return [f"  {text}"] if text else []
+
+
+def _exception(failure: Failure, folder: str) -> list[str]:
+    if failure.message is None:
+        return [f"    {shortened(line)}" for line in failure.tail[-TAIL_LIMIT:]]
+    text = failure.message.partition("\nhint: ")[0]
+    message = shortened(text).splitlines()
+    lines = [f"  {line}" for line in message[:MESSAGE_LIMIT]]
+    lines += ["  ..."] if len(message) > MESSAGE_LIMIT else []
+    lines += ["  (the log below has all of it)"] if len(text) > MOST else []
+    return [*lines, *(f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder))]
+
+
+def _again(result: RunResult) -> str:
+    return f"it was attempt {len(result.attempts)}; the attempts before it are in result.json"
+
+
+def end_line(result: RunResult, *, workers: int) -> str:
+    """Say how a run without a failure ended.
+
+    Args:
+        result: The end of the run.
+        workers: Workers over all nodes.
+    """
+    if result.stopped_by is not None:
+        saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004
+        return f"stopped by {result.stopped_by} after {duration(result.seconds)}{saved}"
+    tries = f", attempt {len(result.attempts)}" if len(result.attempts) > 1 else ""
+    return f"finished in {duration(result.seconds)}, {workers} workers{tries}"

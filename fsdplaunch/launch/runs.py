@@ -1,0 +1,363 @@
+"""The runs in a folder: which there are, how each is doing, where its output is, how to end it.
+
+The folder may lie where others write, and what it names is signalled, cancelled, and given to commands: only what
+a run's launcher could have written is believed.
+"""
+
+import os
+import re
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.launch.schedulers import slurm
+from fsdplaunch.run_dir import JOB, LATEST, PLAN, RESULT, open_file, rank_folder, read_json, write_json
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
+"""Of an object in a cluster; none begins with a dash, as an option does."""
+_JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
+_NEEDED = {
+    "here": ("host", "pid"),
+    "ssh": ("host", "pid"),
+    "slurm": ("job",),
+    "kubernetes": ("kind", "name"),
+}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _matches(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "route": lambda value: isinstance(value, str) and value in _NEEDED,
+    "host": _is_text,
+    "pid": lambda value: type(value) is int and value > 1,
+    "since": lambda value: value is None or type(value) is int,
+    "hosts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "job": _matches(_JOB),
+    "kind": lambda value: value in ("job", "trainjob"),
+    "name": _matches(_NAME),
+    "namespace": lambda value: value is None or _matches(_NAME)(value),
+}
+
+
+def read_job(run_dir: Path) -> dict[str, Any]:
+    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
+    job = read_json(run_dir / JOB)
+    needed = _NEEDED.get(str(job.get("route")), ("route",))
+    is_sound = all(name in job for name in needed)
+    is_sound = is_sound and all(check(job[name]) for name, check in _CHECKS.items() if name in job)
+    return job if is_sound else {}
+
+
+def read_end(folder: Path) -> dict[str, Any] | None:
+    """Return how one start of a run ended, as its launcher wrote it; None where nothing sound stands."""
+    result = read_json(folder / RESULT)
+    return result if type(result.get("exit_code")) is int else None
+
+
+_FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+State = tuple[str, bool]
+"""One or a few words, and whether the run may still do something."""
+
+
+def parts_of(run_dir: Path) -> list[Path]:
+    """Return the folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
+    tries = [path for path in run_dir.glob("try*") if path.is_dir()]
+    return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
+
+
+def result_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return how the last start of a run ended; None when it has not."""
+    return read_end(parts_of(run_dir)[-1])
+
+
+def ended_state(result: Mapping[str, Any]) -> str:
+    """Return how a run ended, in words.
+
+    Args:
+        result: As its launcher wrote it.
+    """
+    if result.get("stopped_by"):
+        return f"stopped by {result['stopped_by']}"
+    return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
+
+
+def slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
+    """Return the state of a SLURM job or of one task of its array.
+
+    Args:
+        reported: SLURM's word for it; None when it does not know the job any more.
+        ended: Result of its last start, if that has ended.
+    """
+    if reported is None:
+        return (ended_state(ended) if ended else "unknown to SLURM"), False
+    word, _, reason = reported.partition(" ")
+    if word in slurm.UNFINISHED:
+        return f"{word.lower()} {reason}".rstrip(), True
+    if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
+        return word.lower(), False
+    return ended_state(ended), False
+
+
+def process_state(job: Mapping[str, Any]) -> State:
+    """Return the state of a run that a process of some node looks after."""
+    host = job.get("host")
+    if not job:
+        return "unknown", False
+    if host != socket.gethostname():
+        return f"started on {host}", True
+    if is_alive(job):
+        return "running", True
+    return "lost: its launcher has gone", False
+
+
+def is_alive(job: Mapping[str, Any]) -> bool:
+    """Return whether the process that started a run is still there, and not another one of its number."""
+    since = start_of(int(job["pid"]))
+    return since is not None and since == job.get("since")
+
+
+def start_of(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
+    with suppress(OSError, IndexError, ValueError):
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return None if words[0] == "Z" else int(words[19])
+    return None
+
+
+_TASK = "task"
+"""Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        id: Its name, which is its folder's.
+        dir: Its folder.
+        route: How it was started: here, slurm, ssh or kubernetes.
+        job: What the route knows it by.
+        script: What it runs.
+        state: In one or a few words.
+        unfinished: It may still do something.
+        task: Its number, where it is a task of an array.
+        tasks: Of an array, as runs of their own.
+    """
+
+    id: str
+    dir: Path
+    route: str
+    job: Mapping[str, Any]
+    script: str
+    state: str
+    unfinished: bool
+    task: int | None = None
+    tasks: Sequence["Run"] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as plain data."""
+        return {
+            "run_id": self.id,
+            "run_dir": str(self.dir),
+            "route": self.route,
+            "job": dict(self.job),
+            "script": self.script,
+            "state": self.state,
+            "unfinished": self.unfinished,
+            **({"tasks": [task.to_dict() for task in self.tasks]} if self.tasks else {}),
+        }
+
+
+def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
+    """Note how a run was started, and by which process."""
+    pid = os.getpid()
+    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
+    write_json(run_dir / JOB, about)
+
+
+def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
+    """Return the runs in a folder, newest first."""
+    found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
+    return _read_all(found[:limit])
+
+
+def _read_all(folders: Sequence[Path]) -> list[Run]:
+    jobs = {path: read_job(path) for path in folders}
+    numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
+    states = slurm.job_states(numbers)
+    return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run's; `latest` is another name of one."""
+    return not path.is_symlink() and (path / PLAN).is_file()
+
+
+def find_run(folder: Path, name: str) -> Run:
+    """Return the run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    name, _, task = name.partition("/")
+    if not folder.is_dir():
+        msg = f"there is no folder {folder}"
+        raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
+    if name == LATEST and (folder / name).is_dir():
+        name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
+    names = [path.name for path in folder.iterdir() if is_run(path)]
+    chosen = [one for one in names if one == name] or [
+        one for one in names if one.startswith(name) or one.endswith(name)
+    ]
+    if len(chosen) != 1:
+        count = f"{len(chosen)} runs" if chosen else "no run"
+        msg = f"{count} in {folder} by the name {name}"
+        raise UsageError(msg, hint="fsdplaunch runs lists them")
+    (run,) = _read_all([folder / chosen[0]])
+    return _task_of(run, task) if task else run
+
+
+def _task_of(run: Run, name: str) -> Run:
+    found = next((task for task in run.tasks if task.dir.name == name), None)
+    if found is None:
+        msg = f"{run.id} has no {name}"
+        numbers = ", ".join(task.dir.name for task in run.tasks)
+        raise UsageError(msg, hint=f"it has {numbers}" if numbers else "it is not an array: leave the / out")
+    return found
+
+
+def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
+    """Return a run out of its folder.
+
+    Args:
+        path: The folder.
+        job: What the route knows it by.
+        reported: States of its tasks that SLURM knows; its own is under "".
+    """
+    route = str(job.get("route") or "here")
+    script = str(read_json(path / PLAN).get("script") or "")
+    run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
+    if route == "slurm" and (tasks := _tasks(run, reported)):
+        counts = Counter(task.state for task in tasks)
+        words = ", ".join(f"{count} {state}" for state, count in counts.items())
+        return replace(run, state=words, unfinished=any(task.unfinished for task in tasks), tasks=tasks)
+    state, unfinished = _state(run, reported.get(""))
+    return replace(run, state=state, unfinished=unfinished)
+
+
+def _state(run: Run, reported: str | None) -> State:
+    ended = result_of(run.dir)
+    if run.route == "slurm":
+        return slurm_state(reported, ended)
+    if ended is not None:
+        return ended_state(ended), False
+    if run.route != "kubernetes":
+        return process_state(run.job)
+    kubernetes = feature(KUBERNETES)
+    return kubernetes.state_of(run.job) if kubernetes is not None else ("unknown to this installation", False)
+
+
+def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
+    """Return the tasks of an array that have started, or of which SLURM knows."""
+    started = (path.name.removeprefix(_TASK) for path in run.dir.glob(f"{_TASK}*"))
+    tasks = []
+    for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
+        name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
+        task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
+        state, unfinished = slurm_state(reported.get(str(number)), result_of(task.dir))
+        tasks.append(replace(task, state=state, unfinished=unfinished))
+    return tasks
+
+
+def status_of(run: Run) -> int:
+    """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
+    if run.tasks:
+        return next((status for task in run.tasks if (status := status_of(task))), 0)
+    if run.route == "kubernetes" and (kubernetes := feature(KUBERNETES)) is not None:
+        return int(kubernetes.status_of(run.job))
+    ended = result_of(run.dir)
+    if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
+        return EXIT_FAILED
+    return int(ended["exit_code"])
+
+
+def cancel(run: Run) -> str:
+    """Ask a run to end; returns what was done, in words.
+
+    Raises:
+        LaunchError: It has ended, or cannot be reached from here.
+    """
+    if not run.unfinished:
+        msg = f"{run.id} is not running: {run.state}"
+        raise UsageError(msg)
+    if run.route == "slurm":
+        slurm.cancel(str(run.job["job"]))
+        return f"asked SLURM to end job {run.job['job']}"
+    if run.route == "kubernetes":
+        return str(feature(KUBERNETES).delete(run.job))
+    if run.job.get("host") != socket.gethostname():
+        msg = f"{run.id} was started on {run.job.get('host')}"
+        raise LaunchError(msg, hint="run this command there")
+    os.kill(int(run.job["pid"]), signal.SIGTERM)
+    return f"asked its launcher, process {run.job['pid']}, to end"
+
+
+def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
+    """Return the files with a run's output, oldest first.
+
+    Args:
+        run: Which.
+        rank: One rank's own; None for what the launcher showed, or rank 0's where that was not kept.
+        stream: `stdout` or `stderr`, of a rank.
+    """
+    if rank is None and run.route == "slurm":
+        if run.task is not None:
+            return list(run.dir.parent.glob(f"slurm-{run.job['job']}.out"))
+        return sorted(run.dir.glob("slurm-*.out"), key=lambda path: (len(path.name), path.name))
+    found = run.dir.rglob(str(rank_folder(Path(), rank or 0) / f"{stream}*.log"))
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+class LogTail:
+    """What has been added to some files since the last look; files may come later.
+
+    Args:
+        root: Where the files are of several tasks, each one's part begins with its name, as seen from here.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root
+        self._seen: dict[Path, int] = {}
+        self._last: Path | None = None
+
+    def read(self, files: Sequence[Path]) -> bytes:
+        """Return the new bytes, file by file."""
+        return b"".join(self._header(path) + part for path in files if (part := self._part(path)))
+
+    def _part(self, path: Path) -> bytes:
+        with suppress(OSError), open_file(path) as file:
+            file.seek(self._seen.get(path, 0))
+            part = file.read()
+            self._seen[path] = self._seen.get(path, 0) + len(part)
+            return part
+        return b""
+
+    def _header(self, path: Path) -> bytes:
+        if self._root is None or path == self._last:
+            return b""
+        self._last = path
+        return f"==> {path.relative_to(self._root)} <==\n".encode()

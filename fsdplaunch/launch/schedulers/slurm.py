@@ -1,0 +1,285 @@
+"""SLURM: its commands, in the formats that do not change between versions (never --json), and a run's script.
+
+The script puts itself back into the queue. SLURM does so only for jobs that are still there when the grace of a
+preemption ends, and not for those that have saved and left in time.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fsdplaunch.config.resolve import node_range
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.errors import EXIT_SAVED, LaunchError, MachineError, UsageError
+from fsdplaunch.run_dir import GROUP_RUN, LOST
+
+UNFINISHED = frozenset(
+    {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STAGE_OUT"}
+    | {"SIGNALING", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
+"""States of a job that may still do something."""
+STRAGGLER_SECONDS = 30.0
+"""Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
+_PATIENCE = 60
+
+
+def submit(script: str) -> str:
+    """Submit a batch script; returns the job's number.
+
+    Args:
+        script: Its path.
+
+    Raises:
+        LaunchError: There is no sbatch here, or it refuses.
+    """
+    return _ask(["sbatch", "--parsable", script]).strip().partition(";")[0]
+
+
+def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the state of each job that SLURM still knows, with the reason of those that wait.
+
+    Args:
+        jobs: Numbers, as `submit` returns them.
+
+    Returns:
+        For each job the state of each task of its array, by number; of a job without an array under "".
+    """
+    if not jobs or not shutil.which("squeue"):
+        return {}
+    found = {}
+    for job in jobs:  # one by one: squeue refuses a list with one number that is too old
+        done = _run(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"])
+        states = _listed(done.stdout) if not done.returncode else {}
+        if states := states or _accounted(job):
+            found[job] = states
+    return found
+
+
+def _listed(text: str) -> dict[str, str]:
+    """Return the states out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
+    states = {}
+    for line in text.splitlines():
+        name, state, reason = line.strip().split("|", 2)
+        waits = state == "PENDING" and reason not in ("", "None")
+        states[name.partition("_")[2]] = f"{state} ({reason})" if waits else state
+    return states
+
+
+def _accounted(job: str) -> dict[str, str]:
+    """Return the states in SLURM's accounting, which many sites do not have."""
+    if not shutil.which("sacct"):
+        return {}
+    done = _run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
+    if done.returncode:
+        return {}
+    lines = (line.partition("|")[::2] for line in done.stdout.splitlines() if "|" in line)
+    return {name.partition("_")[2]: state.split()[0] for name, state in lines if state.strip()}
+
+
+def cancel(job: str) -> None:
+    """End a job: its workers are asked first, as SLURM does it.
+
+    Raises:
+        LaunchError: SLURM refuses.
+    """
+    _ask(["scancel", job])
+
+
+def one_launcher_each(config: Config) -> list[str]:
+    """Return srun's options for the launchers: one on each node, which end together.
+
+    One that has failed does not end the others, which may still save. But once the first has gone, the last one
+    follows within the grace; if not, it hangs, and srun would wait for it until the job's time is over.
+    """
+    wait = round(config.launch.shutdown_grace_seconds + STRAGGLER_SECONDS)
+    return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
+
+
+def srun_words(config: Config, environ: Mapping[str, str], nodes: int) -> list[str]:
+    """Return what starts one launcher on each node of the allocation this process runs in."""
+    cpus = environ.get("SLURM_CPUS_PER_TASK")
+    count = [f"--nodes={nodes}", f"--ntasks={nodes}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    return ["srun", *count, *one_launcher_each(config)]
+
+
+def _ask(words: Sequence[str]) -> str:
+    if shutil.which(words[0]) is None:
+        msg = f"there is no {words[0]} here"
+        raise MachineError(msg, hint="run this on a node of the SLURM cluster, or load its module")
+    done = _run(words)
+    if done.returncode:
+        answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        msg = f"{words[0]} refused: {answer}"
+        raise LaunchError(msg, hint="see slurm: in the configuration, and sinfo")
+    return done.stdout
+
+
+def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        msg = f"{words[0]} has not answered within {_PATIENCE} s"
+        raise LaunchError(msg, hint="is SLURM's controller up? scontrol ping") from None
+
+
+def in_job() -> bool:
+    """Return whether this process belongs to a SLURM job."""
+    return "SLURM_JOB_ID" in os.environ
+
+
+OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
+LOST_TIMES = 20
+"""How often a job goes back into the queue because a node was lost: a network may be broken for good."""
+_PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
+"""Folder of this part of the run, inside the run's own: one per task of an array and per start."""
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
+
+_BODY = """\
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number of the last task is also the whole array's
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+warned=0
+warn() {
+    warned=1
+    echo "fsdplaunch: SLURM announces the end of job $job: asking the workers to save" >&2
+    scancel --signal=TERM "$job"
+}
+trap warn USR1
+
+srun @SRUN@ \\
+    @COMMAND@ &
+step=$!
+while :; do  # a trapped signal ends wait early
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+"""
+_REQUEUE = """
+preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
+lost() {  # the launchers notice a lost node long before SLURM does; but not for ever
+    [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
+    find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
+}
+if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
+    echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
+    if scontrol requeue "$job"; then
+        sleep 60  # until SLURM ends this script
+    fi
+fi
+"""
+
+
+def batch_script(
+    config: Config,
+    command: Sequence[str],
+    *,
+    run_id: str,
+    run_dir: Path,
+    folder: Path,
+    secrets: Path | None = None,
+) -> str:
+    """Return the script.
+
+    Args:
+        config: Resolved.
+        command: What starts the launcher on each node; `srun` gets it word by word.
+        run_id: The run's name.
+        run_dir: The run's folder, absolute.
+        folder: Where the script is to run, absolute.
+        secrets: A file of variables that are not for this script's readers, absolute.
+
+    Raises:
+        UsageError: A value cannot stand in a line of the script.
+    """
+    slurm = config.slurm
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in options(config, run_id=run_id, run_dir=run_dir))]
+    lines += ["", f"# run {shlex.quote(run_id)}, written by fsdplaunch launch --slurm", *_environment(run_id)]
+    lines += [f"cd -- {shlex.quote(str(folder))} || exit 1"]
+    lines += [f". {shlex.quote(str(secrets))} || exit 1"] if secrets else []
+    lines += [f"module load {shlex.quote(module)} || exit 1" for module in slurm.modules]
+    lines += [*slurm.setup, ""]
+    words = " \\\n        ".join(shlex.quote(word) for word in command)
+    body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(config)))).replace("@COMMAND@", words)
+    requeue = _REQUEUE if slurm.requeue else ""
+    facts = {
+        "GROUP": GROUP_RUN,
+        "SAVED": EXIT_SAVED,
+        "LOST": LOST,
+        "TIMES": LOST_TIMES,
+        "RUNS": shlex.quote(str(run_dir.parent)),
+    }
+    for name, value in facts.items():
+        requeue = requeue.replace(f"@{name}@", str(value))
+    return "\n".join(lines) + body + requeue + 'exit "$code"\n'
+
+
+def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
+    """Return what follows #SBATCH on each line.
+
+    Raises:
+        UsageError: A value holds a line break.
+    """
+    slurm = config.slurm
+    least, most = node_range(config)
+    output = ARRAY_OUTPUT if slurm.array else OUTPUT
+    named = {
+        "job-name": run_id,
+        "nodes": str(least) if least == most else f"{least}-{most}",
+        "ntasks-per-node": "1",
+        "output": str(run_dir).replace("%", "%%") + f"/{output}",
+        "open-mode": "append",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "gpus-per-node": slurm.gpus_per_node,
+        "cpus-per-task": str(slurm.cpus_per_task) if slurm.cpus_per_task else None,
+        "mem": slurm.mem,
+        "constraint": slurm.constraint,
+        "array": slurm.array,
+        "signal": f"B:USR1@{slurm.signal_seconds}" if slurm.signal_seconds else None,
+    }
+    for name, value in named.items():
+        if value is not None:
+            yield f"--{name}={_option_value(name, value)}"
+    yield "--requeue" if slurm.requeue else "--no-requeue"
+    for line in slurm.lines:
+        if not _PLAIN.fullmatch(line):
+            msg = f"slurm.lines: {line!r} is more than one line"
+            raise UsageError(msg, hint="give each #SBATCH line an entry of its own")
+        yield line.removeprefix("#SBATCH").strip()
+
+
+def _option_value(name: str, value: str) -> str:
+    """Return a value as sbatch reads it from the script: in quotes where it holds more than plain characters."""
+    if not _PLAIN.fullmatch(value):
+        msg = f"--{name}={value!r} cannot be given to sbatch: it holds a line break or a control character"
+        raise UsageError(msg, hint="choose another name or folder")
+    if re.fullmatch(r"[\w.,:/%@+=&|*()\[\]-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _environment(run_id: str) -> list[str]:
+    """Return variables for the launchers: the name they all use, and what SLURM forgets to hand on."""
+    return [
+        f"export {GROUP_RUN}={shlex.quote(run_id)}/{_PART}",
+        '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
+    ]
+
+
+def _srun(config: Config) -> list[str]:
+    slurm, words = config.slurm, one_launcher_each(config)
+    if slurm.container_image:
+        words.append(f"--container-image={slurm.container_image}")
+    if slurm.container_mounts:
+        words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
+    return words

@@ -1,1 +1,0 @@
-"""SLURM: its commands, and the batch script of a run."""

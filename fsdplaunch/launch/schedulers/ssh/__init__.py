@@ -1,1 +1,0 @@
-"""Nodes over ssh: which there are, and the sessions on them."""

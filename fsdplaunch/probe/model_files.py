@@ -1,0 +1,398 @@
+"""Find a model, here or on the Hugging Face hub, and read its size from headers: weights are never fetched."""
+
+import json
+import logging
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.checkpoint.manifest import read_json
+from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
+from fsdplaunch.display_text import size_words
+from fsdplaunch.errors import UsageError
+from fsdplaunch.private_dir import make_process_dir
+
+_FEWEST = 2
+_MOST_DIGITS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedBlocks:
+    """One run of repeated blocks.
+
+    Attributes:
+        prefix: Name of the list, without the number: `model.layers`.
+        count: How many there are.
+        parameters_each: Parameters of the largest.
+        parameters: Parameters of all.
+    """
+
+    prefix: str
+    count: int
+    parameters_each: int
+    parameters: int
+
+
+def find_blocks(counts: Mapping[str, int]) -> tuple[RepeatedBlocks, ...]:
+    """Return the outermost lists whose members are mostly alike, largest share of the parameters first.
+
+    A list counts when its numbers run from 0 and at least half of its members hold the same names. A list of
+    unlike stages (a convolution network's) is looked into instead.
+
+    Args:
+        counts: Parameters per tensor, by the tensor's full name.
+    """
+    found = _search(dict(counts), "")
+    return tuple(sorted(found, key=lambda group: (-group.parameters, group.prefix)))
+
+
+def _search(counts: dict[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
+    lists: dict[str, dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+    for name, count in counts.items():
+        parts = name.split(".")
+        numbers = (place for place, part in enumerate(parts[:-1]) if part.isdecimal() and len(part) < _MOST_DIGITS)
+        at = next(numbers, None)
+        if at is not None:
+            lists[".".join(parts[:at])][int(parts[at])][".".join(parts[at + 1 :])] = count
+    for place, members in lists.items():
+        full = f"{prefix}{place}" if place else prefix.rstrip(".")
+        if _repeats(members):
+            sizes = [sum(member.values()) for member in members.values()]
+            yield RepeatedBlocks(prefix=full, count=len(sizes), parameters_each=max(sizes), parameters=sum(sizes))
+        else:
+            for number, member in members.items():
+                yield from _search(member, f"{full}.{number}.")
+
+
+def _repeats(members: Mapping[int, Mapping[str, int]]) -> bool:
+    if len(members) < _FEWEST or set(members) != set(range(len(members))):
+        return False
+    alike = Counter(frozenset(member) for member in members.values()).most_common(1)[0][1]
+    return 2 * alike >= len(members) and alike >= _FEWEST
+
+
+_LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model on disk, or a given size.
+
+    Attributes:
+        folder: Where it lies; None for a size that was only named.
+        parameters: Number of parameters, buffers that were saved included; None where only a size is known.
+        size_bytes: Bytes of the weight files.
+        dtypes: Parameters per dtype, most first.
+        blocks: The repeated blocks, largest share first.
+        unit: Parameters of the largest block, or of everything when nothing is repeated.
+        outside: Parameters in no repeated block: embeddings, head, last norm.
+        architecture: The model's class, from config.json.
+    """
+
+    folder: Path | None = None
+    parameters: int | None = None
+    size_bytes: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    blocks: tuple[RepeatedBlocks, ...] = ()
+    unit: int = 0
+    outside: int = 0
+    architecture: str | None = None
+
+    @property
+    def dtype(self) -> str | None:
+        """Return the dtype most parameters are in: fp32, bf16, fp16, ..., or None."""
+        return next(iter(self.dtypes), None)
+
+
+def read_model(folder: Path) -> ModelFacts:
+    """Describe the model in a folder.
+
+    Args:
+        folder: Holds `*.safetensors` (with or without an index) or `*.bin` files.
+
+    Raises:
+        UsageError: There is no such folder, it holds no weights, or a header cannot be read.
+    """
+    if not folder.is_dir():
+        msg = f"model folder {folder} does not exist"
+        raise UsageError(msg, hint="give the folder that holds config.json")
+    architecture = _architecture(folder)
+    files = weight_files(folder)
+    if not files:
+        pickled = sorted(folder.glob("*.bin"))
+        if not pickled:
+            msg = f"{folder} holds no *.safetensors and no *.bin file"
+            raise UsageError(msg)
+        return ModelFacts(folder=folder, size_bytes=_size(pickled), architecture=architecture)
+    return _describe(folder, files, architecture)
+
+
+def sized_model(parameters: int) -> ModelFacts:
+    """Return facts for a model of which only the size is known, with the blocks of a usual transformer.
+
+    Args:
+        parameters: Number of parameters.
+    """
+    # A block of a decoder is 12 width^2 parameters and models have about width / 128 blocks (Llama, GPT, Qwen).
+    width = (parameters * 128 / 12) ** (1 / 3)
+    return ModelFacts(parameters=parameters, unit=min(parameters, round(12 * width * width)))
+
+
+def describe_model(model: ModelFacts) -> str:
+    """Return one line: parameters, dtype, blocks.
+
+    Args:
+        model: What was found.
+    """
+    words = [str(model.folder)] if model.folder else []
+    if model.parameters is None:
+        return "   ".join([*words, f"{size_words(model.size_bytes)} of pickled weights, not looked into"])
+    facts = [f"{short_count(model.parameters)} parameters", *([model.dtype] if model.dtype else [])]
+    facts += [f"{group.count} repeated blocks ({group.prefix}.*)" for group in model.blocks[:2]]
+    return "   ".join([*words, ", ".join(facts)])
+
+
+def short_count(number: int) -> str:
+    """Return a parameter count as people write it: 8.03 B, 124 M.
+
+    Args:
+        number: How many.
+    """
+    for limit, letter in ((1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")):
+        if number >= limit:
+            return f"{number / limit:.3g} {letter}"
+    return str(number)
+
+
+def parse_count(text: str) -> int:
+    """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000.
+
+    Args:
+        text: The count.
+
+    Raises:
+        ValueError: It is none, or less than 1.
+    """
+    match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())
+    number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def find_model(folder: Path) -> Path | None:
+    """Return the folder just below `folder` whose weights changed last, or None.
+
+    Args:
+        folder: Usually the working directory.
+    """
+    found = [path for path in folder.glob("*/*.safetensors") if path.is_file()]
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return newest.parent if newest else None
+
+
+def _describe(folder: Path, files: list[Path], architecture: str | None) -> ModelFacts:
+    counts: dict[str, int] = {}
+    dtypes: Counter[str] = Counter()
+    for path in files:
+        for name, entry in file_header(path).entries.items():
+            counts[name] = math.prod(entry.shape)
+            dtypes[_NAMES.get(entry.code, entry.code.lower())] += counts[name]
+    blocks = find_blocks(counts)
+    total = sum(counts.values())
+    return ModelFacts(
+        folder=folder,
+        parameters=total,
+        size_bytes=_size(files),
+        dtypes=dict(dtypes.most_common()),
+        blocks=blocks,
+        unit=max((group.parameters_each for group in blocks), default=total),
+        outside=total - sum(group.parameters for group in blocks),
+        architecture=architecture,
+    )
+
+
+def file_header(path: Path) -> FileHeader:
+    """Return the header of a safetensors file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: It is cut short or no safetensors file.
+    """
+    try:
+        return read_header(path)
+    except (OSError, InvalidFileError) as error:
+        msg = f"{path} is no complete safetensors file: {error}"
+        raise UsageError(msg, hint="download or copy it again") from None
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Return which file holds which tensor, as the folder's index says; empty where there is no index.
+
+    Args:
+        folder: The model's folder.
+    """
+    try:
+        listed = read_weight_map(folder / INDEX_NAME)
+    except InvalidFileError:
+        return {}
+    files = {file: Path(file).name for file in set(listed.values())}
+    return {name: files[file] for name, file in listed.items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files the index names, or every safetensors file.
+
+    Args:
+        folder: The model's folder.
+
+    Raises:
+        UsageError: A file that the index names is not there.
+    """
+    listed = read_index(folder)
+    if not listed:
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(listed.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"{folder / INDEX_NAME} names {missing[0]}, which is not there"
+            + (f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""),
+            hint="finish the download, or give another folder",
+        )
+    return [folder / name for name in names]
+
+
+def _architecture(folder: Path) -> str | None:
+    config = read_json(folder / "config.json")
+    named = config.get("architectures") if isinstance(config, dict) else None
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+
+
+def _size(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PATIENCE_SECONDS = 10
+_REASONS = {
+    "GatedRepoError": "the hub gives it only to those who have agreed to its terms; run hf auth login",
+    "RepositoryNotFoundError": "the hub knows no such model, or it is private; run hf auth login",
+    "EntryNotFoundError": "it has no config.json",
+    "NotASafetensorsRepoError": "it has no safetensors files, whose headers tell its size",
+}
+"""What errors of huggingface_hub mean, by the name of their class."""
+_OFF = frozenset({"1", "on", "true", "yes"})
+
+
+def is_hub_name(text: str) -> bool:
+    """Tell whether a text names a model on the hub, `org/model`, and nothing on this machine."""
+    return bool(_NAME.fullmatch(text)) and not Path(text).exists()
+
+
+@cache
+def hub_folder(name: str) -> Path:
+    """Return a folder that describes a model of the hub: its config.json and the headers of its weights.
+
+    Args:
+        name: `org/model`.
+
+    Raises:
+        UsageError: It is not in the cache, and cannot be fetched.
+    """
+    return _cached(name, os.environ) or _fetched(name)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder where huggingface_hub keeps what it has fetched."""
+    if hub := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(hub).expanduser()
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+
+
+def _cached(name: str, environ: Mapping[str, str]) -> Path | None:
+    """Return the cached snapshot of the main branch, else the newest, that has configuration and all weights."""
+    home = cache_folder(environ) / f"models--{name.replace('/', '--')}"
+    main = home / "refs" / "main"
+    named = [home / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
+    others = sorted(home.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in (*named, *others) if _is_complete(path)), None)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file() and bool(weight_files(folder))
+    except UsageError:
+        return False  # a weight file is not there
+
+
+def _fetched(name: str) -> Path:
+    """Fetch the configuration and the weights' headers.
+
+    Raises:
+        UsageError: huggingface_hub is missing, offline, or finds no such model.
+    """
+    if find_spec("huggingface_hub") is None:
+        raise _unreachable(name, "huggingface_hub is not installed to fetch it")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _OFF:
+        raise _unreachable(name, "HF_HUB_OFFLINE forbids to fetch it")
+    import huggingface_hub
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        _reach_hub(huggingface_hub)
+        config = Path(huggingface_hub.hf_hub_download(name, "config.json"))
+        headers = huggingface_hub.get_safetensors_metadata(name)
+    except Exception as error:
+        raise _unreachable(name, f"it cannot be fetched: {_reason(error)}") from None
+    folder = make_process_dir()
+    (folder / "config.json").write_bytes(config.read_bytes())
+    for file_name, found in headers.files_metadata.items():
+        _write_header(folder / Path(file_name).name, found.tensors)
+    return folder
+
+
+def _reach_hub(client: Any) -> None:
+    """Ask the hub for anything, once: its client asks a host that is not there for half a minute.
+
+    Args:
+        client: The module huggingface_hub.
+    """
+    client.get_session().head(client.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+
+
+def _reason(error: Exception) -> str:
+    """Return why the hub's client failed, in one line."""
+    known = next((_REASONS[each.__name__] for each in type(error).__mro__ if each.__name__ in _REASONS), None)
+    lines = str(error).strip().splitlines()
+    return known or (lines[0][:200] if lines else type(error).__name__)
+
+
+def _unreachable(name: str, why: str) -> UsageError:
+    hint = "give a folder, or a size such as 8b"
+    return UsageError(f"{name} is no folder and not in the hub's cache on this machine, and {why}", hint=hint)
+
+
+def _write_header(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Make a safetensors file with a header and without data, as large as the real one."""
+    entries = {
+        name: {"dtype": str(one.dtype), "shape": list(one.shape), "data_offsets": list(one.data_offsets)}
+        for name, one in tensors.items()
+    }
+    text = json.dumps(entries).encode()
+    end = max((one["data_offsets"][1] for one in entries.values()), default=0)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

@@ -1,0 +1,587 @@
+"""Scripts for DistributedDataParallel: what they give to it is sharded, and the wrapper is torch's own. Rule 7.
+
+The wrapper is a real instance of torch's class, so that `isinstance`, `.module`, `no_sync()`, names in
+`state_dict()` and subclasses hold. Its constructor shards the model and builds no reducer: FSDP averages the
+gradients. Ranks that the script would spawn run in the workers that the launcher has started.
+"""
+
+import functools
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.api.gradients import average_gradients, average_local_gradients
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.model.who_shards import Ownership
+from fsdplaunch.runtime.auto.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
+from fsdplaunch.runtime.auto.rank0.position import changes
+from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.inspection.units import original_class
+from fsdplaunch.runtime.messages import is_user_file, script_line
+from fsdplaunch.runtime.patch import replaced, replaced_once_imported
+from fsdplaunch.runtime.torch_internals.modules import (
+    BUILTIN_HOOK,
+    IGNORED_NAMES,
+    SEND_STATES,
+    compiled_module,
+    joins,
+    untraced,
+)
+from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
+from fsdplaunch.standard_streams import flush_both
+
+_PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
+"""The methods that divide work over ranks; those of the optimizer's class stand in their place."""
+
+
+@contextmanager
+def stepping_shards_plainly(ownership: Ownership) -> Iterator[None]:
+    """Exchange the class of each ZeroRedundancyOptimizer that is built over shards."""
+
+    def build(original: Any) -> Any:
+        def __init__(  # noqa: N807
+            self: Any,
+            params: Any,
+            optimizer_class: type[Optimizer],
+            process_group: Any = None,
+            parameters_as_bucket_view: bool = False,
+            overlap_with_ddp: bool = False,
+            **defaults: Any,
+        ) -> None:
+            if ownership.ours is False:
+                how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
+                original(self, params, optimizer_class, *how, **defaults)
+                return
+            if overlap_with_ddp:
+                what = "builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
+                msg = f"{script_line()} {what}"
+                raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
+            self.__class__ = _plain(type(self), optimizer_class)
+            optimizer_class.__init__(self, params, **defaults)
+
+        return __init__
+
+    module = "torch.distributed.optim.zero_redundancy_optimizer"
+    with replaced_once_imported(module, "ZeroRedundancyOptimizer.__init__", build):
+        yield
+
+
+def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
+    """Return a class of both, whose methods are those of `kind`; named as it is, for what goes by names."""
+    from torch.distributed.algorithms.join import JoinHook
+
+    return type(
+        kind.__name__,
+        (zero, kind),
+        {
+            **{name: getattr(kind, name) for name in _PLAIN},
+            **{"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__},
+            "optim": property(lambda optimizer: optimizer),  # where the one that steps is
+            "consolidate_state_dict": lambda *_, **__: None,  # a save gathers the state from wherever it is
+            "join_hook": lambda *_, **__: JoinHook(),
+            "join_device": property(lambda optimizer: optimizer.param_groups[0]["params"][0].device),
+            "join_process_group": property(lambda _: dist.group.WORLD),
+        },
+    )
+
+
+_HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
+_REFUSED = 76
+"""Status of a process that would have joined ranks; no shell or interpreter gives it by itself."""
+
+_started: dict[BaseProcess, str] = {}
+"""What is to be said of a process of the script's, if it would have joined ranks."""
+
+
+@contextmanager
+def running_spawned_ranks() -> Iterator[None]:
+    """Let `mp.spawn` of a script's ranks run this worker's; refuse a group in processes started in another way."""
+    with (
+        replaced(torch.multiprocessing, "spawn", _spawn),
+        replaced(sys.modules["torch.multiprocessing.spawn"], "spawn", _spawn),
+        replaced(BaseProcess, "start", _start),
+        replaced(BaseProcess, "join", _join),
+    ):
+        yield
+
+
+def raise_refused() -> None:
+    """Wait for the processes that the ended script has started, as the interpreter does: not for daemons.
+
+    Raises:
+        ShardingError: One of them would have joined ranks.
+    """
+    for process in list(_started):
+        process.join(0 if process.daemon else None)
+
+
+def _may_join_ranks(function: Any) -> bool:
+    """Return whether a function is of the user's own module, and that holds torch's distributed package."""
+    function = getattr(function, "func", function)
+    names = getattr(function, "__globals__", {})
+    file = str(names.get("__file__", "<"))
+    return dist.is_initialized() and is_user_file(file) and any(map(_is_distributed, list(names.values())))
+
+
+def _is_distributed(value: Any) -> bool:
+    name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
+    home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
+    return str(home).startswith(("torch.distributed", "torch.nn.parallel"))
+
+
+class _Ended:
+    """What `mp.spawn(..., join=False)` returns here: its function has returned."""
+
+    processes: tuple[()] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def _spawn(original: Any) -> Any:
+    @functools.wraps(original)
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
+        if not _may_join_ranks(fn):
+            return original(fn, args, nprocs, join, *more, **kwargs)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if nprocs != here:
+            msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
+            hint = f"launch with --workers-per-node {nprocs}, or have the script start {here}"
+            raise ShardingError(msg, hint=hint)
+        fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+        return None if join else _Ended()
+
+    return spawn
+
+
+def _start(original: Any) -> Any:
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        target = getattr(self, "_target", None)
+        if _may_join_ranks(target):
+            what = "starts a process that calls init_process_group: the launch has started the ranks"
+            _started[self] = message = f"{script_line()} {what}"
+            self._target = _WithoutGroup(target, message)
+        original(self)
+
+    return start
+
+
+def _join(original: Any) -> Any:
+    @functools.wraps(original)
+    def join(self: Any, timeout: float | None = None) -> None:
+        original(self, timeout)
+        message = None if self.exitcode is None else _started.pop(self, None)
+        if message is not None and self.exitcode == _REFUSED:
+            raise ShardingError(message, hint=_HINT)
+
+    return join
+
+
+class _WithoutGroup:
+    """What a process that the script has started runs: it may do anything but join ranks."""
+
+    def __init__(self, target: Any, message: str) -> None:
+        self.target, self.message = target, message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dist.init_process_group = dist.distributed_c10d.init_process_group = self._leave
+        return self.target(*args, **kwargs)
+
+    def _leave(self, *_: Any, **__: Any) -> None:
+        """End this process: scripts catch an error here, and go on to train a copy in each process."""
+        messages.say_anywhere(f"{self.message}; this process ends")
+        flush_both()
+        os._exit(_REFUSED)
+
+
+_IGNORED = "params_and_buffers_to_ignore"
+"""The argument by which what sends rank 0's state leaves tensors out."""
+
+
+@contextmanager
+def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
+    """Shard what a script, or a library, gives to DistributedDataParallel; run the ranks that a script spawns."""
+
+    def build(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            if _shard(bound.arguments["module"], bound.arguments, hook_context):
+                patch_wrappers()
+                _fill(self, bound.arguments)
+            else:
+                original(self, *args, **kwargs)
+
+        __init__.__signature__ = signature  # type: ignore[attr-defined]
+        return __init__
+
+    @functools.cache
+    def patch_wrappers() -> None:
+        for name, make in METHODS.items():
+            stack.enter_context(replaced(DistributedDataParallel, name, make))
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(DistributedDataParallel, "__init__", build))
+        stack.enter_context(replaced(*SEND_STATES, _send_all_but_shards))
+        stack.enter_context(stepping_shards_plainly(hook_context.ownership))
+        stack.enter_context(running_spawned_ranks())
+        yield
+
+
+def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) -> bool:
+    """Shard a module unless it is; return whether it is sharded now."""
+    from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
+    from fsdplaunch.runtime.inspection.parameters import unwrapped
+    from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
+    from fsdplaunch.runtime.sharding.gradients import hook_local_gradients
+    from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
+
+    model, what = unwrapped(module), "gives it to DistributedDataParallel"
+    sharded = is_sharded(model) or has_shards(model)
+    if not hook_context.ownership.claim_replicas(what):
+        return sharded  # and stays so
+    _check(module, given["process_group"], hook_context)
+    hook_context.streams.scripts = True
+    if not sharded:
+        with _keeping_unsent_buffers(module, given):
+            adopt_model(model, hook_context, what=what, one_unit=bool(given["find_unused_parameters"]))
+        for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
+            regroup(optimizer, hook_context, now=True)
+    hook_local_gradients(filter(is_unit, model.modules()))
+    return True
+
+
+def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: HookContext) -> None:
+    """Refuse what cannot be kept.
+
+    Raises:
+        ShardingError: Replicas over some of the ranks, a global batch that the script divides itself, parameters
+            that the script has torch's wrapper leave alone, or no model at all.
+    """
+    name, line = type(module).__name__.removeprefix("FSDP"), script_line()
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        msg = f"{line} replicates parameters without their model"
+        raise ShardingError(msg, hint="give the model to DistributedDataParallel; or launch with --shard off")
+    if group is not None and dist.get_world_size(group) != hook_context.size:
+        msg = f"{line} replicates {name} over {dist.get_world_size(group)} of {hook_context.size} ranks"
+        hint = "leave process_group out, or call fsdplaunch.prepare(model, process_group=...) in the script"
+        raise ShardingError(msg, hint=hint)
+    if hook_context.keeps_batch and hook_context.size > 1:
+        msg = (
+            f"{line} gives {name} to DistributedDataParallel: the script divides its data by itself,"
+            " so launch.keep_global_batch cannot"
+        )
+        hint = (
+            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
+            " size by the number of ranks, and launch without the key"
+        )
+        raise ShardingError(msg, hint=hint)
+    ignored = getattr(module, IGNORED_NAMES, ())
+    trained = (each for each, param in nn.Module.named_parameters(module) if param.requires_grad)
+    if alone := next((each for each in trained if each in ignored), None):
+        msg = f"{line} leaves {alone} of {name} out of DistributedDataParallel, to be trained by each rank"
+        raise ShardingError(msg, hint="launch with --shard off, which leaves all to the script")
+
+
+def _fill(ddp: Any, given: dict[str, Any]) -> None:
+    """Give a wrapper the attributes that scripts read, and what its forward needs."""
+    from fsdplaunch.runtime.inspection.parameters import unwrapped
+    from fsdplaunch.runtime.sharding.gradients import agree_on_unused
+
+    nn.Module.__init__(ddp)
+    Joinable.__init__(ddp)
+    ddp.module = given["module"]
+    first = next(nn.Module.parameters(ddp.module), None)
+    ddp.dim, ddp.device_ids, ddp.output_device = given["dim"], given["device_ids"], given["output_device"]
+    ddp.device = None if first is None else first.device
+    ddp.device_type = None if first is None else first.device.type
+    ddp.is_multi_device_module = False
+    ddp.process_group = given["process_group"] or dist.group.WORLD
+    ddp.__dict__["forward_sync_buffers"] = ddp.__dict__["broadcast_buffers"] = _sends_buffers(given)
+    for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+        ddp.__dict__[name] = given.get(name)
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+    ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
+    buffers = [*_sent_buffers(ddp.module, given).values()]
+    ddp.reducer = ddp.logger = _NOTHING
+    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=buffers)
+    ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
+    if given["find_unused_parameters"]:
+        agree_on_unused(unwrapped(ddp.module))
+
+
+def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
+    """Let a wrapper be pickled as the call that makes one of its module: it has nothing of torch's own."""
+    chosen = {name: given[name] for name in ("find_unused_parameters", "static_graph") if given.get(name)}
+
+    def reduce_ex(_protocol: int) -> Any:
+        wrapper: Any = ddp()
+        return functools.partial(DistributedDataParallel, **chosen), (wrapper.module,)
+
+    return reduce_ex
+
+
+class _Nothing:
+    """Stands where torch has its reducer and logger, which scripts tell the graph and ask for timings."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: SimpleNamespace(strs_map={}, ints_map={})  # timings, of which there are none
+
+
+_NOTHING = _Nothing()
+
+
+def _send_all_but_shards(original: Any) -> Any:
+    """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
+    signature = inspect.signature(original)
+
+    def send(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        params = call.arguments["module"].named_parameters()
+        shards = {name for name, param in params if isinstance(param, DTensor)}
+        call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
+        original(*call.args, **call.kwargs)
+
+    return send
+
+
+def _sends_buffers(given: dict[str, Any]) -> bool:
+    """Return whether passes begin with rank 0's buffers: set under a newer name, an older one, or not at all."""
+    values = [given.get(name) for name in ("forward_sync_buffers", "broadcast_buffers")]
+    return bool(next((each for each in values if each is not None), True))
+
+
+def _sent_buffers(module: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers, by name, that a wrapper of a module sends before its passes."""
+    ignored = getattr(module, IGNORED_NAMES, ())
+    named = module.named_buffers() if _sends_buffers(given) else ()
+    return {name: buffer for name, buffer in named if name not in ignored and buffer.numel()}
+
+
+@contextmanager
+def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
+    """Give each rank back its own of the other buffers, which are rank 0's once a model is sharded."""
+    sent = _sent_buffers(module, given)
+    own = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in sent}
+    yield
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in own and own[name].shape == buffer.shape and not own[name].is_meta:
+                buffer.copy_(own[name])
+
+
+__all__ = ["METHODS", "Forward", "average_local_gradients", "only_compresses"]
+
+
+class Forward:
+    """One wrapper's passes.
+
+    Args:
+        model: Sharded.
+        buffers: Those that are rank 0's when a pass begins.
+    """
+
+    def __init__(self, model: nn.Module, *, buffers: Sequence[torch.Tensor]) -> None:
+        self.model = model
+        self.syncs = True
+        self.buffers = buffers
+        self.is_alone = False
+        self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
+
+    def begin(self, ddp: Any) -> None:
+        """Do what comes before a pass.
+
+        Args:
+            ddp: The wrapper, whose `require_backward_grad_sync` the script and `no_sync` set.
+        """
+        if joins(ddp):
+            _check_all_go_on(ddp)
+        if self.model not in _trained and self.model.training and torch.is_grad_enabled():
+            _trained.add(self.model)
+            turns_on_all_ranks(self.model)
+            _check_changed_alike(self.model)
+        if ddp.require_backward_grad_sync != self.syncs:
+            self.syncs = bool(ddp.require_backward_grad_sync)
+            average_gradients(self.model, on=self.syncs)
+        self.is_alone = False
+        if ddp.require_forward_param_sync and self.buffers:
+            self.is_alone = not turns_on_all_ranks(self.model)
+            if not self.is_alone:
+                self._send_buffers()
+
+    def computing(self, module: nn.Module) -> nn.Module:
+        """Return what computes a pass: the model itself, not compiled, where rank 0 makes it alone."""
+        if compiled_module(module) is not self.model:
+            return module
+        trains = self.model.training and torch.is_grad_enabled()
+        return self.model if not trains and is_alone_without_compiling(self.model) else module
+
+    def end(self, ddp: Any) -> None:
+        """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""
+        if not self.is_alone:  # the other ranks do not note it
+            ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
+
+    @torch.no_grad()
+    def _send_buffers(self) -> None:
+        """Overwrite buffers with rank 0's, all of one dtype and device at once. Collective.
+
+        Not counted as a change, as under torch's wrapper: an earlier pass may still wait for its backward.
+        """
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for buffer in self.buffers:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for kind in kinds.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in kind])
+            dist.broadcast(flat, src=0)
+            with overwriting_uncounted(kind):
+                for buffer, part in zip(kind, flat.split([each.numel() for each in kind]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+
+_trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that were called in training mode."""
+
+
+def _check_changed_alike(model: nn.Module) -> None:
+    """Check before a model's first pass that what was done with its shards since then was done on all ranks.
+
+    Raises:
+        ShardingError: Some have changed them more often, such as by weights that rank 0 alone has loaded.
+    """
+    count = sum(changes(param) for param in parameters_of(model) if isinstance(param, DTensor))
+    extremes = torch.tensor([count, -count])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] != -extremes[1]:
+        name = original_class(model).__name__
+        msg = (
+            f"{script_line()}: weights of {name} were changed on some ranks only after it was given to"
+            " DistributedDataParallel: each rank has its own part of them"
+        )
+        hint = (
+            "load or change them on all ranks (DistributedDataParallel sends rank 0's where it is built, and not"
+            " afterwards), or before the model is given to it"
+        )
+        raise ShardingError(msg, hint=hint)
+
+
+# What DistributedDataParallel is asked beside its passes -------------------------------------------------------
+
+
+def _forward(original: Any) -> Any:
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        ours: Forward | None = self.__dict__.get("fsdplaunch_forward")
+        if ours is None:
+            return original(self, *inputs, **kwargs)
+        ours.before(self)
+        module = self.module
+        output = (module if module is ours.model else ours.computing(module))(*inputs, **kwargs)
+        ours.after(self)
+        return output
+
+    return forward
+
+
+def _join_hook(original: Any) -> Any:
+    def join_hook(self: Any, **kwargs: Any) -> Any:
+        return _Left() if "fsdplaunch_forward" in self.__dict__ else original(self, **kwargs)
+
+    return join_hook
+
+
+class _Left(JoinHook):
+    """What `join()` calls on a rank that has no batch left, while others have: torch would shadow their passes."""
+
+    def main_hook(self) -> None:
+        """Raise, as the others do."""
+        raise _unequal_batches()
+
+
+def _check_all_go_on(ddp: Any) -> None:
+    """Raise where a rank begins a pass inside of `join()` and another has no batch left. Collective."""
+    going = torch.ones(1, device=ddp.join_device)
+    dist.all_reduce(going, group=ddp.join_process_group)
+    if int(going.item()) < dist.get_world_size(ddp.join_process_group):
+        raise _unequal_batches()
+
+
+def _unequal_batches() -> ShardingError:
+    msg = f"{script_line()}: some ranks have no batch left inside of join(), and others have"
+    hint = "give all ranks as many batches (drop_last=True, DistributedSampler): every pass needs every rank"
+    return ShardingError(msg, hint=hint)
+
+
+_COMPRESSING = {
+    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"),
+    *("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"),
+}
+"""Torch's hooks for communication that make it cheaper, and mean to compute the same; or wrap one that does."""
+
+
+def only_compresses(hook: Any) -> bool:
+    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
+    name, home = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", ""))
+    if not home.startswith("torch.") or name not in _COMPRESSING:
+        return False
+    return "wrapper" not in name or only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
+
+
+def _register_comm_hook(original: Any) -> Any:
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
+        if "fsdplaunch_forward" not in self.__dict__:
+            original(self, state, hook)
+            return
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if not only_compresses(hook):
+            msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
+            hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
+            raise ShardingError(msg, hint=hint)
+        _name_comm_hook(name)
+
+    return register_comm_hook
+
+
+def _register_builtin_hook(original: Any) -> Any:
+    def register_builtin_hook(self: Any, kind: Any) -> None:
+        if "fsdplaunch_forward" in self.__dict__:
+            _name_comm_hook(kind.name)
+        else:
+            original(self, kind)
+
+    return register_builtin_hook
+
+
+def _name_comm_hook(name: str) -> None:
+    messages.say(
+        f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
+    )
+
+
+METHODS = {
+    "forward": _forward,
+    "join_hook": _join_hook,
+    "register_comm_hook": _register_comm_hook,
+    BUILTIN_HOOK: _register_builtin_hook,
+}
+"""What stands in the place of the wrapper's own methods, from the first whose model is sharded on."""

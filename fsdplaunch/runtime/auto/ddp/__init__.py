@@ -1,1 +1,0 @@
-"""Scripts made for DistributedDataParallel: what they give to it is sharded instead."""

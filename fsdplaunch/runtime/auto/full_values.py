@@ -1,0 +1,227 @@
+"""Full tensors of shards outside of passes, and views of them that write into the shard, `w[0].mul_(2)`.
+
+They are gathered by all ranks together, or fetched by rank 0 alone. A gradient that a full tensor gets is that of
+this rank's loss: the gradients of all ranks are averaged, as a pass does.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fsdplaunch.runtime.auto.rank0.position import in_optimizer_step
+from fsdplaunch.runtime.auto.rank0.service import service
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks
+from fsdplaunch.runtime.messages import calling_lines, calling_stack
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, split_like
+from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placements_of
+from fsdplaunch.runtime.torch_internals.tensors import change_count, note_changes, storage_identity, tree_map
+
+_together: set[tuple[str | int, ...]] = set()
+"""The calls that all ranks were seen to make together, with those that led to them: asked once."""
+_alone_at: list[Any] = []
+"""The call that rank 0 was seen to make alone, and how far it was: its next shards are read so, too."""
+
+
+def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:
+    """Return the full tensor of a shard, without gradients, by all ranks or by rank 0 alone. Collective.
+
+    Args:
+        tensor: A parameter, a gradient, state of an optimizer, or what was computed of them.
+        call: What needs it, for errors.
+
+    Raises:
+        CheckpointError: Some ranks make this call and some do not, or rank 0 cannot have this one alone.
+    """
+    alone = fetcher_for_rank0_alone(call, [tensor])
+    return gathered(tensor.detach(), keeps_batch=True) if alone is None else fetch(alone, tensor)
+
+
+def gathered(tensor: Any, *, keeps_batch: bool) -> torch.Tensor:
+    """Return the full tensor of a shard, with gradients where they are wanted. Collective.
+
+    Args:
+        tensor: The shard, as `DTensor`; not wrapped by torch functions.
+        keeps_batch: Whether the gradient is the same on all ranks, so that nothing is averaged.
+    """
+    full: torch.Tensor = tensor.to_local() if _is_replicated(tensor) else tensor.full_tensor()
+    if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
+        full = full.contiguous() if full.requires_grad else full.clone()
+    elif full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
+        full = full.clone()
+    if full.requires_grad and not keeps_batch:
+        mesh = tensor.device_mesh
+
+        def mean(gradient: torch.Tensor) -> torch.Tensor:
+            summed: Any = DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim, run_check=False)
+            return torch.div(summed.redistribute(placements=[Replicate()] * mesh.ndim).to_local(), mesh.size())
+
+        full.register_hook(mean)
+    return full
+
+
+def by_rank_numbers(func: Callable[..., Any], tensor: Any, rest: Any, kwargs: Any, *, keeps_batch: bool) -> Any:
+    """Compute a reduction to one number of the numbers that it gives of each rank's shard. Collective.
+
+    Args:
+        func: One that gives of its results for parts that of the whole: `sum`, `norm`, `max`.
+        tensor: The shard: split once over ranks, of which those that have something of it stand first.
+        rest: What else `func` is given.
+        kwargs: What it is given by name.
+        keeps_batch: As for `gathered`.
+    """
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    (split,) = (axis for axis, each in enumerate(tensor.placements) if each.is_shard())
+    dim = tensor.placements[split].dim
+    rows = -(-tensor.size(dim) // mesh.size(split))
+    count = -(-tensor.size(dim) // rows)  # ranks that are not empty
+    number = (
+        func(local, *rest, **kwargs).reshape(1) if local.numel() else local.reshape(-1).to(_dtype(func, local))
+    )
+    placements = [Shard(0) if axis == split else Replicate() for axis in range(mesh.ndim)]
+    shards = DTensor.from_local(number, mesh, placements, run_check=False, shape=torch.Size([count]), stride=(1,))
+    return func(gathered(shards, keeps_batch=keeps_batch), *rest, **kwargs)
+
+
+def placed_like(shard: Any, value: Any) -> Any:
+    """Return a tensor of a shard's shape placed as that is, without gradients; cut where it is plain."""
+    if isinstance(value, DTensor):
+        if placements_of(value) == placements_of(shard) or value.shape != shard.shape:
+            return value
+        detached: Any = value.detach()
+        return detached.redistribute(shard.device_mesh, shard.placements)
+    return split_like(value, shard) if value.shape == shard.shape else value
+
+
+def splits_once(tensor: Any) -> bool:
+    """Return whether a tensor is split along one axis of ranks, evenly rounded up, and copied along the others."""
+    placements = placements_of(tensor)
+    return sum(type(each) is Shard for each in placements) == 1 and all(
+        type(each) is Shard or each.is_replicate() for each in placements
+    )
+
+
+def _dtype(func: Callable[..., Any], local: torch.Tensor) -> torch.dtype:
+    result: torch.dtype = func(local.new_ones(1)).dtype
+    return result
+
+
+def _is_replicated(tensor: Any) -> bool:
+    return all(placement.is_replicate() for placement in placements_of(tensor))
+
+
+def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | None:
+    """Return what fetches shards where rank 0 alone has come to the call that runs; None for all ranks.
+
+    Collective at a call's first time. An optimizer's step is never rank 0's alone.
+
+    Args:
+        call: What needs full tensors, for errors.
+        tensors: The shards: others than those over all ranks are no rank's alone.
+    """
+    found = service()
+    if found is None or in_optimizer_step():
+        return None
+    calls = calling_stack()
+    if calls in _together or _in_thread_of_torch() or not all(map(is_over_all_ranks, tensors)):
+        return None
+    gathering = ShardGatherer(call, keep=True, at=calling_lines())
+    at = calls, found.position.place(), found.position.met
+    if at in _alone_at:
+        gathering.together = False
+        return gathering
+    gathering.meet()
+    _alone_at[:] = [] if gathering.together else [at]
+    if not gathering.together:
+        return gathering
+    _together.add(calls)
+    return None
+
+
+def fetch(gathering: ShardGatherer, tensor: Any) -> torch.Tensor:
+    """Return on rank 0 alone the full tensor, on the shard's device, that other ranks' shards are fetched for."""
+    full = gathering.gather(tensor).to(tensor.device)
+    return full.requires_grad_(tensor.requires_grad)
+
+
+def _in_thread_of_torch() -> bool:
+    """Return whether this is a thread that Python has not started, such as those of backward passes on a GPU."""
+    return threading.current_thread().name.startswith("Dummy-")
+
+
+class Gathered:
+    """The full tensor that some views are of.
+
+    Args:
+        shard: Of which it is.
+        full: Its values, plain; with its gradients where the views have some.
+    """
+
+    def __init__(self, shard: DTensor, full: torch.Tensor) -> None:
+        self.shard, self.full = shard, full
+        self.storage = storage_identity(full)
+        self.changes = shard_changes(shard)
+
+    def refresh(self) -> None:
+        """Take the values that the shard has by now. Collective where it has changed."""
+        if shard_changes(self.shard) != self.changes:
+            full = full_value(self.shard, call="a view of a shard")
+            self.full.data.copy_(full)  # torch would refuse to differentiate views of what counts its changes
+            self.changes = shard_changes(self.shard)
+
+    def write_back(self) -> None:
+        """Give the shard what was written into the full tensor."""
+        write_full(self.shard, self.full)
+        self.changes = shard_changes(self.shard)
+
+
+class FullView(torch.Tensor):
+    """A view of a full tensor that was gathered; what is computed of it is plain."""
+
+    gathered: Gathered
+
+
+def view_of(gathered: Gathered, view: torch.Tensor) -> FullView:
+    """Return a view that knows what it is of."""
+    known = view.as_subclass(FullView)
+    known.gathered = gathered
+    return known
+
+
+def plain(value: Any) -> Any:
+    """Return a view's tensor without what it knows; any other value itself."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, FullView) else value
+
+
+def as_views(result: Any, sources: list[Gathered]) -> Any:
+    """Return what a function has given with views of full tensors known as such.
+
+    Args:
+        result: Of a function of full tensors.
+        sources: These.
+    """
+    storages = {source.storage: source for source in sources}
+
+    def known(value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.is_meta or value.layout != torch.strided:
+            return value
+        source = storages.get(storage_identity(value))
+        return value if source is None else view_of(source, value)
+
+    return tree_map(known, result)
+
+
+def shard_changes(shard: Any) -> tuple[int, ...]:
+    """Return what is another when a shard has other values, or other memory."""
+    local = local_tensor(shard)
+    return change_count(shard) + change_count(local), storage_identity(local)
+
+
+@torch.no_grad()
+def write_full(shard: Any, full: torch.Tensor) -> None:
+    """Write into a shard its part of a full tensor, which every rank has. Without communication."""
+    part: Any = split_like(full, shard)
+    local_tensor(shard).copy_(local_tensor(part))
+    note_changes([shard])

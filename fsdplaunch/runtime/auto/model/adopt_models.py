@@ -1,0 +1,479 @@
+"""Find the script's models where they are moved, compiled or given to an optimizer, and shard them. Rule 1.
+
+Moving a model to the device is the last moment at which the full model need not be on any one device, and the
+first at which it is complete. An optimizer gets parameters only, and a parameter does not know its module: the
+modules that exist are recorded, weakly. An optimizer's models are sharded right after its base class has its
+groups, so that what a subclass keeps for itself is the shards already.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fsdplaunch.config.environment import COMPARED
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.api.prepare import prepare
+from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+from fsdplaunch.runtime.auto.batch.rank_rows import data_group
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
+from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
+from fsdplaunch.runtime.auto.model.who_shards import deciding_when_training_begins
+from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_passes, note_paths
+from fsdplaunch.runtime.auto.rank0.service import open_once
+from fsdplaunch.runtime.auto.saves import let_model_leave
+from fsdplaunch.runtime.auto.torch_calls import average_closure
+from fsdplaunch.runtime.inspection.describe import announcing
+from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
+from fsdplaunch.runtime.messages import being_built, calling_library, script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
+from fsdplaunch.runtime.sharding.checks import check_kinds
+from fsdplaunch.runtime.sharding.gradients import agree_on_alternatives
+from fsdplaunch.runtime.sharding.mesh import shard_target
+from fsdplaunch.runtime.sharding.optimizers import repoint, sharded_home
+from fsdplaunch.runtime.sharding.registry import ReplicatedParams, known_parameters
+from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_most, runs, without_shared
+from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
+from fsdplaunch.runtime.state_dict.gather import await_main_thread
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move, untraced
+
+
+def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
+    """Shard a model that is not sharded yet, in place; a list or dict of models as each of them by itself.
+
+    Args:
+        model: Complete, with all its parameters.
+        hook_context: This worker's.
+        what: What the script does here, for errors.
+        one_unit: Gather all of it at once, because ranks may compute with different parts of it.
+
+    Raises:
+        ShardingError: It cannot be sharded; the error names the script's line.
+    """
+    if is_sharded(model):
+        return
+    if _only_holds(model):
+        for held in model.children():
+            if any(param.requires_grad for param in parameters_of(held)):
+                adopt_model(held, hook_context, what=what, one_unit=one_unit)
+        return
+    line = script_line()
+    with _naming_line(line, what, model):
+        check_kinds(model)
+    _check_unsharded(model, hook_context, line)
+    check_no_gradients(class_name(model), parameters_of(model), what=what)
+    with _naming_line(line, what, model), keeping_references(model), announcing(_about(line)):
+        prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
+    if hook_context.size > 1:
+        note_gradients(model, original_name(model))
+        agree_on_alternatives(model)
+    attach_hooks(model, hook_context, line)
+
+
+def _about(line: str) -> str:
+    """Return for whom a model is sharded; the first time, also whether the launcher knows of a comparison."""
+    compared = os.environ.pop(COMPARED, None)
+    return f"for the script, {line}" + (f"; {compared}" if compared else "")
+
+
+@contextmanager
+def _naming_line(line: str, what: str, model: nn.Module) -> Iterator[None]:
+    """Say in an error where the script has a model sharded, and what else it can do."""
+    try:
+        yield
+    except ShardingError as error:
+        msg = f"{line} {what}, and {class_name(model)} cannot be sharded there: {error.message}"
+        ways = "or call fsdplaunch.prepare(model, optimizer) in the script where it should be"
+        raise ShardingError(msg, hint=f"{error.hint}; {ways}" if error.hint else ways) from error
+
+
+def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None:
+    """Make a model that was just sharded behave as the script expects of the one it wrote.
+
+    Args:
+        model: Sharded.
+        hook_context: This worker's.
+        line: Where the script had it sharded.
+    """
+    hook_context.note_model(model, line)
+    hook_context.ownership.note_adopted(line)
+    open_once(hook_context)
+    allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
+    passes = Passes(original_name(model), hook_context)
+    note_passes(model, passes)
+    if hook_context.size > 1:
+        note_paths(model, original_name(model))  # before the hooks of passes, which then come before these
+    calls = Calls(
+        model,
+        line,
+        begin_pass=untraced(passes.begin),
+        begin_training=hook_context.streams.diverge,
+        trains=lambda: bool(hook_context.batches.backwards or hook_context.optimizers),
+        divided=_divided(model, hook_context),
+        note=hook_context.batches.enter,
+    )
+    hook_context.complete[model] = calls.check
+    for unit in filter(is_unit, model.modules()):
+        before_state_dict(unit, _await_main_thread)  # torch reshards the unit in it
+    keep_written(model)
+    let_model_leave(model)
+    restore_classes(model)
+
+
+def _await_main_thread() -> None:
+    await_main_thread(f"state_dict() at {script_line()}")
+
+
+def _only_holds(model: nn.Module) -> bool:
+    """Return whether a module computes nothing by itself, so that `fully_shard` refuses it: a list or dict."""
+    return isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model)
+
+
+def _divided(model: nn.Module, hook_context: HookContext) -> DividedPasses | None:
+    """Return what divides a model's passes, where the script runs on the global batch on every rank."""
+    if not hook_context.keeps_batch or hook_context.data.size == 1 or hook_context.ownership.ranked:
+        return None
+    group = data_group(hook_context.rank, hook_context.size, hook_context.data.size)
+    return DividedPasses(model, original_name(model), hook_context.data, group, hook_context.learning_rates)
+
+
+def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
+    """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
+    params = dict(named_parameters(model))
+    _check_unshared(model, params, hook_context, line)
+    sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
+    if not sharded:
+        return
+    for submodule in model.modules():
+        if submodule in hook_context.models:
+            earlier = hook_context.models[submodule]
+            msg = f"{line}: {original_name(submodule)} was sharded at {earlier}, before it was part of a model"
+            hint = "move the complete model to the device, not its submodules, or call fsdplaunch.prepare(model)"
+            raise ShardingError(msg, hint=hint)
+    late = next(name for name in params if name not in sharded)
+    raise late_parameter(model, late, line)
+
+
+def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str) -> None:
+    """Refuse parameters that a backward pass gave gradients before they were sharded, or averaged over ranks.
+
+    Args:
+        whose: What has the parameters, for the error.
+        params: Not sharded yet.
+        what: What the script does here, for the error.
+
+    Raises:
+        ShardingError: The next optimizer step would be made with each rank's own gradients, or with none.
+    """
+    if any(param.grad is not None and (param.grad.is_sparse or param.grad.any()) for param in params):
+        msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
+        hint = (
+            "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
+            " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
+        )
+        raise ShardingError(msg, hint=_for_library() or hint)
+
+
+def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
+    """Refuse parameters that a library has taken out of a pass, in which they were gathered.
+
+    Args:
+        params: Of no module.
+        what: What the script does here, for the error.
+
+    Raises:
+        ShardingError: Their memory has been given back, and shards are what an optimizer trains.
+    """
+    if any(param.numel() and not param.untyped_storage().size() for param in params if not param.is_meta):
+        msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
+        raise ShardingError(msg, hint=_for_library() or "build it of model.parameters(), before the first pass")
+
+
+def _for_library() -> str | None:
+    """Return what to try where a library builds an optimizer in its step; None where the user does."""
+    library = calling_library()
+    return library and (
+        f"{library} builds the optimizer in the step that computes: build one of torch's of model.parameters()"
+        " in the script, before training, and call backward() of the library's loss and step() there"
+    )
+
+
+def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:
+    """Refuse a model that has trained parameters of another one, which is sharded: each would train its own.
+
+    Raises:
+        ShardingError: It has one.
+    """
+    inside = set(model.modules())
+    owners = {id(param): other for other in hook_context.models for param in parameters_of(other)}
+    for name, param in params.items():
+        owner = owners.get(id(param)) or sharded_home(param)
+        if param.requires_grad and owner is not None and owner not in inside:
+            earlier = hook_context.models.get(owner, "another line")
+            msg = (
+                f"{line}: {name} of {class_name(model)} is one of {original_name(owner)} as well, which was"
+                f" sharded at {earlier}: they would be trained apart"
+            )
+            hint = "make both parts of one module whose forward calls them, or give that one to fsdplaunch.prepare"
+            raise ShardingError(msg, hint=hint)
+
+
+def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataParallelPlugin:
+    """Return the launch's plugin; for a model that is not of repeated blocks one that makes it a single unit."""
+    plugin = ambient_plugin()
+    settings = plugin.settings()
+    if settings.wrap != "TRANSFORMER_BASED_WRAP" or (settings.block_classes and not hook_context.models):
+        return plugin
+    try:
+        blocks = find_blocks(model, settings.block_classes)
+    except ShardingError:
+        return _one_unit()
+    if not settings.block_classes and misses_most(model, without_shared(model, blocks)):
+        return _one_unit()
+    return plugin
+
+
+def _one_unit() -> FullyShardedDataParallelPlugin:
+    version = ambient_plugin().settings().version
+    return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="no_wrap")
+
+
+@contextmanager
+def finding_models(hook_context: HookContext) -> Iterator[None]:
+    """Record modules as they are made; shard models that are moved, compiled or given storage."""
+    found = _Found(hook_context)
+    with ExitStack() as stack:
+        for owner, name, make in (
+            (nn.Module, "__init__", found.noting),
+            (nn.Module, "__setstate__", found.noting),
+            (nn.Module, "to", found.shard_then_move),
+            (nn.Module, "cuda", found.shard_then_cuda),
+            (nn.Module, "to_empty", found.empty_in_host_memory),
+            (torch, "compile", found.shard_then_compile),
+        ):
+            stack.enter_context(replaced(owner, name, make))
+        yield
+
+
+class _Found:
+    """What one worker does with the models that it finds."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+
+    def noting(self, original: Any) -> Any:
+        registry = self.hook_context.module_registry
+
+        def note_and_go_on(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            registry.note(module)
+            return original(module, *args, **kwargs)
+
+        note_and_go_on.__wrapped__ = original  # type: ignore[attr-defined]
+        return note_and_go_on
+
+    def shard_then_move(self, original: Any) -> Any:
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            device, dtype = parse_move(args, kwargs)
+            if self._is_ours(module, device, f"moves {type(module).__name__} to {device}"):
+                if dtype is not None:
+                    original(module, dtype)
+                self._shard(module, f"moves it to {device}")
+            return original(module, *args, **kwargs)
+
+        return to
+
+    def shard_then_cuda(self, original: Any) -> Any:
+        def cuda(module: nn.Module, device: Any = None) -> Any:
+            at = torch.device("cuda") if device is None else torch.device("cuda", torch.device(device).index)
+            if self._is_ours(module, at, f"moves {type(module).__name__}"):
+                self._shard(module, "moves it to the GPU")
+            return original(module, device)
+
+        return cuda
+
+    def empty_in_host_memory(self, original: Any) -> Any:
+        """Give a model without storage its storage in host memory: on the device it would be in full."""
+
+        def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> Any:
+            on_gpu = self.hook_context.device.type == "cuda" and device is not None
+            if on_gpu and self._is_ours(module, torch.device(device), f"gives {type(module).__name__} storage"):
+                device = "cpu"
+            return original(module, device=device, recurse=recurse)
+
+        return to_empty
+
+    def shard_then_compile(self, original: Any) -> Any:
+        def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            module = getattr(model, "__self__", model)  # `model.compile()` compiles one of its methods
+            if isinstance(module, nn.Module):
+                if self._is_ours(module, self.hook_context.device, f"compiles {type(module).__name__}"):
+                    self._shard(module, "compiles it")
+                kwargs = _without_full_graph(model, module, kwargs)
+            return original(model, *args, **kwargs)
+
+        return compile_
+
+    def _is_ours(self, module: nn.Module, device: torch.device | None, what: str) -> bool:
+        """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
+
+        It is for a complete model that has something to train. It is not for a submodule, nor while a larger
+        module that will hold it is being built.
+        """
+        own, ownership = self.hook_context.device, self.hook_context.ownership
+        if device is None or device.type != own.type or is_sharded(module):
+            return False
+        if isinstance(module, DistributedDataParallel) or ownership.only_replicas:
+            return False
+        params = list(nn.Module.parameters(module))
+        if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
+            return False  # lazy ones get their shapes in a first pass
+        inside = any(isinstance(each, nn.Module) for each in being_built())
+        if inside or not self.hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
+            return False
+        if device.index is not None and device.index != own.index:
+            msg = f"{script_line()} {what}, and this worker's GPU is {own}"
+            raise ShardingError(
+                msg,
+                hint='say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0',
+            )
+        return True
+
+    def _shard(self, module: nn.Module, what: str) -> None:
+        adopt_model(unwrapped(module), self.hook_context, what=what)
+
+
+def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without `fullgraph` where hooks are called, which no graph holds."""
+    hooked = getattr(
+        compiled, "__name__", ""
+    ) == CALL_METHOD or any(  # of `model.compile()`: all modules' hooks, too
+        is_unit(part) and not (getattr(compiled, "__name__", "") == "forward" and part is module)
+        for part in module.modules()
+    )
+    if not kwargs.get("fullgraph") or not hooked:
+        return kwargs
+    name = class_name(module)
+    messages.say(f"{script_line()}: {name} is compiled without fullgraph: no graph holds the hooks that gather it")
+    return {**kwargs, "fullgraph": False}
+
+
+@contextmanager
+def sharding_models(hook_context: HookContext) -> Iterator[None]:
+    """Shard models where they are moved, compiled or given to an optimizer, or when training begins. Rule 1."""
+
+    def shard_now(optimizer: Optimizer) -> None:
+        regroup(optimizer, hook_context, now=True)
+
+    with (
+        finding_models(hook_context),
+        training_shards(hook_context),
+        deciding_when_training_begins(hook_context.ownership, hook_context.built_optimizers, shard_now),
+    ):
+        yield
+
+
+@contextmanager
+def training_shards(hook_context: HookContext) -> Iterator[None]:
+    """Shard what an optimizer is built on, or given later, and let it train the shards."""
+    building: set[int] = set()
+
+    def build(original: Any) -> Any:
+        def __init__(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:  # noqa: N807
+            for model in list(hook_context.models):
+                reshard(model)  # parameters that are read now must be the shards
+            building.add(id(self))
+            try:
+                original(self, params, defaults)
+            finally:
+                building.discard(id(self))
+            hook_context.note_optimizer(self)
+            regroup(self, hook_context)
+
+        return __init__
+
+    def extend(original: Any) -> Any:
+        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+            original(self, param_group)
+            if id(self) not in building:
+                regroup(self, hook_context)
+
+        return add_param_group
+
+    with replaced(Optimizer, "__init__", build), replaced(Optimizer, "add_param_group", extend):
+        yield
+
+
+def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = False) -> None:
+    """Shard the models whose parameters an optimizer has, and let it train the shards, if this is ours to do.
+
+    Args:
+        optimizer: With its groups.
+        hook_context: This worker's.
+        now: Whether training begins.
+
+    Raises:
+        ShardingError: A model cannot be sharded.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = known_parameters()
+    new = [p for p in params if id(p) not in known and not hasattr(p, "fsdplaunch_origin")]
+    what = f"builds {type(optimizer).__name__}"
+    if all(isinstance(p, DTensor) for p in params) and not hook_context.models:
+        return  # sharded by other means
+    if not hook_context.ownership.claim(what, now=now):
+        return
+    for check in hook_context.complete.values():
+        check()
+    scripts = hook_context.ownership.only_replicas  # it keeps equal what it gives to no one
+    roots, bare = ([], new) if scripts else hook_context.module_registry.roots_of(new)
+    for root in roots:
+        adopt_model(root, hook_context, what=what)
+    if bare and not scripts:
+        _keep_unsharded(bare, what)
+    repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
+    _step_over_mixtures(optimizer)
+    if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
+        hook_context.optimizers.add(optimizer)
+        average_closure(optimizer, hook_context)
+
+
+def _keep_unsharded(bare: list[Any], what: str) -> None:
+    """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
+    check_not_gathered(bare, what=what)
+    mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
+    fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
+    check_no_gradients("a parameter of no module", fresh, what=what)
+    for param in fresh:
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            torch.distributed.broadcast(param.data, src=torch.distributed.get_global_rank(group, 0), group=group)
+        param.fsdplaunch_unsharded = True
+    if fresh:
+        ReplicatedParams(fresh, mesh)
+        count = sum(param.numel() for param in fresh)
+        messages.say(
+            f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
+        )
+
+
+def _trains_shards(optimizer: Optimizer) -> bool:
+    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
+def _step_over_mixtures(optimizer: Optimizer) -> None:
+    """Let an optimizer step over shards and plain tensors: torch's loops over many at once take no mixture."""
+    for settings in optimizer.param_groups:
+        kinds = {isinstance(param, DTensor) for param in settings["params"]}
+        if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
+            settings["foreach"] = False

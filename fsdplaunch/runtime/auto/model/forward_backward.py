@@ -1,0 +1,431 @@
+"""The passes of a sharded model, forward and backward.
+
+A pass is the outermost call of the model, or of a part of it that the script calls. FSDP2 gathers parameters
+around the `forward` of a unit. A part that is not a unit (`model.encoder(x)`, a layer that a method of the model
+calls) computes as if the model's forward had called it: in a pass of the unit around it.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, ValuesView
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+from fsdplaunch.runtime.auto.context import HookContext, SameRows
+from fsdplaunch.runtime.auto.model.double_backward import (
+    ModelPass,
+    differentiable_grad,
+    gradients_by_backward,
+    keep_pass,
+    may_be_differentiated_twice,
+    refuse_parameters,
+    sharded_parameters,
+)
+from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
+from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    begin_unit_pass,
+    end_unit_pass,
+    is_in_pass,
+    pass_look,
+    root_mixed_precision,
+    take_for_outermost,
+)
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, compiles_backward, put_tensor, untraced
+from fsdplaunch.runtime.torch_internals.tensors import (
+    apart_from_parameters,
+    is_in_backward,
+    is_in_transform,
+    is_of_transform,
+    return_no_parameters,
+    tree_map,
+)
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.rank0.passes import AlonePass
+
+
+class Calls:
+    """One model's calls.
+
+    Args:
+        model: Sharded.
+        line: Where the script had it sharded.
+        begin_pass: Called before a pass; returns what gives rank 0 full parameters for one that it makes alone.
+        begin_training: Called before the first pass in training with gradients.
+        trains: Return whether anything trains yet.
+        divided: What divides passes by rows; None where each rank has rows of its own.
+        note: Called with what a pass in training is given, unless it is divided.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        line: str,
+        *,
+        begin_pass: "Callable[[nn.Module], AlonePass | None]",
+        begin_training: Callable[[], None],
+        trains: Callable[[], bool],
+        divided: DividedPasses | None,
+        note: Callable[[Any], None],
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.line = line
+        self.begin_pass, self.begin_training, self.note = begin_pass, begin_training, note
+        self.divided = divided
+        self.known = {id(param) for _, param in named_parameters(model)}
+        self.checked = self.trained = False
+        self.outermost: list[nn.Module] = []
+        self.alone: AlonePass | None = None
+        self.twice: ModelPass | None = None
+        self.view = view_of(model, trains)
+        _calls[model] = self
+        enter, leave = self._hooks()
+        self.begin = untraced(self._begin)
+        for part in (model, *_parts(model)):
+            first = self._enter_model if part is model and divided is None else enter
+            # Before torch's own, which exchanges parameters; and after it.
+            part.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+            part.register_forward_hook(leave, always_call=True, with_kwargs=True)
+        for unit in model.modules():
+            if is_unit(unit):
+                call_for_forward(unit)
+        normalise_in_dtype_of_statistics(model)
+        prepared = registered(model)
+        for name in prepared.methods if prepared is not None else ():
+            model.__dict__.pop(name, None)  # what such a method calls is a pass, so nothing is gathered around it
+
+    def _hooks(self) -> tuple[Any, Any]:
+        """Return what is called before and after a pass, also where a compiler has traced the model."""
+        if self.divided is None:
+            return self._enter, self._leave
+        begin, end = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+
+        def enter(part: nn.Module, args: Any, kwargs: Any) -> Any:
+            return begin(part, args, kwargs)
+
+        def leave(part: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return end(part, args, kwargs, output)
+
+        return enter, leave
+
+    def check(self) -> None:
+        """Check that the model has the parameters that were sharded and no others.
+
+        Raises:
+            ShardingError: It has another one.
+        """
+        model: Any = self.model()
+        for name, param in named_parameters(model):
+            if id(param) not in self.known:
+                raise late_parameter(model, name, self.line)
+
+    def _enter_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a pass of the whole model; of a compiled one only what ranks must know of each other."""
+        if torch.compiler.is_compiling():
+            self.begin(model)
+            return None
+        return self._enter(model, args, kwargs)
+
+    def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a pass; return what it computes with."""
+        if torch.compiler.is_compiling():
+            return None
+        if self.outermost or is_in_backward():
+            if self.outermost and part is self.outermost[0]:
+                self.outermost.append(part)
+            return None
+        model: Any = self.model()
+        measuring = self.divided is not None and self.divided.measuring
+        if not measuring:
+            self._begin(model)
+        if self.alone is not None:
+            self.outermost.append(part)
+            return self.alone.inputs(model, args, kwargs)
+        self.view.enter(model)
+        args, kwargs = tree_map(_full, (args, kwargs))
+        if not measuring:
+            self._note(model, part, args, kwargs)
+        if self.divided is not None:
+            args, kwargs = self.divided.begin(part, args, kwargs)
+        self.outermost.append(part)  # not before: passes that are measured are passes of their own
+        if part is not model and not is_unit(part):
+            args, kwargs = begin_unit_pass(model, args, kwargs)
+        return args, kwargs
+
+    def _is_measuring(self) -> bool:
+        return self.divided is not None and self.divided.measuring
+
+    def _begin(self, model: nn.Module) -> None:
+        """Do what a pass of the script's begins with, on all ranks, or on rank 0 alone."""
+        _refuse_transforms(model)
+        if not self.checked:
+            self._check_first(model)
+        if not self.trained and model.training and torch.is_grad_enabled():
+            self.trained = True
+            self.begin_training()
+        self.alone = self.begin_pass(model)
+
+    def _note(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember what a pass in training is given."""
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if part is model and may_be_differentiated_twice(args, kwargs):
+            self.twice = ModelPass.begun(self.model, args, kwargs)
+        self.note([*args, *kwargs.values()])
+
+    def _leave(self, part: nn.Module, args: Any, _kwargs: Any, output: Any) -> Any:
+        """End a pass; return what the script gets. `output` is None after an error."""
+        if torch.compiler.is_compiling() or not self.outermost or part is not self.outermost[0]:
+            return None
+        self.outermost.pop()
+        if self.outermost:
+            return None
+        model: Any = self.model()
+        if self.alone is not None:
+            alone, self.alone = self.alone, None
+            return alone.end(model, output)
+        if part is not model and not is_unit(part):
+            output = end_unit_pass(model, args, apart_from_parameters(output))
+        if self.divided is not None:
+            output = self._joined(output)
+        if self.twice is not None and not self._is_measuring():
+            made, self.twice = self.twice, None
+            keep_pass(made, output)
+        if not torch.is_grad_enabled():
+            model.reshard()
+        else:
+            self.view.leave(model)
+        return output
+
+    def _joined(self, output: Any) -> Any:
+        """Return the outputs of all ranks where the pass was divided; nothing is joined after an error."""
+        divided: Any = self.divided
+        if output is None:
+            divided.fail()
+            return None
+        return divided.end(output)
+
+    def _check_first(self, model: nn.Module) -> None:
+        """Check once, before the first pass, that the parameters are those that were sharded."""
+        self.checked = True
+        self.check()
+        if is_unit(model) and not is_in_pass(model):
+            take_for_outermost(model)  # also where a part is called first
+
+
+_calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
+
+
+def all_divided() -> Iterator[DividedPasses]:
+    """Yield what divides the passes of models that are alive."""
+    for calls in list(_calls.values()):
+        if calls.divided is not None:
+            yield calls.divided
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters below one, down to the next units.
+
+    What is inside of these is no part: its parameters are full in a pass of the unit only.
+    """
+    for child in module.children():
+        if next(iter(parameters_of(child)), None) is not None:
+            yield child
+            if not is_unit(child):
+                yield from _parts(child)
+
+
+def _full(value: Any) -> Any:
+    """Return the full tensor of a shard without gradients that a pass is given: a state made like a parameter."""
+    return value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value
+
+
+def _refuse_transforms(module: nn.Module) -> None:
+    """Refuse a pass inside of a transform, which would end in errors of torch's own.
+
+    Raises:
+        ShardingError: `vmap`, `grad`, `vjp` or `jacrev` computes; `jvp` goes through the hooks well.
+    """
+    if is_in_transform(forward=False):
+        msg = f"{script_line()}: a transform of torch.func computes {type(module).__name__}, which is sharded"
+        raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
+
+
+def call_for_forward(unit: nn.Module) -> None:
+    """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
+
+    What it returns is no parameter, whose memory is given back after it.
+    """
+    if "forward" in unit.__dict__:  # the script's own way for this module
+        unit.register_forward_hook(return_no_parameters, prepend=True)
+        return
+    kind: Any = original_class(unit)
+    plain, of, in_pass = kind.forward, weakref.ref(unit), pass_look(unit)
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module: Any = of()
+        if torch.compiler.is_compiling():
+            return plain(module, *args, **kwargs)
+        if in_pass():
+            return apart_from_parameters(plain(module, *args, **kwargs))
+        return nn.Module.__call__(module, *args, **kwargs)  # a class may call forward in a __call__ of its own
+
+    unit.__dict__["forward"] = forward
+
+
+def normalise_in_dtype_of_statistics(model: nn.Module) -> None:
+    """Let BatchNorm compute on the CPU with gathered parameters of a lower precision, as GPUs do.
+
+    CPUs have no function for bf16 parameters beside fp32 statistics.
+    """
+    low = is_unit(model) and root_mixed_precision(model).param_dtype not in (None, torch.float32)
+    for module in model.modules() if low else ():
+        if isinstance(module, BatchNorm) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = _normalising(weakref.ref(module))
+
+
+def _normalising(norm: "weakref.ref[Any]") -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        module: Any = norm()
+        mixed = module.weight is not None and module.running_mean is not None and given.device.type == "cpu"
+        if not mixed or module.weight.dtype == module.running_mean.dtype:
+            return type(module).forward(module, given)  # type: ignore[no-any-return]
+        kept = {"weight": module.weight, "bias": module.bias}
+        try:
+            for name, param in kept.items():
+                put_tensor(module, name, param.to(module.running_mean.dtype))
+            return type(module).forward(module, given)  # type: ignore[no-any-return]
+        finally:
+            for name, param in kept.items():
+                put_tensor(module, name, param)
+
+    return forward
+
+
+def original_name(model: nn.Module) -> str:
+    """Return the name of the class a module had before it was sharded."""
+    return original_class(model).__name__
+
+
+@contextmanager
+def watching_backward(hook_context: HookContext) -> Iterator[None]:
+    """Rules 1 and 2: gradients by parameters are shards; what a divided pass computes again is drawn as in it."""
+    watch = _Watch(hook_context)
+    with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
+        yield
+
+
+_BACKWARD = "backward(create_graph=True)"
+_GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
+
+
+class _Watch:
+    """The backward passes of one worker."""
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context = hook_context
+        different = hook_context.data.size == hook_context.size > 1 and not hook_context.keeps_batch
+        self.rows = SameRows(hook_context.batches, hook_context.config, compares=different)
+
+    def _acts(self) -> bool:
+        return bool(self.hook_context.ownership.ours and self.hook_context.models)
+
+    def _begin(self) -> None:
+        context = self.hook_context
+        self.rows.check(context.device, ranked=context.ownership.ranked)
+        context.batches.leave()
+
+    def backward(self, original: Any) -> Any:
+        """Make `torch.autograd.backward`, which `Tensor.backward` calls."""
+
+        @wraps(original)
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if self._acts():
+                if create_graph:
+                    raise refuse_parameters(_BACKWARD)
+                self._begin()
+            with ExitStack() as stack:
+                for divided in all_divided():
+                    stack.enter_context(divided.recomputing())
+                return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
+
+        return backward
+
+    def grad(self, original: Any) -> Any:
+        """Make `torch.autograd.grad`."""
+
+        @wraps(original)
+        def grad(
+            outputs: Any,
+            inputs: Any,
+            grad_outputs: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
+                inputs = tuple(inputs)
+            if self._acts() and not _compiles() and not is_of_transform(outputs):
+                found = self._own_grad(
+                    original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
+                )
+                if found is not None:
+                    return found
+            return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)
+
+        return grad
+
+    def _own_grad(
+        self, grad: Any, outputs: Any, inputs: Any, given: Any, retain_graph: bool | None, create_graph: bool
+    ) -> Any:
+        """Return the gradients that torch would lose with sharded models; None for those it computes."""
+        params = sharded_parameters(inputs, list(self.hook_context.models))
+        if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
+            if create_graph or not all(param is not None for param in params):
+                raise refuse_parameters(_GRAD)
+            self._begin()
+            return gradients_by_backward(outputs, params, given, retain_graph, list(self.hook_context.models))
+        if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+            return differentiable_grad(grad, outputs, inputs, given)
+        return None
+
+
+def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
+    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
+
+    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
+    """
+    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
+    return gathered and not create_graph and is_in_backward()
+
+
+def _compiles() -> bool:
+    """Return whether the compiler makes a backward graph, two frames up: it sees parameters of split layers."""
+    return compiles_backward(str(sys._getframe(2).f_globals.get("__name__", "")))
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """Return what torch is given as one or as several, of which an edge of a graph is one."""
+    return list(tensors) if isinstance(tensors, list | tuple) and not hasattr(tensors, "node") else [tensors]

@@ -1,0 +1,375 @@
+"""The parameters that a script sees are the shards: outside of passes, and where it took them before sharding.
+
+The outermost unit stays gathered from a pass to its backward. What a script does there by `model.parameters()`
+would be done to tensors that are thrown away, and so would what a model's own forward writes into parameters.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.inspection.parameters import named_parameters
+from fsdplaunch.runtime.inspection.units import has_shards, is_unit, original_class, reshard
+from fsdplaunch.runtime.messages import being_built, script_line
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.sharding.gradients import add_hook, hook_local_gradients
+from fsdplaunch.runtime.sharding.optimizers import ORIGIN
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.state_dict.gather import cut_to_shard
+from fsdplaunch.runtime.torch_internals.distributed import local_tensor
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    before_giving_back,
+    call_when_gathered,
+    gathered_now,
+    group_refs,
+    pass_look,
+    places_of_shards,
+    still_gathered,
+)
+from fsdplaunch.runtime.torch_internals.modules import is_made_by_compiler
+from fsdplaunch.runtime.torch_internals.tensors import change_count, counted_changes, tree_map
+
+
+class GatheredView:
+    """What one sharded model has gathered between its passes.
+
+    Args:
+        model: Sharded, a unit itself.
+        trains: Return whether anything trains yet: a pass before that is a try, which no backward follows.
+    """
+
+    def __init__(self, model: nn.Module, trains: Callable[[], bool]) -> None:
+        self.trains = trains
+        self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+        self.in_pass = pass_look(model) if is_unit(model) else _never
+        self.kept: list[weakref.ref[Any]] = []
+        self.changes: list[tuple[int, bool]] = []
+        self.shown: list[tuple[int, bool]] = []
+
+    def leave(self, model: nn.Module) -> None:
+        """Note after a pass with gradients what stays gathered, and of which values."""
+        if not self.trains():
+            reshard(model)
+            self.kept = []
+            return
+        self.kept = still_gathered(self.groups)
+        pairs = self.pairs()
+        self.changes = _changes(pairs)
+        self.shown = _shown(pairs)
+
+    def enter(self, model: nn.Module) -> None:
+        """Give back before a pass what was gathered of values that have changed since.
+
+        Raises:
+            ShardingError: Both the shards and what was gathered have changed.
+        """
+        pairs = [] if not self.kept or self.in_pass() else self.pairs()
+        if not pairs:
+            return
+        changed, written = _changes(pairs) != self.changes, _shown(pairs)
+        if written != self.shown:
+            if changed and [count for count, _ in written] != [count for count, _ in self.shown]:
+                raise _changed_twice(model)
+            self._take_over(pairs)
+            changed = changed or _changes(pairs) != self.changes
+        if changed:
+            reshard(model)
+
+    @torch.no_grad()
+    def _take_over(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Do to the shards what the script did to gathered parameters, which it has as attributes."""
+        for (gathered, shard), (changes, trained) in zip(pairs, self.shown, strict=False):
+            if change_count(gathered) != changes:
+                shard.copy_(cut_to_shard(gathered.detach(), shard))
+            if gathered.requires_grad != trained:
+                shard.requires_grad_(gathered.requires_grad)
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """Return the parameters that are still gathered, each with its shard."""
+        return [pair for ref in self.kept for pair in gathered_now(ref)]
+
+
+def _changes(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
+    """Return what tells the values of shards, and what is frozen, from those of an earlier time."""
+    return [(change_count(shard) + change_count(local_tensor(shard)), shard.requires_grad) for _, shard in pairs]
+
+
+def _shown(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
+    """Return the same of what was gathered, which the script has as attributes."""
+    return [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
+
+
+def _changed_twice(model: nn.Module) -> ShardingError:
+    msg = (
+        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass"
+        " without a backward, and their shards by an optimizer or a loop"
+    )
+    hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
+    return ShardingError(msg, hint=hint)
+
+
+def _never() -> bool:
+    return False
+
+
+_views: "weakref.WeakKeyDictionary[nn.Module, GatheredView]" = weakref.WeakKeyDictionary()
+
+
+def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
+    """Return what shows the script the shards of a model that was just sharded."""
+    return _views.setdefault(model, GatheredView(model, trains))
+
+
+@contextmanager
+def showing_shards(hook_context: HookContext) -> Iterator[None]:
+    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them. Rule 3.
+
+    Hooks that the script registers at shards are called with the gradients that torch sets.
+    """
+
+    def listing(original: Any) -> Any:
+        def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            shards = {} if torch.compiler.is_compiling() else _shards(_open())
+            for name, param in original(self, *args, **kwargs):
+                yield name, shards.get(id(param), param)
+
+        return named_parameters
+
+    def applying(original: Any) -> Any:
+        def apply(self: nn.Module, function: Any) -> Any:
+            for model in list(_open()):
+                reshard(model)
+            return original(self, function)
+
+        return apply
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "named_parameters", listing))
+        stack.enter_context(replaced(nn.Module, "apply", applying))
+        stack.enter_context(replaced(nn.Module, "share_memory", _sharing))
+        stack.enter_context(replaced(DTensor, "register_hook", _registering(hook_context)))
+        yield
+
+
+def _open() -> Iterator[nn.Module]:
+    """Yield the models that are not in a pass and have something gathered."""
+    for model, view in list(_views.items()):
+        if view.kept and not view.in_pass():
+            yield model
+
+
+def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
+    """Return the shards of what models have gathered, by the ids of what is gathered."""
+    return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}
+
+
+def _registering(hook_context: HookContext) -> Any:
+    """Make the method that has a hook called with gradients of shards, for which torch calls none itself."""
+
+    def register(original: Any) -> Any:
+        def register_hook(tensor: Any, hook: Any) -> Any:
+            own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
+            if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
+                return original(tensor, hook)
+            handle = add_hook(tensor, hook)
+            if hook_context.ownership.ranked:
+                units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
+                hook_local_gradients(units, tensor)
+            return handle
+
+        return register_hook
+
+    return register
+
+
+def _sharing(original: Any) -> Any:
+    def share_memory(self: nn.Module) -> Any:
+        if has_shards(self):
+            msg = (
+                f"{script_line()} gives {class_name(self)} memory to share with processes of its own, and it is"
+                " sharded: these would train copies that nobody reads"
+            )
+            hint = (
+                "run the script with plain python; or have ranks do their work, and fsdplaunch.prepare the model"
+            )
+            raise ShardingError(msg, hint=hint)
+        return original(self)
+
+    return share_memory
+
+
+_gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}
+"""The tensors that torch gathers parameters into, by their ids."""
+_taken: set[int] = set()
+"""Those whose `.data` was taken in this pass: what is written there is not counted."""
+_get: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def keep_written(model: nn.Module) -> None:
+    """Have the units of a model that was just sharded keep what is written while they are gathered."""
+    for unit in filter(is_unit, model.modules()):
+        for group in group_refs(unit):
+            _Written(group)
+
+
+class _Written:
+    """How often the parameters of one group were changed until it last gave them back.
+
+    Looked at where the group gives back, and not by hooks: those of the script may write before and after ours.
+    """
+
+    def __init__(self, group: "weakref.ref[Any]") -> None:
+        self.group = group
+        self.gathered: list[torch.Tensor] = []
+        self.counts: list[int] = []
+        call_when_gathered(group, self.note)
+        before_giving_back(group, self.gathered, self.counts, _taken, self.keep)
+
+    def note(self, gathered: torch.Tensor) -> None:
+        """Know a parameter's tensor, into which torch gathers from then on."""
+        number = id(gathered)
+        _gathered[number] = weakref.ref(gathered, lambda _: _gathered.pop(number, None))
+        self.gathered.append(gathered)
+        self.counts.append(counted_changes(gathered))
+
+    def keep(self) -> None:
+        """Write into the shards what has changed."""
+        before, self.counts[:] = list(self.counts), map(counted_changes, self.gathered)
+        for earlier, now, (gathered, shard) in zip(before, self.counts, gathered_now(self.group), strict=False):
+            if now != earlier or id(gathered) in _taken:
+                _taken.discard(id(gathered))
+                _write(gathered, shard)
+
+
+def is_gathered(param: Any) -> bool:
+    """Return whether a plain tensor is one that torch gathers a parameter into."""
+    known = _gathered.get(id(param))
+    return known is not None and known() is param
+
+
+def take_data(param: Any) -> Any:
+    """Return a parameter's `.data`; what is written there is looked for when its unit's pass ends."""
+    if id(param) in _gathered and is_gathered(param):
+        _taken.add(id(param))
+    return _get(param)
+
+
+def put_data(param: Any, value: torch.Tensor) -> None:
+    """Write what the script makes a gathered parameter's `.data`: torch gathers into the same memory again."""
+    _taken.add(id(param))
+    _get(param).copy_(value)
+
+
+@torch.no_grad()
+def _write(gathered: torch.Tensor, shard: Any) -> None:
+    """Write what has changed: gathered in a lower precision, the rest is rounded."""
+    local = local_tensor(shard)
+    new = local_tensor(cut_to_shard(gathered.detach(), shard))
+    local.copy_(torch.where(new != local.to(new.dtype), new.to(local.dtype), local))
+
+
+_SHARD = "fsdplaunch_shard"
+_OWN = frozenset({_SHARD, ORIGIN, "__torch_function__", "__dict__", "__weakref__", "__hash__"})
+"""What a reference has itself; everything else is its shard's."""
+
+
+class ShardReference(nn.Parameter):
+    """A full parameter that something held when its model was sharded; every use of it is one of its shard.
+
+    It keeps its identity, by which dicts know it.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return the shard's attribute or method, its class as well."""
+        return super().__getattribute__(name) if name in _OWN else getattr(_shard_of(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the shard, such as its gradient."""
+        setattr(_shard_of(self), name, with_shards(value))
+
+    def __delattr__(self, name: str) -> None:
+        """Remove an attribute of the shard."""
+        delattr(_shard_of(self), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch's, or a method, with shards in the place of references to them."""
+        return func(*with_shards(args), **with_shards(kwargs or {}))
+
+
+def _shard_of(reference: ShardReference) -> Any:
+    return object.__getattribute__(reference, "__dict__")[_SHARD]
+
+
+def with_shards(value: Any) -> Any:
+    """Return lists, tuples and dicts of values with shards in the place of references to them."""
+    return tree_map(lambda each: _shard_of(each) if type(each) is ShardReference else each, value)
+
+
+@contextmanager
+def keeping_references(model: nn.Module) -> Iterator[None]:
+    """Let every full parameter that is still held after the model is sharded inside stand for its shard.
+
+    Args:
+        model: Not sharded yet.
+    """
+    full = {name: weakref.ref(param) for name, param in named_parameters(model)}
+    yield
+    for name, shard in named_parameters(model):
+        held = full[name]() if name in full else None
+        if type(held) is nn.Parameter and isinstance(shard, DTensor):
+            held.data = held.data.new_empty(0)  # or each rank would go on to hold the full model
+            held.__dict__[_SHARD] = shard
+            held.__class__ = ShardReference
+
+
+@contextmanager
+def refusing_renames(hook_context: HookContext) -> Iterator[None]:
+    """Refuse to give a shard another name, as pruning and parametrizations do: torch gathers it by its first.
+
+    Torch itself registers shards in every pass, by the names that they have.
+    """
+
+    def register(original: Any) -> Any:
+        @functools.wraps(original)
+        def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+            if isinstance(param, DTensor) and not is_made_by_compiler(self):
+                _check_name(self, name, param, hook_context)
+            original(self, name, param)
+
+        return register_parameter
+
+    with replaced(nn.Module, "register_parameter", register):
+        yield
+
+
+def _check_name(module: nn.Module, name: str, param: DTensor, hook_context: HookContext) -> None:
+    for model, line in hook_context.models.items():
+        for unit in filter(is_unit, model.modules()):
+            for shard, places in places_of_shards(unit):
+                if shard is param and not any(module is home and name == known for home, known in places):
+                    raise late_parameter(model, name, line)
+
+
+def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
+    """Return the error for a parameter that a model got after it was sharded."""
+    now = script_line()
+    msg = f"{now}: {name} of {original_class(model).__name__} appeared after the model was sharded at {line}"
+    hint = (
+        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
+    )
+    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
+        hint = (
+            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
+            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
+            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
+        )
+    return ShardingError(msg, hint=hint)

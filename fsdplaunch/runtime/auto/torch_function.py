@@ -1,0 +1,641 @@
+"""What torch's functions and methods do with shards outside of passes, by one rule. Rule 3.
+
+`DTensor.__torch_function__` sees every call of torch that is given a shard, above autograd. It is computed on the
+shards where each element needs those at its place only, which a call with tensors that have no values finds out;
+and otherwise with the full tensors: what was written into these is cut and written into the shards, what is a view
+of them stays one, and what was computed is plain. In a model's own passes parameters are plain.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto.full_values import (
+    FullView,
+    Gathered,
+    as_views,
+    by_rank_numbers,
+    fetch,
+    fetcher_for_rank0_alone,
+    full_value,
+    gathered,
+    placed_like,
+    plain,
+    splits_once,
+    view_of,
+)
+from fsdplaunch.runtime.auto.model.parameters import ShardReference, is_gathered, put_data, take_data, with_shards
+from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now, counting_one_change
+from fsdplaunch.runtime.auto.torch_calls import refuse_functional
+from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import original_of, replaced
+from fsdplaunch.runtime.state_dict.gather import split_like
+from fsdplaunch.runtime.torch_internals.distributed import (
+    is_elementwise,
+    is_random,
+    local_tensor,
+    placements_of,
+    unscale_function,
+    with_local_tensor,
+    written_arguments,
+)
+from fsdplaunch.runtime.torch_internals.fsdp import param_groups, put_shard
+from fsdplaunch.runtime.torch_internals.tensors import (
+    TorchDispatchMode,
+    note_changes,
+    operator_name,
+    storage_identity,
+    tree_leaves,
+    tree_map,
+)
+
+
+class Kind(Enum):
+    """What a call needs of the shards that it is given."""
+
+    ASIDE = "nothing of their values: it asks for a size, a dtype, a flag"
+    LOCAL = "of each element the elements at its place, so that every rank computes its own"
+    UPDATES = "the same, and it writes into shards"
+    DRAWS = "the full tensors, with random numbers that are the same on all ranks"
+    FULL = "the full tensors"
+
+
+_KEEPING = frozenset(
+    {
+        *("detach", "alias", "lift_fresh", "clone", "_to_copy", "copy_", "copy", "fill_", "fill", "zero_", "zero"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "_foreach_copy_", "_foreach_zero_"),
+    }
+)
+"""Operators that go by element, which torch does not tag so."""
+_CASTS = frozenset({"to", "cpu", "cuda", "pin_memory"})
+"""Methods that move to a device, which tensors without values cannot do."""
+_MOST = 4096
+"""Calls of which the kind is remembered."""
+
+_known: dict[Any, Kind] = {}
+
+
+class Operators(TorchDispatchMode):
+    """Records what the operators that run inside of it do.
+
+    Attributes:
+        count: How many have run.
+        by_element: Whether all of them go element by element.
+        draws: Whether one of them draws.
+        written: The storages that were written into, by identity.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.by_element, self.draws = 0, True, False
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.count += 1
+        name = operator_name(func)
+        self.by_element = self.by_element and (name in _KEEPING or is_elementwise(func))
+        self.draws = self.draws or is_random(func)
+        result = func(*args, **kwargs)
+        for each in tree_leaves(written_arguments(func, args, kwargs)):
+            if isinstance(each, torch.Tensor):
+                self.written.add(storage_identity(each))
+        return result
+
+
+def kind_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Kind:
+    """Return what a call needs of the shards among its arguments; remembered for calls that are alike.
+
+    Args:
+        func: A function of torch, or a method or a property of its tensors.
+        args: What it is given, shards among it.
+        kwargs: What it is given by name.
+    """
+    if getattr(func, "__name__", "") in _CASTS:
+        return Kind.LOCAL
+    try:
+        key = func, _key(args), _key(kwargs)
+        known = _known.get(key)
+    except TypeError:  # an argument that has no hash
+        return _find_out(func, args, kwargs)
+    if known is None:
+        if len(_known) > _MOST:
+            _known.clear()
+        known = _known[key] = _find_out(func, args, kwargs)
+    return known
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal for arguments with which a call does the same: of numbers that vary their type."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, DTensor), value.shape, value.dtype
+    if kind is tuple or kind is list:
+        return kind, *map(_key, value)
+    if kind is dict:
+        return tuple((name, _key(each)) for name, each in value.items())
+    if kind is slice:
+        return kind, value.start, value.stop, value.step
+    return kind, value
+
+
+def _find_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Kind:
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    shapes = {each.shape for each in given if isinstance(each, DTensor)}
+    args, kwargs = tree_map(_on_meta, (args, kwargs))
+    stand_ins = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    operators = Operators()
+    try:
+        with torch.no_grad(), operators:
+            result = func(*args, **kwargs)
+    except Exception:
+        return Kind.DRAWS if operators.draws else Kind.FULL
+    made = tree_leaves(result)
+    if not operators.count and not any(isinstance(each, torch.Tensor) for each in made):
+        return Kind.ASIDE
+    if operators.draws:
+        return Kind.DRAWS
+    fits = all(isinstance(each, torch.Tensor) and each.shape in shapes for each in made if each is not None)
+    if not (operators.by_element and fits):
+        return Kind.FULL
+    pairs = zip(given, stand_ins, strict=True)
+    written = [
+        isinstance(each, DTensor) for each, stand_in in pairs if storage_identity(stand_in) in operators.written
+    ]
+    if any(written):
+        return Kind.UPDATES
+    return Kind.FULL if written else Kind.LOCAL
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+_Tensor: Any = torch.Tensor
+_ASIDE = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
+    *(
+        "__hash__",
+        "__len__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__setstate__",
+        "requires_grad_",
+        "detach_",
+        "retain_grad",
+    ),
+    *("backward", "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "data_ptr"),
+    *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
+)
+"""Methods that need no values, beside `is_contiguous` and the like, and properties."""
+_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Properties that are views."""
+_NEW = ("new", "new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+_BY_RANKS = {
+    "sum": True,
+    "norm": True,
+    "vector_norm": True,
+    "linalg_vector_norm": True,
+    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), False),
+}
+"""Reductions that give of the numbers of parts the number of the whole; whether their gradients do as well."""
+_READS = frozenset({"__repr__", "__format__", "numpy", "__array__", "tolist", "item"})
+"""What reads values, which tensors without values have a way for."""
+_ARRAYS = (_Tensor.numpy, _Tensor.__array__)
+_DATA, _SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
+_SET_GRADIENT = _Tensor.grad.__set__
+_HINT = (
+    "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
+    " model.state_dict() by torch.save, or by safetensors' save_file"
+)
+
+
+Handler = Callable[[Any, Any, Any], Any]
+"""Gets a function and what it was called with."""
+
+
+class ShardFunctions:
+    """The functions of torch that a script gives shards.
+
+    Args:
+        hook_context: This worker's.
+    """
+
+    def __init__(self, hook_context: HookContext) -> None:
+        self._context = hook_context
+        self.aside = frozenset(_value_free_functions())
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._own: dict[str, Handler] = {
+            "__set__": self._set,
+            "__delete__": lambda func, args, kwargs: func(*args, **kwargs),
+            "__get__": lambda func, args, _: _detached(func, args, _) if func == _DATA else NotImplemented,
+            "detach": _detached,
+            "__iter__": lambda _, args, kwargs: iter(self(_Tensor.unbind, args, kwargs)),
+            **dict.fromkeys(("storage", "__dlpack__"), _refuse_memory),
+            **dict.fromkeys(_NEW, _made_new),
+        }
+
+    def __call__(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute a function of which some arguments are shards or views of their full tensors."""
+        name = getattr(func, "__name__", "")
+        exchanges = str(getattr(func, "__module__", "")).startswith(
+            "torch.distributed."
+        )  # `collectives` has these
+        if exchanges or torch.compiler.is_compiling() or not self._context.ownership.ours:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # what is made in it does not count its changes
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self(func, args, kwargs)
+        own = self._own.get(name)
+        result = NotImplemented if own is None else own(func, args, kwargs)
+        return self._computed(func, name, args, kwargs) if result is NotImplemented else result
+
+    def _computed(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        for each in tensors:
+            if isinstance(each, FullView):
+                each.gathered.refresh()
+        shards: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
+        if not shards:
+            return self._on_full(func, args, kwargs, draws=False)
+        refuse_functional(func)
+        kind = Kind.FULL if name in _READS else kind_of(func, args, kwargs)
+        if kind is Kind.ASIDE:
+            return original_of(func)(*args, **kwargs)
+        alone = fetcher_for_rank0_alone(f"{name}() of a shard", shards)
+        if alone is not None:
+            writes = isinstance(args[0] if args else None, DTensor) and (kind is Kind.UPDATES or _is_write(name))
+            return _write_alone(name) if writes else _by_rank0_alone(alone, func, args, kwargs)
+        return self._by_all(func, name, kind, tensors, args, kwargs)
+
+    def _by_all(
+        self, func: Callable[..., Any], name: str, kind: Kind, tensors: list[Any], args: Any, kwargs: Any
+    ) -> Any:
+        writes = kind is Kind.UPDATES or _is_write(name)
+        result = NotImplemented
+        if kind is Kind.LOCAL or kind is Kind.UPDATES:
+            result = _on_shards(func, name, tensors, args, kwargs, updates=kind is Kind.UPDATES)
+        elif _is_by_ranks(name, args, kwargs):
+            result = by_rank_numbers(func, args[0], args[1:], kwargs, keeps_batch=False)
+        if result is not NotImplemented:
+            return result
+        if writes and getattr(func, "__module__", "") != "torch.nn.init":  # which writes without gradients
+            _check_written(args[0])
+        return self._on_full(func, args, kwargs, draws=kind is Kind.DRAWS)
+
+    def _on_full(self, func: Callable[..., Any], args: Any, kwargs: Any, *, draws: bool) -> Any:
+        """Compute with full tensors, and write into the shards what was written into these. Collective."""
+        originals: dict[int, Any] = {}
+        sources: list[Gathered] = []
+
+        def full(value: Any) -> Any:
+            if not isinstance(value, DTensor | FullView):
+                return value
+            if isinstance(value, FullView):
+                source, tensor = value.gathered, plain(value)
+            else:
+                known = [each for each in sources if each.shard is value]
+                source = known[0] if known else Gathered(value, self._gathered(value))
+                tensor = source.full
+            sources.append(source)
+            originals[id(tensor)] = value
+            kept.append(tensor)  # else its id may become another's
+            return tensor
+
+        kept: list[Any] = []
+        given, named = tree_map(full, (args, kwargs))
+        operators = Operators()
+        with self._context.streams.shared() if draws else nullcontext(), operators:
+            result = func(*given, **named)
+        for source in sources:
+            if source.storage in operators.written:
+                source.write_back()
+        if func in _ARRAYS:
+            _protect(result, sources, self._held)
+        result = tree_map(lambda value: originals.get(id(value), value), result)
+        return as_views(result, sources)
+
+    def _gathered(self, shard: Any) -> torch.Tensor:
+        return gathered(shard if torch.is_grad_enabled() else shard.detach(), keeps_batch=False)
+
+    def _set(self, func: Any, args: Any, _kwargs: Any) -> None:
+        """Set a property of a shard: values that are full are cut."""
+        name, target, value = func.__self__.__name__, args[0], plain(args[1])
+        if not isinstance(target, DTensor) or name not in ("data", "grad") or value is None:
+            func(target, value)
+        elif name == "data":
+            _assign(target, value, list(self._context.models))
+        else:
+            func(target, placed_like(target, value))
+
+    def set_plain_data(self, param: Any, value: Any) -> None:
+        """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""
+        if isinstance(value, DTensor) and self._context.ownership.ours:
+            value = full_value(value, call="the data of a parameter")
+        if is_gathered(param) and value.shape == param.shape:
+            put_data(param, value)
+        else:
+            _SET_DATA(param, value)
+
+    def showing(self, original: Any) -> Any:
+        """Make a `__repr__` of full tensors."""
+
+        def __repr__(shard: Any) -> str:  # noqa: N807
+            if not self._context.ownership.ours:
+                return str(original(shard))
+            full = full_value(shard, call="print a shard")
+            is_parameter = isinstance(shard, nn.Parameter)
+            return repr(nn.Parameter(full, shard.requires_grad) if is_parameter else full)
+
+        return __repr__
+
+    def begin_counting(self) -> None:
+        """Forget how often new shards were changed: FSDP2 has written into those that are not empty."""
+        for model in [each for each in self._context.models if each not in self._models]:
+            self._models.add(model)
+            for param in parameters_of(model):
+                if isinstance(param, DTensor):
+                    count_changes_from_now(param)
+
+    def _held(self) -> Iterator[Any]:
+        """Yield the shards that models and optimizers hold."""
+        for model in list(self._context.models):
+            for param in model.parameters():
+                yield from (param, param.grad)
+        for optimizer in self._context.built_optimizers():
+            yield from tree_leaves(list(optimizer.state.values()))
+
+
+def _refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
+    """Refuse the memory behind a shard, which torch takes for one that is there, and crashes.
+
+    Raises:
+        ShardingError: Always.
+    """
+    msg = f"{script_line()}: {func.__name__}() of a sharded tensor has no memory of the full one"
+    raise ShardingError(msg, hint=_HINT)
+
+
+def _made_new(func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a plain tensor where a script takes dtype and device from a shard."""
+    like = local_tensor(args[0]).detach() if isinstance(args[0], DTensor) else plain(args[0])
+    return func(like, *args[1:], **kwargs)
+
+
+def _detached(_func: Any, args: Any, _kwargs: Any) -> Any:
+    """Return a shard, or a view of its full tensor, without gradients.
+
+    A shard's changes count as its own by `.data` as well, by which is seen what is gathered of old values. A
+    view's do not: torch would refuse to differentiate what is of the same full tensor.
+    """
+    (tensor,) = args
+    if isinstance(tensor, FullView):
+        tensor.gathered.refresh()
+        return view_of(tensor.gathered, plain(tensor.data))
+    return with_local_tensor(tensor, local_tensor(tensor).detach())
+
+
+def _write_alone(name: str) -> None:
+    """Refuse what only rank 0 writes.
+
+    Raises:
+        ShardingError: Always.
+    """
+    msg = (
+        f"{script_line()}: {name}() changes a sharded tensor on some ranks only: each rank has its own part of it"
+    )
+    raise ShardingError(msg, hint="change it on all ranks, or before the model is sharded")
+
+
+def _by_rank0_alone(alone: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def full(value: Any) -> Any:
+        return fetch(alone, value) if isinstance(value, DTensor) else plain(value)
+
+    with alone.finish("read a shard"):
+        args, kwargs = tree_map(full, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _on_shards(
+    func: Callable[..., Any], name: str, tensors: list[Any], args: Any, kwargs: Any, *, updates: bool
+) -> Any:
+    """Compute each rank's own elements; `NotImplemented` where they are not at one place of all tensors.
+
+    A plain tensor of the full shape is cut where it is written into a shard. With another, the result is plain.
+    """
+    differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    groups = [tensors]
+    if name.startswith("_foreach_"):
+        rows = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+        rows = [row for row in rows if any(isinstance(each, torch.Tensor) for each in row)]
+        if len({len(row) for row in rows}) != 1:
+            return NotImplemented
+        groups = [[each for each in group if isinstance(each, torch.Tensor)] for group in zip(*rows, strict=True)]
+    if differentiable and (updates or len(groups) != 1):
+        return (
+            func(*args, **kwargs) if updates else NotImplemented
+        )  # torch refuses a leaf, and has ways for others
+    local: dict[int, Any] = {}
+    for group in groups:
+        if not _add_local(local, group, cuts=updates, differentiable=differentiable):
+            return NotImplemented
+    given, named = tree_map(
+        lambda each: local.get(id(each), each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
+    )
+    result = func(*given, **named)
+    if updates:
+        shards = {id(local_tensor(each)): each for each in tensors if isinstance(each, DTensor)}
+        written: list[torch.Tensor] = [
+            each for each in tree_leaves((args[:1], kwargs.get("out"))) if isinstance(each, DTensor)
+        ]
+        note_changes(written)
+        return tree_map(lambda each: shards.get(id(each), each), result)
+    likes = [next((each for each in group if isinstance(each, DTensor)), None) for group in groups]
+    if len(groups) == 1:
+        return tree_map(lambda each: _placed(likes[0], each, tensors), result)
+    return [
+        each if like is None else _placed(like, each, tensors) for like, each in zip(likes, result, strict=True)
+    ]
+
+
+def _add_local(local: dict[int, Any], group: list[Any], *, cuts: bool, differentiable: bool) -> bool:
+    """Add the local parts of tensors, by identity, that belong together; return whether they do."""
+    like = next((each for each in group if isinstance(each, DTensor)), None)
+    if like is None:
+        return True
+    for each in group:
+        if isinstance(each, DTensor):
+            if (
+                each.shape != like.shape
+                or placements_of(each) != placements_of(like)
+                or each.device_mesh != like.device_mesh
+            ):
+                return False
+            local[id(each)] = each.to_local() if differentiable else local_tensor(each)
+        elif each.dim():
+            if not cuts or each.shape != like.shape:
+                return False
+            local[id(each)] = local_tensor(split_like(plain(each), like))
+        elif differentiable and each.requires_grad:
+            return False
+        else:
+            local[id(each)] = plain(each)
+    return True
+
+
+def _placed(like: Any, value: Any, given: list[Any]) -> Any:
+    """Return a local result as a shard; the very shard that it is of, where the function returned that."""
+    for each in given:
+        if isinstance(each, DTensor) and local_tensor(each) is value:
+            return each
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.requires_grad:
+        mesh, placements = like.device_mesh, like.placements
+        return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return with_local_tensor(like, value)
+
+
+def _is_by_ranks(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether a call reduces one shard to a number that is that of the numbers of its parts."""
+    if name not in _BY_RANKS or not args or not isinstance(args[0], DTensor):
+        return False
+    shard, *rest = args
+    options = {**{f"{place}": each for place, each in enumerate(rest)}, **kwargs}
+    norms = "norm" in name
+    orders = [options.pop(each, 2.0) for each in ("0", "p", "ord")] if norms else []
+    orders = [2.0 if each in (None, "fro") else each for each in orders]
+    if options or any(not isinstance(each, int | float) or each <= 0 for each in orders):
+        return False
+    wants = torch.is_grad_enabled() and shard.requires_grad
+    if wants and not (_BY_RANKS[name] and all(order != float("inf") for order in orders)):
+        return False
+    exact = not norms or shard.dtype in (torch.float32, torch.float64)
+    return exact and shard.numel() > 0 and splits_once(shard)
+
+
+def _is_write(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _check_written(shard: Any) -> None:
+    """Raise what torch raises of a parameter that is written into while gradients are recorded."""
+    if torch.is_grad_enabled() and isinstance(shard, DTensor) and shard.requires_grad:
+        msg = f"{script_line()}: a leaf Variable that requires grad is being used in an in-place operation."
+        if not shard.is_leaf:
+            msg = (
+                f"{script_line()}: what was computed of a shard with gradients is changed in place: change a copy"
+            )
+        raise RuntimeError(msg)
+
+
+def _protect(array: Any, sources: list[Gathered], held: Callable[[], Iterator[Any]]) -> None:
+    """Let an array not be written into if one process would write into a parameter by it."""
+    for source in sources:
+        shard: Any = source.shard
+        if shard.device.type == "cpu":
+            own = storage_identity(local_tensor(shard))
+            if any(isinstance(each, DTensor) and storage_identity(local_tensor(each)) == own for each in held()):
+                array.flags.writeable = False
+
+
+def _assign(param: Any, value: Any, models: list[nn.Module]) -> None:
+    """Exchange the shard of a parameter, in torch's sharding as well, which `.data = value` leaves as it was.
+
+    Raises:
+        ShardingError: The value has another shape.
+    """
+    if value.shape != param.shape:
+        shapes = tuple(param.shape), tuple(value.shape)
+        msg = f"{script_line()}: .data of a sharded parameter of shape {shapes[0]} is given {shapes[1]}"
+        raise ShardingError(
+            msg, hint="give it a value of the same shape, or change the model before it is sharded"
+        )
+    shard = placed_like(param, value)
+    local = local_tensor(shard).to(local_tensor(param).device, param.dtype).detach().contiguous()
+    shared = isinstance(value, DTensor) and local.data_ptr() == local_tensor(value).data_ptr()
+    holder = _holder_of(param, models)
+    if holder is None:
+        param._local_tensor = local
+        return
+    with counting_one_change(param):
+        put_shard(holder, param, local, value if shared else None)
+
+
+def _holder_of(param: Any, models: list[nn.Module]) -> Any:
+    """Return what holds a parameter in torch's sharding; None for tensors that are no parameters of the models."""
+    modules = (module for model in models for module in model.modules() if is_unit(module))
+    held = (held for module in modules for group in param_groups(module) for held in group.fsdp_params)
+    return next((one for one in held if one.sharded_param is param), None)
+
+
+def _is_gradient_of(param: Any, value: Any) -> bool:
+    """Return whether a gradient is set that is placed as its parameter is."""
+    if torch.compiler.is_compiling():
+        return True
+    return type(value) is DTensor and isinstance(param, DTensor) and placements_of(value) == placements_of(param)
+
+
+def _value_free_functions() -> Iterator[Any]:
+    """Yield what is called of tensors without a need of their values."""
+    for name, function in vars(torch).items():
+        if name.startswith("is_") and name != "is_nonzero" and callable(function):
+            yield function
+    for owner in torch.Tensor.__mro__[:2]:  # itself and what C++ defines of it
+        for name, attribute in vars(owner).items():
+            if name in _READ_PROPERTIES:
+                continue
+            if hasattr(attribute, "__set__") and hasattr(attribute, "__get__"):
+                yield attribute.__get__
+                if name != "grad":
+                    yield attribute.__set__
+            elif name in _ASIDE or (name.startswith("is_") and name != "is_nonzero"):
+                yield getattr(torch.Tensor, name)
+    yield unscale_function()
+
+
+@contextmanager
+def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
+    """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
+    functions = ShardFunctions(hook_context)
+    aside, disabled = functions.aside, torch.DisableTorchFunctionSubclass
+
+    def __torch_function__(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
+        with disabled():
+            if func in aside or (func == _SET_GRADIENT and (args[1] is None or _is_gradient_of(*args))):
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if ShardReference in types:
+                args, kwargs = with_shards(args), with_shards(kwargs)
+            return functions(func, args, kwargs or {})
+
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            if not begun:
+                for owner in (DTensor, FullView):
+                    make = classmethod(__torch_function__)
+                    stack.enter_context(replaced(owner, "__torch_function__", lambda _, make=make: make))  # type: ignore[misc]
+                begun.append(True)
+            functions.begin_counting()
+
+        begun: list[bool] = []
+        stack.enter_context(
+            replaced(nn.Parameter, "data", lambda _: property(take_data, functions.set_plain_data))
+        )
+        stack.enter_context(replaced(DTensor, "__repr__", functions.showing))
+        hook_context.when_sharded.append(begin)
+        yield

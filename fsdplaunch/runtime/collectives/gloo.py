@@ -1,0 +1,121 @@
+"""Gloo's manners: the line it prints for each group, and its threads at the interpreter's end.
+
+Neither imports torch by itself: a script that needs no torch does not pay for it.
+"""
+
+import atexit
+import ctypes
+import functools
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
+from fsdplaunch.standard_streams import flush
+
+_LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
+_swapping = threading.Lock()
+
+
+def keep_gloo_quiet() -> None:
+    """Take the line out of what making a gloo group prints, here and for the script's own groups."""
+    if installed_numbers() not in PRINTING_GLOO:
+        return
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if gloo is None:
+        return
+    make = gloo.__init__
+
+    @functools.wraps(make)
+    def make_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+        with without_gloo_lines():
+            make(self, *args, **kwargs)
+
+    gloo.__init__ = make_quietly
+
+
+@contextmanager
+def without_gloo_lines() -> Iterator[None]:
+    """Take gloo's lines out of all that is written to file descriptor 1 inside."""
+    with _swapping:
+        _flush()
+        kept, file = os.dup(1), os.memfd_create("stdout")
+        os.dup2(file, 1)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(kept, 1)
+            _pass_on(file)
+            os.close(kept)
+            os.close(file)
+
+
+def _flush() -> None:
+    """Write out what Python and the C library hold back for descriptor 1."""
+    flush(sys.stdout)
+    ctypes.CDLL(None).fflush(None)
+
+
+def _pass_on(file: int) -> None:
+    text = os.pread(file, os.fstat(file).st_size, 0)
+    rest = _LINE.sub(b"", text)
+    while rest:
+        rest = rest[os.write(1, rest) :]
+
+
+_LIMIT_SECONDS = 1.0
+"""How long an end may be put off; a thread may wait for a rank that has gone."""
+_LOOK_SECONDS = 0.001
+_THREAD_NAME = "pt_gloo"
+"""How torch names these threads, in all versions seen: pt_gloo_runloop."""
+_tasks = Path("/proc/self/task")
+_registered: list[bool] = []
+
+
+def wait_for_gloo_at_exit() -> None:
+    """Have this process's exit handlers end with the wait, once. Call before others register theirs."""
+    if not _registered:
+        _registered.append(True)
+        atexit.register(wait_for_gloo)
+
+
+def wait_for_gloo() -> None:
+    """Wait until no thread of gloo is at work, and keep groups that nobody destroyed from being freed after that.
+
+    One that waits for Python's lock looks as still as one that waits for work. But it gets the lock while this
+    thread sleeps: one that slept before and after, and was not woken in between, has nothing to do.
+    """
+    if "torch.distributed" not in sys.modules:  # a script that needs no torch does not import it for this
+        return
+    from fsdplaunch.runtime.torch_internals.distributed import keep_groups_from_being_freed
+
+    keep_groups_from_being_freed()
+    end = time.monotonic() + _LIMIT_SECONDS
+    seen = _threads()
+    while seen and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+        before, seen = seen, _threads()
+        if seen == before and all(state == "S" for state, _ in seen.values()):
+            return
+
+
+def _threads() -> dict[str, tuple[str, str]]:
+    """Return gloo's threads by number: state, and how often each has gone to sleep; none where Linux is not."""
+    found = {}
+    for task in _tasks.glob("*"):
+        try:
+            if (task / "comm").read_text().startswith(_THREAD_NAME):
+                lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+                found[task.name] = (lines["State"][0], lines["voluntary_ctxt_switches"])
+        except (OSError, KeyError):  # it has ended
+            continue
+    return found

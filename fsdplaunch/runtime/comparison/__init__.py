@@ -1,1 +1,0 @@
-"""`fsdplaunch check --compare`: what a script computes, recorded from inside, in one process and in workers."""

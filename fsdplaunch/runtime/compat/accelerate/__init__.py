@@ -1,1 +1,0 @@
-"""What accelerate needs from us in a run that shards."""

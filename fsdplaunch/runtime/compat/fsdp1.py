@@ -1,0 +1,231 @@
+"""What scripts that call torch's FSDP1 need: on a CPU, and where rank 0 alone asks for what all ranks gather."""
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
+
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.messages import quiet_torch, script_line
+from fsdplaunch.runtime.rank import rank_variable
+from fsdplaunch.runtime.torch_internals.fsdp import divided_over, show_unsharded_parameters
+
+_MENDED = (2, 14)
+
+
+def take_out_offload_to_cpu() -> None:
+    """Make `offload_to_cpu=True` mean False in torch's FSDP1, for state dicts and for `summon_full_params`.
+
+    For workers whose device is the CPU, before the script runs. Does nothing with a torch that needs no such care.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    if (parse(torch.__version__) or _MENDED) >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
+        return
+    set_type, summon = Wrapper.set_state_dict_type, Wrapper.summon_full_params
+
+    @functools.wraps(set_type)
+    def set_type_staying(
+        module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> Any:
+        return set_type(module, state_dict_type, _staying(state_dict_config), _staying(optim_state_dict_config))
+
+    @functools.wraps(summon)
+    def summon_staying(
+        module: Any,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,  # noqa: ARG001  (torch's signature)
+        with_grads: bool = False,
+    ) -> Any:
+        return summon(module, recurse, writeback, rank0_only, offload_to_cpu=False, with_grads=with_grads)
+
+    Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
+    Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
+
+
+@contextmanager
+def own_memory(model: nn.Module) -> Iterator[None]:
+    """Have each tensor of a state that FSDP1 gathers of an optimizer on a CPU get memory of its own.
+
+    With `offload_to_cpu`, which is the default, torch gathers all of them into the same and moves them from there
+    to where they are already: `exp_avg` has the values of `exp_avg_sq`. Seen in 2.7 to 2.15.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    units: list[Any] = Wrapper.fsdp_modules(model)
+    if not units or units[0].compute_device.type != "cpu":
+        yield
+        return
+    now = Wrapper.get_state_dict_type(model)
+    options = now.state_dict_config, _staying(now.optim_state_dict_config)
+    with quiet_torch(), Wrapper.state_dict_type(model, now.state_dict_type, *options):
+        yield
+
+
+def shard_on_cpu() -> None:
+    """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
+
+    There torch wants to be told the device, and refuses two options: values are sent from rank 0 here
+    (`sync_module_states`), and offloading has nothing to do. HYBRID_SHARD divides a model over a node's devices,
+    and a node has one CPU: over its ranks here.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    construct = Wrapper.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def construct_on_cpu(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        if given.get("device_id") is None and given.get("device_mesh") is None:
+            given["device_id"] = torch.device("cpu")
+        given.pop("cpu_offload", None)
+        if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
+            send_from_rank_0(given["module"])
+            given["sync_module_states"] = False
+        if _divides_by_node(given):
+            given["process_group"] = _of_node_and_across(int(rank_variable("LOCAL_WORLD_SIZE") or 1))
+        construct(*call.args, **call.kwargs)
+
+    Wrapper.__init__ = construct_on_cpu  # type: ignore[method-assign]
+
+
+def _divides_by_node(given: dict[str, Any]) -> bool:
+    hybrid = getattr(given.get("sharding_strategy"), "name", "").removeprefix("_").startswith("HYBRID_SHARD")
+    return hybrid and given.get("process_group") is None and given.get("device_mesh") is None
+
+
+@functools.cache
+def _of_node_and_across(ranks: int) -> tuple[Any, Any]:
+    """Return the group of this node's ranks, and that of the ranks with its place on each node. Collective."""
+    across = [list(range(place, dist.get_world_size(), ranks)) for place in range(ranks)]
+    return dist.new_subgroups(ranks)[0], dist.new_subgroups_by_enumeration(across)[0]
+
+
+def _is_of_all(group: Any) -> bool:
+    return group is None or (not isinstance(group, tuple) and dist.get_world_size(group) == dist.get_world_size())
+
+
+def send_from_rank_0(model: nn.Module) -> None:
+    """Overwrite a model's values with rank 0's, but for what FSDP1 has wrapped already. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
+    from fsdplaunch.runtime.sharding.materialize import Materializer
+
+    wrappers = fsdp1_wrappers(model)
+    if wrappers:
+        wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
+        for part in model.modules():
+            if part not in wrapped:
+                for value in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                    dist.broadcast(value.data, 0)
+        return
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)
+
+
+def _staying(config: Any) -> Any:
+    if config is None or not config.offload_to_cpu:
+        return config
+    return dataclasses.replace(config, offload_to_cpu=False)
+
+
+HINT = "take it out of `if rank == 0:` and let rank 0 write: what FSDP1 has sharded is gathered by all ranks"
+_STATE = "state_dict() of a model that FSDP1 has sharded"
+_CALLS = ("summon_full_params", "optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
+inside: list[bool] = []
+"""Not empty inside of a call that gathers what FSDP1 has sharded, which calls others."""
+
+
+@contextmanager
+def being_inside() -> Iterator[None]:
+    """Note that calls which gather are made by another one that does."""
+    inside.append(True)
+    try:
+        yield
+    finally:
+        inside.pop()
+
+
+def gather_with_all_ranks() -> None:
+    """Have FSDP1's gathering calls wait for all ranks in a way that knows when some do not come."""
+    if hasattr(Wrapper, "fsdplaunch_meets"):
+        return
+    Wrapper.fsdplaunch_meets = True  # type: ignore[attr-defined]
+    Wrapper.state_dict = _state_dict_of_all(Wrapper.state_dict)  # type: ignore[method-assign]
+    for name in _CALLS:
+        setattr(Wrapper, name, staticmethod(_call_of_all(getattr(Wrapper, name))))
+
+
+def _state_dict_of_all(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(state_dict)
+    def meet_and_gather(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return state_dict(self, *args, **kwargs)
+        for unit in Wrapper.fsdp_modules(self):
+            show_unsharded_parameters(unit)
+        local = Wrapper.get_state_dict_type(self).state_dict_type is StateDictType.LOCAL_STATE_DICT
+        with _on_all_ranks(_STATE, [] if local else [self]):
+            return state_dict(self, *args, **kwargs)
+
+    return meet_and_gather
+
+
+def _call_of_all(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__
+    call = f"FSDP.{name}"
+
+    @functools.wraps(function)
+    def meet_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        memory = own_memory(module) if name == "optim_state_dict" else nullcontext()
+        with _on_all_ranks(call, [each for each in module.modules() if isinstance(each, Wrapper)]), memory:
+            return function(module, *args, **kwargs)
+
+    return meet_and_call
+
+
+def _gathers(wrapper: Wrapper) -> bool:
+    """Return whether a wrapper's parameters are divided over all ranks of the run, and no thread asks."""
+    strategy: Any = getattr(wrapper, "sharding_strategy", None)
+    return (
+        strategy is not ShardingStrategy.NO_SHARD
+        and threading.current_thread() is threading.main_thread()
+        and divided_over(wrapper) == dist.get_world_size()
+    )
+
+
+@contextmanager
+def _on_all_ranks(call: str, wrappers: Sequence[Wrapper]) -> Iterator[None]:
+    """Wait for all ranks that gather what some wrappers hold; a call around this one may have.
+
+    Raises:
+        CheckpointError: Only some make it.
+    """
+    gathering = [] if inside else [wrapper for wrapper in wrappers if _gathers(wrapper)]
+    if gathering and not _meet(call, gathering[0]):
+        msg = f"{call} at {script_line()} was called on rank 0 only"
+        raise CheckpointError(msg, hint=HINT)
+    with being_inside():
+        yield
+
+
+def _meet(call: str, wrapper: Wrapper) -> bool:
+    """Wait for the ranks over which a wrapper's parameters are divided: all, or those of this rank's replica."""
+    group = dist.get_process_group_ranks(wrapper.process_group)
+    ranks = group if len(group) < dist.get_world_size() else None
+    return waits.meets(call, HINT, ranks)

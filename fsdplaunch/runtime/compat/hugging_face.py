@@ -1,0 +1,329 @@
+"""Have transformers, peft, diffusers and the hub save full weights of a sharded model, once.
+
+Their calls, on a model that they or the script sharded, write what `state_dict()` holds: flat shards under FSDP1,
+and under FSDP2 tensors that safetensors cannot write. Here such a call gathers on all ranks and writes on rank 0.
+And a Trainer that multiplies a loss which its model has not divided is reported.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.units import without_wrappers
+from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.patch import once_imported, own_attribute
+from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.state_dict.full_state import (
+    check_shapes,
+    full_state,
+    holds_shards,
+    knowing_state,
+    known_state,
+)
+from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered
+
+_WRITING = "write what save_model was given"
+
+
+def adapt_trainer(trainer: Any) -> None:
+    """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
+
+    Checkpoints before the last stay shards, as configured.
+
+    Args:
+        trainer: The module `transformers.trainer`.
+    """
+    kind = trainer.Trainer
+    save = kind.save_model
+
+    @functools.wraps(save)
+    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or (_internal_call and not _is_last(self) and not _is_full(plugin)):
+            return save(self, output_dir, _internal_call)
+        with _as_full(plugin), _one_by_one(self, kind._save):
+            return save(self, output_dir, _internal_call)
+
+    kind.save_model = save_model
+
+
+def _is_last(trainer: Any) -> bool:
+    """Return whether training ends after this checkpoint."""
+    return bool(trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop)
+
+
+@contextmanager
+def _as_full(plugin: Any) -> Iterator[None]:
+    """Show a plugin's kind of state dict as full: all that `save_model` looks at before it gathers."""
+    from torch.distributed.fsdp import StateDictType
+
+    kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = kept
+
+
+def _is_full(plugin: Any) -> bool:
+    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
+
+
+@contextmanager
+def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
+    """Let a Trainer gather its model while it writes it, unless the script writes it in a way of its own.
+
+    Args:
+        trainer: The script's.
+        save: Its class's `_save`, to which `save_model` gives the state that it has gathered.
+    """
+    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
+    get_state = trainer.accelerator.get_state_dict
+    awaited = False
+
+    def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal awaited
+        if not holds_shards(model):
+            return get_state(model, *args, **kwargs)
+        awaited = True
+        return full_state(model, "save_model", gathering)
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        nonlocal awaited
+        awaited = False
+        with gathering.finish(_WRITING):
+            return save(trainer, *args, **kwargs)
+
+    with ExitStack() as stack:
+        if type(trainer)._save is save:
+            stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
+            stack.enter_context(own_attribute(trainer, "_save", write))
+        else:
+            stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
+        yield
+    if awaited and rank() != 0:
+        with gathering.finish(_WRITING):  # transformers 4 calls `_save` on rank 0 only
+            pass
+
+
+def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer write its model in its own way, which need not look at the state that was gathered for it.
+
+    sentence-transformers' saves each of its modules by itself. On the rank that writes: transformers calls it
+    there only, or, in newer versions, on all ranks, to return at once on the others.
+    """
+    state, write = kwargs.get("state_dict"), type(trainer)._save
+    if state is None or not holds_shards(trainer.model):
+        return write(trainer, *args, **kwargs)
+    if not trainer.args.should_save:
+        return None
+    with knowing_state(trainer.model, state):
+        return write(trainer, *args, **kwargs)
+
+
+_WITH_SAVE_PRETRAINED = {
+    "transformers.modeling_utils": "PreTrainedModel",
+    "peft.peft_model": "PeftModel",
+    "diffusers.models.modeling_utils": "ModelMixin",
+    "huggingface_hub.hub_mixin": "ModelHubMixin",
+}
+
+
+def save_full_weights() -> None:
+    """Adapt the libraries that save models, if and when the script imports them."""
+    for module, name in _WITH_SAVE_PRETRAINED.items():
+        once_imported(module, functools.partial(_adapt_model_class, name=name))
+    once_imported("huggingface_hub.serialization._torch", _adapt_hub)
+    once_imported("accelerate.accelerator", _adapt_accelerator)
+    once_imported("transformers.trainer", adapt_trainer)
+
+
+def _adapt_model_class(module: Any, *, name: str) -> None:
+    kind = getattr(module, name)
+    kind.save_pretrained = _saving_full(kind.save_pretrained)
+
+
+def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `save_pretrained` for a model that may be sharded."""
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, nn.Module) or not holds_shards(self) or _saves_shards(self, kwargs):
+            return save(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        given = _given_state(call)
+        given = known_state(self) if given is None else given  # which is what its state_dict() is, too
+        if given is None or any(isinstance(value, DTensor) for value in given.values()):
+            return _gather_and_save(save, self, given, call)
+        check_shapes(given, self, "save_pretrained")
+        if not given and rank() != 0:
+            return None
+        with without_wrappers(self):
+            return save(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _saves_shards(model: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether transformers itself has sharded this model, or is to write its shards."""
+    native = getattr(getattr(model, "config", None), "distributed_config", None)
+    return bool(kwargs.get("distributed_checkpoint") or native)
+
+
+def _given_state(call: inspect.BoundArguments) -> Mapping[str, Any] | None:
+    """Return the state that the script gives to be saved; None when it leaves that to the model."""
+    given: Mapping[str, Any] | None = call.arguments.get("state_dict")
+    return call.kwargs.get("state_dict") if given is None else given
+
+
+def _give_state(call: inspect.BoundArguments, state: Mapping[str, Any]) -> None:
+    """Let a call save this state, by whichever place the script gave its own."""
+    if "state_dict" in call.arguments:
+        call.arguments["state_dict"] = state
+        return
+    further = next(each.name for each in call.signature.parameters.values() if each.kind is each.VAR_KEYWORD)
+    call.arguments[further] = call.arguments[further] | {"state_dict": state}
+
+
+def _gather_and_save(
+    save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, call: inspect.BoundArguments
+) -> Any:
+    """Gather on all ranks, save on rank 0; under FSDP2 one tensor at a time."""
+    gathering = ShardGatherer("save_pretrained", keep=rank() == 0, spool=True)
+    if given is None:
+        full = full_state(model, "save_pretrained", gathering)
+    else:
+        full = gathered(given, gathering)
+        _give_state(call, full)
+    with gathering.finish("write what save_pretrained was given"):
+        if rank() != 0:
+            return None
+        check_shapes(full, model, "save_pretrained")
+        given_by_model = own_attribute(model, "state_dict", lambda *_, **__: dict(full))
+        with given_by_model, without_wrappers(model):  # not every library takes a state as an argument
+            return save(*call.args, **call.kwargs)
+
+
+def _adapt_hub(serialization: Any) -> None:
+    save = getattr(serialization, "save_torch_state_dict", None)  # which save_torch_model calls, too
+    if save is None:  # before 0.24
+        return
+
+    @functools.wraps(save)
+    def save_full_state(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, DTensor) for value in state_dict.values()):
+            return save(state_dict, *args, **kwargs)
+        gathering = ShardGatherer("save_torch_state_dict", keep=rank() == 0, spool=True)
+        full = gathered(state_dict, gathering)
+        with gathering.finish("write what save_torch_state_dict was given"):
+            return save(full, *args, **kwargs) if rank() == 0 else None
+
+    for module in list(sys.modules.values()):  # the package's own name for it, where it was imported before
+        if getattr(module, "__dict__", {}).get("save_torch_state_dict") is save:
+            module.__dict__["save_torch_state_dict"] = save_full_state
+
+
+def _adapt_accelerator(accelerator: Any) -> None:
+    kind = accelerator.Accelerator
+    get_state, save, save_model = kind.get_state_dict, kind.save, kind.save_model
+
+    @functools.wraps(get_state)
+    def get_full_state(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            full_state(model, "get_state_dict") if holds_shards(model) else get_state(self, model, *args, **kwargs)
+        )
+
+    @functools.wraps(save)
+    def save_full(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(obj, Mapping) and any(isinstance(value, DTensor) for value in obj.values()):
+            obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0, spool=True))
+        return save(self, obj, *args, **kwargs)
+
+    @functools.wraps(save_model)
+    def save_full_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not holds_shards(model):
+            return save_model(self, model, *args, **kwargs)
+        gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
+        state = full_state(model, "save_model", gathering)
+        with (
+            gathering.finish("write what save_model was given"),
+            own_attribute(self, "get_state_dict", lambda *_, **__: state),
+        ):
+            return save_model(self, model, *args, **kwargs)
+
+    kind.get_state_dict, kind.save, kind.save_model = get_full_state, save_full, save_full_model
+
+
+_COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)
+_LOOKS = (torch.is_floating_point, torch.Tensor.is_floating_point, torch.is_tensor, torch.Tensor.size)
+"""What FSDP does with each tensor that a model is given; nothing is computed with it."""
+
+
+class _Reads(TorchFunctionMode):
+    """Whether something is computed with a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._same = [tensor]
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = (*args, *(kwargs or {}).values())
+        if any(value is known for value in given for known in self._same):
+            if func in _COPIES:
+                self._same.append(result)
+            elif func not in _LOOKS and getattr(func, "__name__", "") != "__get__":
+                self.found = True
+        return result
+
+
+def watch_loss(trainer: Any) -> None:
+    """Look, at a Trainer's first loss, whether its model divides it by the number that it is given for that.
+
+    Args:
+        trainer: The module `transformers.trainer`.
+    """
+    kind = trainer.Trainer
+    compute = kind.compute_loss
+
+    @functools.wraps(compute)
+    def compute_loss(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        count = kwargs.get("num_items_in_batch")
+        if not isinstance(count, torch.Tensor) or not _multiplies(self) or hasattr(self, "_fsdplaunch_looked"):
+            return compute(self, model, *args, **kwargs)
+        self._fsdplaunch_looked = True
+        with _Reads(count) as reads:
+            loss = compute(self, model, *args, **kwargs)
+        if not reads.found:
+            _tell(self)
+        return loss
+
+    kind.compute_loss = compute_loss
+
+
+def _multiplies(trainer: Any) -> bool:
+    """Return whether the Trainer multiplies losses; one of a compiled model is not looked into."""
+    ranks = trainer.accelerator.num_processes > 1 and getattr(trainer.args, "average_tokens_across_devices", False)
+    made_for = trainer.model_accepts_loss_kwargs or getattr(trainer, "compute_loss_func", None)
+    return bool(ranks and made_for and not getattr(trainer.args, "torch_compile", False))
+
+
+def _tell(trainer: Any) -> None:
+    ranks = trainer.accelerator.num_processes
+    model = class_name(trainer.accelerator.unwrap_model(trainer.model))
+    messages.say_unequal(
+        f"{script_line()}: the Trainer multiplies the loss by the {ranks} ranks, for the model to divide it by the"
+        f" labels of all of them, which {model} does not: gradients are {ranks} times those of one process;"
+        " --average_tokens_across_devices False trains as one process does"
+    )

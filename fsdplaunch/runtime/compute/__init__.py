@@ -1,1 +1,0 @@
-"""What wraps a unit's forward: activation checkpointing, torch.compile, float8, other methods."""

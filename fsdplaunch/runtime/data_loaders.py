@@ -1,0 +1,425 @@
+"""Data loaders: each rank's own items, in place, and how to go on after a restart on any number of ranks.
+
+What counts are the batches the script has been given; workers of the loader may have drawn more in advance.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from fsdplaunch.errors import CheckpointError, ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
+from fsdplaunch.runtime.rank import DataRanks
+from fsdplaunch.runtime.torch_internals.modules import (
+    batches_yielded,
+    dataset_of,
+    draws_all_items,
+    iterator_factory,
+    iterator_methods,
+    set_iterator_factory,
+    set_iterator_methods,
+)
+
+_READING = "_fsdplaunch_reading"
+Position = dict[str, Any]
+
+
+class LoaderPass:
+    """The present pass over one loader.
+
+    Attributes:
+        batches: Those the script has been given in this pass, with those skipped at its start.
+        is_over: Whether there was no further one, or no pass has begun.
+        epoch: The sampler's number of this pass.
+        skip: Batches that the next pass leaves out at its start.
+        skipped: Those that this pass left out.
+        goes_on: The next pass is the rest of one that had begun when the run was saved.
+        readers: How many ranks read different batches.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self.readers = readers
+        self.batches = 0
+        self.is_over = True
+        self.epoch = 0
+        self.skip = 0
+        self.skipped = 0
+        self.goes_on = False
+
+    def begin(self, loader: Any) -> None:
+        """Begin a new pass."""
+        self.epoch = getattr(_innermost_sampler(loader), "epoch", 0)
+        self.skipped, self.skip = self.skip, 0
+        self.batches, self.is_over = self.skipped, False
+
+
+def keep_count(loader: DataLoader[Any], readers: int) -> None:
+    """Count the batches a loader gives from now on, in place.
+
+    Args:
+        loader: Any.
+        readers: How many ranks read different batches.
+    """
+    if _READING in loader.__dict__:
+        return
+    reading = LoaderPass(readers)
+    make = iterator_factory(loader)
+    owner = weakref.ref(loader)
+
+    def make_and_count() -> Any:
+        mine: Any = owner()
+        reading.begin(mine)
+        goes_on, reading.goes_on = reading.goes_on, False
+        before = _random_states(mine) if goes_on else ()
+        iterator = make(mine)
+        for generator, state in before:  # the pass had drawn its seed when it began
+            generator.set_state(state)
+        _count(iterator, reading, owner)
+        return iterator
+
+    loader.__dict__[_READING] = reading
+    set_iterator_factory(loader, make_and_count)
+
+
+def _count(iterator: Any, reading: LoaderPass, owner: Any) -> None:
+    """Note what an iterator gives. It is held weakly: its workers end with its last use."""
+    mine = weakref.ref(iterator)
+    own_next, own_reset = iterator_methods(iterator)
+
+    def next_data() -> Any:
+        here: Any = mine()
+        try:
+            data = own_next(here)
+        except StopIteration:
+            reading.is_over = True
+            raise
+        reading.batches = reading.skipped + batches_yielded(here) + 1
+        return data
+
+    def reset(loader: Any, first_iter: bool = False) -> None:  # persistent workers: the next pass
+        reading.begin(owner())
+        own_reset(mine(), loader, first_iter)
+
+    if isinstance(dataset_of(iterator), IterableDataset) and reading.skipped:
+        count, reading.skipped = reading.skipped, 0
+        for _ in itertools.islice(iterator, count):  # a stream has to be read to get there
+            pass
+    set_iterator_methods(iterator, next_data, reset)
+
+
+def position_of(loader: Any) -> Position:
+    """Return how far all ranks have read a prepared loader; every rank calls this.
+
+    Raises:
+        CheckpointError: The loader was not prepared.
+    """
+    reading = _reading(loader)
+    within = not reading.is_over and not _is_at_end(loader, reading)
+    sampler = _innermost_sampler(loader)
+    position: Position = {
+        "batches": from_all(reading.batches if within else 0),
+        "items_per_batch": _items_per_batch(loader),
+        "readers": reading.readers,
+        "epoch": reading.epoch if within else getattr(sampler, "epoch", 0),
+        "seed": getattr(sampler, "seed", None),
+    }
+    position["within"] = within
+    position["generators"] = [state for _, state in _random_states(loader)[1:]]
+    drawn = getattr(sampler, "drawn", None)
+    if within and drawn is not None:
+        all_numbers = all(type(item) is int for item in drawn)
+        position["drawn"] = torch.tensor(drawn) if all_numbers else drawn
+    return position
+
+
+def resume_at(loader: Any, position: Position) -> None:
+    """Let the next pass over a prepared loader begin at a position.
+
+    Raises:
+        CheckpointError: The loader was not prepared, or the ranks had read different amounts and are others now.
+    """
+    reading, counts = _reading(loader), position["batches"]
+    then = position["items_per_batch"], position.get("readers", len(counts))
+    now = _items_per_batch(loader), reading.readers
+    if len(counts) == dist.get_world_size() and then == now:
+        reading.skip = counts[dist.get_rank()]
+    else:
+        reading.skip = _converted(counts, prod(then), prod(now))
+    sampler = _innermost_sampler(loader)
+    for name in ("epoch", "seed"):
+        if hasattr(sampler, name) and position.get(name) is not None:
+            setattr(sampler, name, position[name])
+    reading.goes_on = position["within"]
+    for (generator, _), state in zip(_random_states(loader)[1:], position["generators"], strict=False):
+        generator.set_state(state)
+    drawn = position.get("drawn")
+    if drawn is not None and hasattr(sampler, "drawn"):
+        sampler.given = drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    if not isinstance(getattr(loader, place), SkippingSampler):
+        loader.__dict__[place] = SkippingSampler(getattr(loader, place), reading)
+
+
+def _converted(counts: list[int], round_then: int, round_now: int) -> int:
+    """Return the batches for each rank to skip, when ranks or batches are not those of the checkpoint.
+
+    Args:
+        counts: Batches that each rank had read.
+        round_then: Items that one batch of each rank made together.
+        round_now: Those that it makes now.
+    """
+    if len(set(counts)) > 1:
+        msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
+        raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
+    read = counts[0] * round_then
+    again = read % round_now
+    if again:
+        messages.say(f"{read} items had been read, no multiple of {round_now}: {again} of them come again")
+    return read // round_now
+
+
+class SkippingSampler(Sampler[Any]):
+    """A sampler without the first batches of the pass a run is resumed in."""
+
+    def __init__(self, inner: Any, reading: LoaderPass) -> None:
+        self.inner = inner
+        self.reading = reading
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left of this pass."""
+        return itertools.islice(iter(self.inner), self.reading.skipped, None)
+
+    def __len__(self) -> int:
+        """Return the number of batches in a full pass."""
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the sampler offers."""
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def _reading(loader: Any) -> LoaderPass:
+    reading = getattr(loader, "__dict__", {}).get(_READING)
+    if not isinstance(reading, LoaderPass):
+        msg = f"the position of a {type(loader).__name__} that was not prepared is not known"
+        raise CheckpointError(msg, hint="give the loader that prepare returned")
+    return reading
+
+
+def _innermost_sampler(loader: Any) -> Any:
+    """Return what decides the order: the innermost sampler."""
+    outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    outer = outer.inner if isinstance(outer, SkippingSampler) else outer
+    return outer.sampler if isinstance(outer, BatchSampler) else outer
+
+
+def _random_states(loader: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Return the generators a pass draws from, with their states: torch's, then the loader's and sampler's own."""
+    sampler = _innermost_sampler(loader)
+    own = [loader.generator, getattr(getattr(sampler, "inner", sampler), "generator", None)]
+    found = {id(generator): generator for generator in own if isinstance(generator, torch.Generator)}
+    return [(each, each.get_state()) for each in (torch.default_generator, *found.values())]
+
+
+def _items_per_batch(loader: Any) -> int:
+    """Return how much of what the ranks take turns at makes one batch: items, or batches of the script's own."""
+    outer = loader.batch_sampler
+    outer = outer.inner if isinstance(outer, SkippingSampler) else outer
+    return int(outer.batch_size) if type(outer) is BatchSampler else 1
+
+
+def _is_at_end(loader: Any, reading: LoaderPass) -> bool:
+    """Return whether the batch that was given last is the pass's last one."""
+    return not isinstance(loader.dataset, IterableDataset) and reading.batches >= len(loader)
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A distributed sampler that begins the next epoch by itself; `set_epoch` still decides when it is called."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this epoch's indices of this rank, and move on to the next epoch."""
+        indices = super().__iter__()
+        self.epoch += 1
+        return indices
+
+
+class SharedOrder(Sampler[Any]):
+    """Every rank's items of an order that only rank 0 decides: for samplers of the user's own.
+
+    Rank 0 draws the full epoch and sends it. Ranks take turns; the last round is filled up from the start, so
+    that all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
+    """
+
+    def __init__(self, inner: Any, ranks: DataRanks) -> None:
+        self.inner = inner
+        self.ranks = ranks
+        self.drawn: list[Any] | None = None
+        """The present epoch's order, on the rank that drew it."""
+        self.given: list[Any] | None = None
+        """The order of the epoch a run is resumed in."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items of a new epoch."""
+        items, self.given = self.given, None
+        if items is None:
+            items = list(from_rank_0(list(self.inner) if self.ranks.rank == 0 else None))
+        self.drawn = items if self.ranks.rank == 0 else None
+        if items:
+            items = items + (items * math.ceil(self.ranks.size / len(items)))[: -len(items) % self.ranks.size]
+        return iter(items[self.ranks.rank :: self.ranks.size])
+
+    def __len__(self) -> int:
+        """Return the number of this rank's items in one epoch."""
+        return math.ceil(len(self.inner) / self.ranks.size)
+
+
+class TakingTurns(IterableDataset[Any]):
+    """Every rank's items of a stream: ranks take turns, and a last incomplete round is left out.
+
+    All ranks then see the same number of items, and none waits in a collective for a rank that has run out.
+    """
+
+    def __init__(self, stream: Any, ranks: DataRanks) -> None:
+        self.stream = stream
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items."""
+        round_: list[Any] = []
+        for item in self.stream:
+            round_.append(item)
+            if len(round_) == self.ranks.size:
+                yield round_[self.ranks.rank]
+                round_ = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the stream offers."""
+        if name.startswith("__") or name == "stream":
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
+    """Make a loader give this rank its own items and count what it gives, and return it.
+
+    The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
+    other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
+    has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
+    like several: a run resumed on more or fewer ranks goes on in the same order.
+    """
+    keep_count(loader, ranks.size)
+    if is_split(loader):
+        count_readers(loader, ranks)
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        set_attributes(loader, dataset=TakingTurns(loader.dataset, ranks))
+        return loader
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
+        set_attributes(loader, batch_sampler=SharedOrder(batches, ranks))
+        return loader
+    sampler = _split_sampler(loader, ranks)
+    set_attributes(loader, sampler=sampler)
+    if batches is not None:
+        set_attributes(loader, batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last))
+    return loader
+
+
+def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
+    """Let a script's own distributed sampler, divided by all ranks, count those that read different data.
+
+    Args:
+        loader: With any sampler.
+        ranks: This one among those; fewer than all where ranks split layers or sequences.
+    """
+    world = dist.get_world_size()
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == world != ranks.size:
+            sampler.num_replicas, sampler.rank = ranks.size, ranks.rank
+            left = len(sampler.dataset) - (ranks.size - 1 if sampler.drop_last else 0)  # type: ignore[arg-type]
+            sampler.num_samples = math.ceil(left / ranks.size)
+            sampler.total_size = sampler.num_samples * ranks.size
+            messages.say(f"{type(sampler).__name__}: {ranks.size} of {world} ranks read different data")
+
+
+def check_divisible(size: int | None, ranks: int, line: str) -> None:
+    """Refuse a training batch of which each rank is to have its part and cannot.
+
+    Args:
+        size: Of the loader's batches; None where it makes none.
+        ranks: That divide them.
+        line: Of the script, that reads or prepares them.
+
+    Raises:
+        ShardingError: They cannot.
+    """
+    if size is not None and size % ranks:
+        msg = f"{line} reads batches of {size}, which {ranks} workers cannot divide evenly"
+        raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
+
+
+def is_split(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader gives each rank its own items already, by this package's means or the script's."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    if any(_is_share(sampler) for sampler in (loader.sampler, inner, loader.batch_sampler)):
+        return True
+    split_elsewhere = getattr(loader.dataset, "_distributed", None) is not None  # datasets' split_dataset_by_node
+    return isinstance(loader.dataset, TakingTurns) or split_elsewhere
+
+
+def _is_share(sampler: Any) -> bool:
+    """Return whether a sampler gives this rank's items; one made for a single replica gives all of them."""
+    if isinstance(sampler, DistributedSampler) and not isinstance(sampler, EpochSampler):
+        return sampler.num_replicas > 1 or dist.get_world_size() == 1
+    return isinstance(sampler, EpochSampler | SharedOrder)
+
+
+def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
+    sampler = loader.sampler
+    plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
+    if type(sampler) is SequentialSampler or plain_random:
+        return EpochSampler(
+            loader.dataset,
+            num_replicas=ranks.size,
+            rank=ranks.rank,
+            shuffle=plain_random,
+            seed=_seed_of_rank_0(loader.generator),
+            drop_last=loader.drop_last,
+        )
+    messages.say(f"{type(sampler).__name__}: rank 0 draws its order, ranks take turns")
+    return SharedOrder(sampler, ranks)
+
+
+def _seed_of_rank_0(generator: torch.Generator | None) -> int:
+    """Return the seed of the script's own shuffling, the same on all ranks."""
+    seed: int = from_rank_0(torch.initial_seed() if generator is None else generator.initial_seed())
+    return seed % 2**63
+
+
+def set_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
+    """Set what a loader guards against change; before its first iteration nothing has read it.
+
+    Changed in place, not built anew: a subclass may have a constructor of its own, and other objects may hold it.
+    """
+    loader.__dict__.update(attributes)

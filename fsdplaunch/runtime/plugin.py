@@ -1,0 +1,635 @@
+"""`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code is silent."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from fsdplaunch.config.environment import decode, decode_with, parse_value
+from fsdplaunch.config.schema.config import Config, KeyPath, keys_by_path
+from fsdplaunch.config.schema.kinds import FALSE_WORDS, PREFETCH, STATE_DICT, STRATEGY, TRUE_WORDS
+from fsdplaunch.errors import ShardingError, UsageError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.patch import once_imported
+from fsdplaunch.runtime.sharding.settings import (
+    DTYPES,
+    Dtypes,
+    Settings,
+    float8_of,
+    fsdp1_policy,
+    fsdp2_policy,
+    settings_of,
+)
+from fsdplaunch.runtime.sharding.wrap import find_blocks, torch_form
+from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
+from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy, wrap_policy_runner
+
+PATHS: dict[str, KeyPath] = {
+    "fsdp_version": ("fsdp_config", "fsdp_version"),
+    "sharding_strategy": ("fsdp_config", "fsdp_sharding_strategy"),
+    "reshard_after_forward": ("fsdp_config", "fsdp_reshard_after_forward"),
+    "backward_prefetch": ("fsdp_config", "fsdp_backward_prefetch"),
+    "auto_wrap_policy": ("fsdp_config", "fsdp_auto_wrap_policy"),
+    "cpu_offload": ("fsdp_config", "fsdp_offload_params"),
+    "state_dict_type": ("fsdp_config", "fsdp_state_dict_type"),
+    "use_orig_params": ("fsdp_config", "fsdp_use_orig_params"),
+    "limit_all_gathers": ("fsdp_config", "fsdp_limit_all_gathers"),
+    "sync_module_states": ("fsdp_config", "fsdp_sync_module_states"),
+    "forward_prefetch": ("fsdp_config", "fsdp_forward_prefetch"),
+    "activation_checkpointing": ("fsdp_config", "fsdp_activation_checkpointing"),
+    "activation_checkpointing_offload": ("fsdp_config", "fsdp_activation_checkpointing_offload"),
+    "cpu_ram_efficient_loading": ("fsdp_config", "fsdp_cpu_ram_efficient_loading"),
+    "transformer_cls_names_to_wrap": ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap"),
+    "min_num_params": ("fsdp_config", "fsdp_min_num_params"),
+    "ignored_modules": ("fsdp_config", "fsdp_ignored_modules"),
+    "dp_replicate_size": ("parallelism_config", "parallelism_config_dp_replicate_size"),
+    "dp_shard_size": ("parallelism_config", "parallelism_config_dp_shard_size"),
+    "master_dtype": ("precision", "master"),
+    "activation_checkpointing_every": ("sharding", "checkpoint_every"),
+    "forward_methods": ("sharding", "forward_methods"),
+}
+"""The configuration key behind each field of the plugin that has one."""
+
+
+def configured(in_code: Mapping[str, Any]) -> Config:
+    """Resolve the environment's configuration with what a script sets in code on top of it.
+
+    Args:
+        in_code: Plain values by field name, None where the script sets nothing.
+
+    Raises:
+        UsageError: A value is none of its key's.
+    """
+    given = {name: value for name, value in in_code.items() if value is not None}
+    if not given:
+        return decode()
+    # Two names of one thing: what code sets under one wins over both.
+    one, other = "sharding_strategy", "reshard_after_forward"
+    replaced = {PATHS[b] for a, b in ((one, other), (other, one)) if a in given and _names_strategy(given[a])}
+    values = {PATHS[name]: parse_value(PATHS[name], value, name) for name, value in given.items()}
+    return decode_with(values, replaced=replaced)
+
+
+def _names_strategy(value: Any) -> bool:
+    return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
+
+
+def plain(value: Any) -> Any:
+    """Return a torch enumeration's member as its name, a dtype as its short name; anything else as it is."""
+    if isinstance(value, Enum):
+        return value.name.lstrip("_")
+    if isinstance(value, torch.dtype):
+        return {dtype: name for name, dtype in DTYPES.items()}.get(value, value)
+    return value
+
+
+def state_dict_name(given: Any) -> str:
+    """Return the configuration's name of a kind of state dict.
+
+    Args:
+        given: A name in any case, its first word (`full`), a code, or `StateDictType`.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    value = plain(given)
+    word = value.strip().upper() if isinstance(value, str) else ""
+    try:
+        return str(STATE_DICT.parse(f"{word}_STATE_DICT" if word in ("FULL", "SHARDED", "LOCAL") else value))
+    except ValueError:
+        msg = f"state_dict_type must be {STATE_DICT.expects}, got {given!r}"
+        raise UsageError(msg) from None
+
+
+def dtype_of(value: Any, what: str) -> torch.dtype | None:
+    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    name = parse_value(("precision", "param"), value, what)
+    return DTYPES[name]
+
+
+def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
+    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
+
+    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
+
+    Raises:
+        UsageError: It is none of these, or a mapping with a key that means nothing.
+    """
+    if policy is None:
+        return base
+    if isinstance(policy, str):
+        return _from_name(policy, base)
+    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
+    if template is not None:
+        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
+    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
+        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
+        raise UsageError(msg)
+    dtypes = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
+    lower = dtypes.get("param") not in (None, torch.float32)
+    master = base.master or (torch.float32 if lower else None)
+    return replace(Dtypes(master=master, template=template), **dtypes)
+
+
+def policy_of(dtypes: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return torch's object for the dtypes, with all else that their template sets; None if no dtype is set.
+
+    Raises:
+        UsageError: The template is of the other FSDP version's class and sets more than dtypes.
+    """
+    if not dtypes.mixed:
+        return None
+    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
+    template = dtypes.template
+    if template is not None and not isinstance(template, kind):
+        shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
+        if type(template)(**shared) != template:
+            msg = f"{template!r} sets more than dtypes, which fsdp_version {version} does not have"
+            raise UsageError(msg, hint=f"give {kind.__name__}")
+        dtypes = replace(dtypes, template=None)
+    return fsdp1_policy(dtypes) if version == 1 else fsdp2_policy(dtypes)
+
+
+def check_policy(policy: Any, version: int) -> None:
+    """Raise for a dtype that only the other FSDP version has.
+
+    Raises:
+        UsageError: There is one.
+    """
+    other = "output_dtype" if version == 1 else "buffer_dtype"
+    dtype = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
+    if dtype is not None:
+        msg = f"fsdp_version {version} has no {other}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+
+
+_DTYPE_FIELDS = {
+    "param_dtype": "param",
+    "reduce_dtype": "reduce",
+    "output_dtype": "output",
+    "buffer_dtype": "buffer",
+}
+
+
+def is_float8(policy: Any) -> bool:
+    """Return whether a policy is the name of float8."""
+    return isinstance(policy, str) and policy.strip().lower() == "fp8"
+
+
+def _from_name(name: str, base: Dtypes) -> Dtypes:
+    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
+    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
+    lower = compute not in (None, torch.float32)
+    return replace(
+        base,
+        param=compute,
+        reduce=torch.float32 if compute is not None else None,
+        buffer=compute,
+        master=torch.float32 if lower else base.master,
+    )
+
+
+def allocate(module: nn.Module) -> nn.Module:
+    """Give a module's own tensors storage, without values, where this worker computes."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return module.to_empty(device=device, recurse=False)
+
+
+def names_in(value: list[str] | str | None) -> list[str]:
+    """Return the names in a list, or in a text separated by commas."""
+    return value.split(",") if isinstance(value, str) else list(value or ())
+
+
+def is_function(policy: Any) -> bool:
+    """Return whether a wrap policy is a function, or an object of torch's that works as one."""
+    return callable(policy) or wrap_policy_runner(policy) is not None
+
+
+def plain_or_none(name: str, value: Any) -> Any:
+    """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
+    if isinstance(value, CPUOffload | OffloadPolicy):
+        return offloads_params(value)
+    if name == "ignored_modules" and not isinstance(value, str):
+        return None
+    return None if name == "auto_wrap_policy" and is_function(value) else plain(value)
+
+
+def offloads_params(value: Any) -> bool:
+    """Return whether torch's object, of either FSDP version, offloads parameters."""
+    return value.offload_params if isinstance(value, CPUOffload) else isinstance(value, CPUOffloadPolicy)
+
+
+def offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
+    """Return torch's object for offloading: the one given, or one made.
+
+    Args:
+        given: What the field holds.
+        on: Whether to offload, where an object is made.
+        one: Whether it is for FSDP1.
+
+    Raises:
+        UsageError: An object of the other FSDP version is given.
+    """
+    if isinstance(given, CPUOffload if one else OffloadPolicy):
+        kept: CPUOffload | OffloadPolicy = given
+        return kept
+    if isinstance(given, CPUOffload | OffloadPolicy):
+        msg = f"cpu_offload must not be {type(given).__name__} under fsdp_version {1 if one else 2}"
+        raise UsageError(msg, hint="give a flag, or the other class")
+    if one:
+        return CPUOffload(offload_params=on)
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on else OffloadPolicy()
+
+
+REFERENCE_VERSION = 1
+"""The FSDP version of a plugin that a script builds where neither it nor the environment names one."""
+
+_OBSOLETE = ("backward_prefetch", "use_orig_params", "limit_all_gathers")
+"""Fields of FSDP1 that change nothing under FSDP2; scripts set them for both."""
+_FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}
+"""What FSDP2 always does, by the field that asks FSDP1 for it."""
+
+
+def is_set(field: str) -> bool:
+    """Return whether the environment has a value for a field of the plugin."""
+    return bool(os.environ.get(keys_by_path()[PATHS[field]].env))
+
+
+def check_given(given: Mapping[str, Any], config: Config) -> list[str]:
+    """Raise for what code sets and this FSDP version cannot do, and name what changes nothing under it.
+
+    Args:
+        given: Plain values by field, None where code sets nothing.
+        config: What they were resolved to.
+
+    Returns:
+        The fields that change nothing.
+
+    Raises:
+        UsageError: A value would be lost.
+    """
+    version = config.fsdp_config.fsdp_version
+    for what in _missing(given, config):
+        msg = f"fsdp_version {version} has no {what}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+    _check_checkpointing(config)
+    shown = {name: _shown(name, given[name], version) for name in _OBSOLETE}
+    unused = {name: what for name, what in shown.items() if what}
+    for what in unused.values():
+        messages.say(f"{what} changes nothing under fsdp_version {version}")
+    return list(unused)
+
+
+def _missing(given: Mapping[str, Any], config: Config) -> Iterator[str]:
+    one = config.fsdp_config.fsdp_version == 1
+    reshard = config.fsdp_config.fsdp_reshard_after_forward
+    for name in PATHS:
+        if name not in _OBSOLETE and (what := _shown(name, given[name], config.fsdp_config.fsdp_version)):
+            yield what
+    if one and isinstance(given["reshard_after_forward"], bool):
+        yield "flag for reshard_after_forward"
+    if not one and isinstance(reshard, str):
+        yield f"reshard_after_forward {reshard}"
+
+
+def _check_checkpointing(config: Config) -> None:
+    needing = {
+        "activation_checkpointing_offload": config.fsdp_config.fsdp_activation_checkpointing_offload,
+        "activation_checkpointing_every": config.sharding.checkpoint_every > 1,
+    }
+    for name, wanted in needing.items():
+        if wanted and not config.fsdp_config.fsdp_activation_checkpointing:
+            msg = f"{name} needs activation_checkpointing"
+            raise UsageError(msg)
+
+
+def _shown(name: str, given: Any, version: int | None) -> str | None:
+    """Return a field with its value if this FSDP version has no such key, by the schema; None if it has."""
+    spec = keys_by_path()[PATHS[name]]
+    value = None if given is None else parse_value(spec.path, given, name)
+    if version in spec.key.versions or value in (None, spec.default, _FSDP2_DOES.get(name)):
+        return None
+    return {True: name, False: f"{name}=False"}.get(value, f"{name} {value}")
+
+
+def load_on_first_ranks_only(on: bool) -> None:
+    """Set whether transformers loads pretrained weights on each node's first rank only.
+
+    `from_pretrained` reads this from the environment and takes it no other way. This package reads the same
+    variable, so both do the same.
+    """
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true" if on else "false"
+
+
+class JoinsAccelerate:
+    """Stands between a class and `object`: Python lets such a class have other parents later."""
+
+
+def join_accelerate(plugin: type[JoinsAccelerate]) -> None:
+    """Make a class a child of accelerate's plugin class, now or as soon as accelerate is imported."""
+    once_imported("accelerate.utils.dataclasses", partial(_adopt, plugin))
+
+
+def _adopt(plugin: type[JoinsAccelerate], dataclasses: Any) -> None:
+    theirs = dataclasses.FullyShardedDataParallelPlugin
+    if not issubclass(plugin, theirs):
+        plugin.__bases__ = (*plugin.__bases__, theirs)
+
+
+_POLICIES: dict[str, Any] = {
+    "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+    "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+    "NO_WRAP": None,
+}
+
+_PLAIN = {
+    "fsdp_version": "version",
+    "limit_all_gathers": "limit_all_gathers",
+    "use_orig_params": "use_orig_params",
+    "sync_module_states": "sync_module_states",
+    "forward_prefetch": "forward_prefetch",
+    "activation_checkpointing": "activation_checkpointing",
+    "activation_checkpointing_offload": "activation_offload",
+    "cpu_ram_efficient_loading": "ram_efficient",
+    "min_num_params": "min_num_params",
+    "dp_replicate_size": "replicate_size",
+    "dp_shard_size": "shard_size",
+    "activation_checkpointing_every": "checkpoint_every",
+}
+"""Fields that hold the configuration's own value, and what Settings calls them."""
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(JoinsAccelerate):
+    """How models are sharded. A field left None takes the value of the launch's configuration.
+
+    The configuration reaches a worker as environment variables; values given here win over them. After
+    construction every field holds the value that will be used, as torch's own object where torch has one. Where
+    accelerate is imported, this is a child of its class of this name: `Accelerator(fsdp_plugin=...)` takes it.
+
+    Attributes:
+        fsdp_version: 1 (FullyShardedDataParallel) or 2 (fully_shard); 1 where code and environment set none.
+        sharding_strategy: A name, a code 1-5, or `ShardingStrategy`; None under FSDP2 after construction.
+        reshard_after_forward: FSDP2: a flag or a number of ranks. FSDP1: another name for the strategy.
+        backward_prefetch: A name, a code, or `BackwardPrefetch`; None means no prefetch. FSDP1.
+        mixed_precision_policy: `bf16`, `fp16`, `fp32`, `fp8`; a mapping of param_dtype, reduce_dtype, buffer_dtype
+            and output_dtype; `MixedPrecision` or `MixedPrecisionPolicy`.
+        auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, or a function: one of torch's
+            form, or one from a module to whether it is a unit.
+        cpu_offload: A flag, `CPUOffload` (FSDP1) or `CPUOffloadPolicy` (FSDP2).
+        ignored_modules: Modules, or a regular expression that matches their full names, or several.
+        state_dict_type: `full_state_dict`, `local_state_dict`, `sharded_state_dict`, or `StateDictType`.
+        state_dict_config: Torch's options for the model's state dict; made to fit the type when left out.
+        optim_state_dict_config: The same for the optimizer's.
+        limit_all_gathers: FSDP1: keep the host from queueing too many gathers.
+        use_orig_params: FSDP1: show the optimizer the model's own parameters.
+        param_init_fn: Gives values to a module whose parameters have no storage on any rank. Under FSDP1 with
+            sync_module_states a function that gives storage only, for accelerate's use.
+        sync_module_states: Send rank 0's parameters and buffers to all ranks before sharding; always so under
+            cpu_ram_efficient_loading, where only rank 0 has them.
+        forward_prefetch: Gather the next unit while the current one computes forward.
+        activation_checkpointing: Compute each block's activations again in backward.
+        cpu_ram_efficient_loading: Only rank 0 has weights, the others receive them.
+        transformer_cls_names_to_wrap: Class names of the blocks, as a list or separated by commas.
+        min_num_params: Smallest number of parameters size_based_wrap makes a unit of.
+        activation_checkpointing_offload: Move the blocks' saved inputs to host memory.
+        dp_replicate_size: Replicas of the model; -1 takes what dp_shard_size leaves.
+        dp_shard_size: Ranks per replica; -1 takes what dp_replicate_size leaves.
+        master_dtype: The dtype shards and optimizer state are kept in.
+        activation_checkpointing_every: Compute only every n-th block again, 2 for half of them.
+        forward_methods: Names of methods, beside forward and generate, that compute with the parameters.
+
+    Raises:
+        UsageError: A value is not one the field takes, or the FSDP version has no such thing.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module | str] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], Any] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+    activation_checkpointing_offload: bool | None = None
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    master_dtype: Any = None
+    activation_checkpointing_every: int | None = None
+    forward_methods: list[str] | str | None = None
+    _config: Config = field(init=False, repr=False, compare=False)
+    _configured: Settings = field(init=False, repr=False, compare=False)
+    _wrap_given: bool = field(init=False, repr=False, compare=False, default=True)
+    _float8: bool = field(init=False, repr=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        given = {name: plain_or_none(name, getattr(self, name)) for name in PATHS}
+        if given["fsdp_version"] is None and not is_set("fsdp_version"):
+            given["fsdp_version"] = REFERENCE_VERSION
+        self._config = configured(given)
+        unused = check_given(given, self._config)
+        if unused:
+            self._config = configured(given | dict.fromkeys(unused))
+        self._configured = settings_of(self._config)
+        self._wrap_given = given["auto_wrap_policy"] is not None or is_set("auto_wrap_policy")
+        if given["cpu_ram_efficient_loading"] is not None:
+            load_on_first_ranks_only(bool(self._configured.ram_efficient))
+        self._fill()
+        self.set_state_dict_type()
+        policy, own = self.mixed_precision_policy, self._configured
+        check_policy(policy, own.version)
+        self._set_dtypes(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
+
+    def _fill(self) -> None:
+        """Give every field its final value: the configuration's, which holds what code set, as torch's object."""
+        own = self._configured
+        for name, setting in _PLAIN.items():
+            setattr(self, name, getattr(own, setting))
+        one = own.version == 1
+        strategy = sharding_strategy(own.strategy)
+        self.sharding_strategy = strategy if one else None
+        named = strategy if self.reshard_after_forward is not None else None  # FSDP1: another name of the strategy
+        self.reshard_after_forward = named if one else own.reshard_after_forward
+        prefetch = own.backward_prefetch
+        self.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
+        self.state_dict_type = StateDictType[own.state_dict_type]
+        self.transformer_cls_names_to_wrap = list(own.block_classes) or None
+        self.forward_methods = list(own.forward_methods)
+        self.cpu_offload = offload_policy(self.cpu_offload, on=own.offload, one=one)
+        if self.ignored_modules is None:
+            self.ignored_modules = cast("str | None", own.ignored)
+        elif not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)
+        if not is_function(self.auto_wrap_policy):
+            self.auto_wrap_policy = _POLICIES[str(own.wrap)]
+        if one and self.sync_module_states and self.param_init_fn is None:
+            self.param_init_fn = allocate
+
+    @property
+    def process_group_timeout(self) -> timedelta:
+        """Return how long a collective may wait; read only, since the process group is made with it."""
+        return timedelta(seconds=self._config.launch.process_group_timeout_seconds)
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose how checkpoints hold the model, and fit torch's options to it.
+
+        Args:
+            state_dict_type: A name, a code, or `StateDictType`; the present one when left out.
+
+        Raises:
+            UsageError: It is no such type, or LOCAL_STATE_DICT under FSDP2.
+        """
+        wanted = self.state_dict_type if state_dict_type is None else state_dict_type
+        name = state_dict_name(wanted)
+        if name == "LOCAL_STATE_DICT" and self.fsdp_version != 1:
+            msg = "fsdp_version 2 has no state_dict_type LOCAL_STATE_DICT"
+            raise UsageError(msg, hint="use SHARDED_STATE_DICT")
+        self.state_dict_type = StateDictType[name]
+        self.state_dict_config = state_config(self.state_dict_type, self.state_dict_config)
+        self.optim_state_dict_config = optimizer_config(self.state_dict_type, self.optim_state_dict_config)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Bind a named wrap policy to a model, so that `auto_wrap_policy` is a function torch can use.
+
+        Raises:
+            ShardingError: A class to wrap is not in the model, or the model has no blocks.
+        """
+        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+            classes = self._classes_of(model)
+            self.auto_wrap_policy = (
+                partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if classes else None
+            )
+        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+            least = self.min_num_params
+            self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
+        elif callable(self.auto_wrap_policy):
+            self.auto_wrap_policy = torch_form(self.auto_wrap_policy)
+
+    def _classes_of(self, model: nn.Module) -> set[type[nn.Module]]:
+        """Return the classes of a model's blocks, and keep their names, which is what accelerate looks at.
+
+        None when the model has no blocks and nobody asked for them.
+        """
+        try:
+            blocks = find_blocks(model, self.transformer_cls_names_to_wrap or ())
+        except ShardingError:
+            if self._wrap_given or self.transformer_cls_names_to_wrap:
+                raise
+            return set()
+        classes = {type(block) for block in blocks.values()}
+        self.transformer_cls_names_to_wrap = sorted(each.__name__ for each in classes)
+        return classes
+
+    def set_mixed_precision(
+        self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute in a dtype, unless a policy is there already.
+
+        Args:
+            mixed_precision: `bf16`, `fp16`, `fp32`, `fp8`, or torch's object.
+            buffer_autocast: Keep buffers in fp32 (FSDP1).
+            override: Replace a policy that is there.
+
+        Raises:
+            UsageError: It is no dtype.
+        """
+        if self.mixed_precision_policy is not None and not override:
+            return
+        name = str(plain(mixed_precision)).removeprefix("torch.")
+        dtypes = dtypes_from(name, self._configured.dtypes)
+        dtypes = replace(dtypes, buffer=torch.float32) if buffer_autocast else dtypes
+        self._set_dtypes(dtypes, float8=is_float8(name))
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check that the policy is of the class this FSDP version uses.
+
+        Raises:
+            UsageError: It is not.
+        """
+        wanted = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
+            msg = f"mixed_precision_policy must be {wanted.__name__} under fsdp_version {self.fsdp_version}"
+            raise UsageError(msg, hint=f"got {self.mixed_precision_policy!r}")
+
+    def _set_dtypes(self, dtypes: Dtypes, *, float8: object) -> None:
+        self._float8 = bool(float8)
+        self.master_dtype = dtypes.master
+        self.mixed_precision_policy = policy_of(dtypes, self._configured.version)
+
+    def settings(self) -> Settings:
+        """Return the frozen values that sharding works with: the configuration's, and the fields as they are now.
+
+        Raises:
+            UsageError: A field was set to something it cannot be.
+        """
+        self.validate_mixed_precision_policy()
+        ignored, own_strategy = self.ignored_modules, self._configured.strategy
+        own = {setting: getattr(self, name) for name, setting in _PLAIN.items()}
+        fields: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
+        return replace(
+            self._configured,
+            **fields,
+            strategy=STRATEGY.parse(plain(self.sharding_strategy or own_strategy)),
+            reshard_after_forward=True if self.fsdp_version == 1 else self.reshard_after_forward,
+            offload=offloads_params(self.cpu_offload),
+            wrap=_wrap_name(self.auto_wrap_policy),
+            block_classes=tuple(names_in(self.transformer_cls_names_to_wrap)),
+            backward_prefetch=PREFETCH.parse(plain(self.backward_prefetch) or "NO_PREFETCH"),
+            state_dict_type=STATE_DICT.parse(plain(self.state_dict_type)),
+            ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
+            forward_methods=tuple(names_in(self.forward_methods)),
+            float8=float8_of(self._config) if self._float8 else None,
+            dtypes=dtypes_from(
+                self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
+            ),
+            param_init_fn=None if self.param_init_fn is allocate else self.param_init_fn,
+        )
+
+
+@cache
+def ambient_plugin() -> FullyShardedDataParallelPlugin:
+    """Return the plugin of the launch's configuration, made once per process."""
+    return FullyShardedDataParallelPlugin(fsdp_version=decode().fsdp_config.fsdp_version)
+
+
+join_accelerate(FullyShardedDataParallelPlugin)
+
+
+def _wrap_name(policy: Any) -> Any:
+    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
+    return next((name for name, own in _POLICIES.items() if own is policy), policy)

@@ -1,1 +1,0 @@
-"""The plugin object: the fields that scripts for accelerate set, filled from the configuration."""

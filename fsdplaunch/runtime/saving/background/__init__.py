@@ -1,1 +1,0 @@
-"""Saves that are copied and written while training goes on."""

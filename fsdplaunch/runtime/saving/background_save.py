@@ -1,0 +1,450 @@
+"""At most one save that is made while training goes on: copied, written, put in place by a thread of its own."""
+
+import atexit
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from fsdplaunch.display_text import printable, shortened, text_of
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
+from fsdplaunch.runtime.inspection.parameters import clean_name
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
+from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported
+from fsdplaunch.runtime.saving.save_job import SaveJob
+from fsdplaunch.runtime.torch_internals.distributed import (
+    ShardedTensor,
+    TensorShard,
+    local_tensor,
+    with_local_shards,
+    with_local_tensor,
+)
+from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
+from fsdplaunch.standard_streams import flush_both, write_error
+
+_ALIGNMENT = 64
+State = Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of this rank and where its copy goes.
+
+    Attributes:
+        source: The tensor.
+        place: Host memory of the same shape and dtype, at first without its values.
+        is_shard: Whether it is a shard of a sharded tensor.
+    """
+
+    source: torch.Tensor
+    place: torch.Tensor
+    is_shard: bool
+
+
+class HostBuffer:
+    """Memory for one save at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, state: State) -> tuple[State, list[PlacedTensor]]:
+        """Return `state` with a place in this buffer for each tensor of this rank, and what is to be copied there.
+
+        Dictionaries, lists and tuples are made anew; other values are kept, they are not changed in place.
+
+        Returns:
+            The new state, and what is to be copied.
+        """
+        tensors = {id(tensor): (tensor, is_shard) for tensor, is_shard in _tensors(state)}
+        sizes = [tensor.numel() * tensor.element_size() for tensor, _ in tensors.values()]
+        rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self._reserve(sum(rooms))
+        memory, position = self._memory.numpy(), 0
+        placed: dict[int, PlacedTensor] = {}
+        for (tensor, is_shard), size, room in zip(tensors.values(), sizes, rooms, strict=True):
+            placed[id(tensor)] = PlacedTensor(tensor.detach(), _place(memory, position, size, tensor), is_shard)
+            position += room
+        return _rebuilt(state, {key: each.place for key, each in placed.items()}), list(placed.values())
+
+    def _reserve(self, size: int) -> None:
+        if size <= len(self._memory):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        if torch.cuda.is_available():
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth of the page faults
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _place(memory: Any, position: int, size: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return room for a tensor, as a storage by itself: of a part of one, torch writes a copy or all of it."""
+    if not size:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=position)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _tensors(state: State) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Return this rank's tensors of a state, in its order, each with whether it is a shard."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+    elif isinstance(state, DTensor):
+        yield local_tensor(state), True
+    elif isinstance(state, ShardedTensor):
+        yield from ((shard.tensor, True) for shard in state.local_shards())
+    elif isinstance(state, torch.Tensor):
+        yield state, False
+
+
+def _rebuilt(state: State, places: dict[int, torch.Tensor]) -> State:
+    if isinstance(state, dict):
+        return {key: _rebuilt(value, places) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_rebuilt(value, places) for value in state)
+    if isinstance(state, DTensor):
+        # Not from_local: that would move the copy back to the mesh's device.
+        return with_local_tensor(state, places[id(local_tensor(state))])
+    if isinstance(state, ShardedTensor):
+        shards = [TensorShard(places[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
+        return with_local_shards(state, shards)
+    return places[id(state)] if isinstance(state, torch.Tensor) else state
+
+
+class TrainedTensors:
+    """The tensors of some optimizers at one moment, and how often each had been changed until then.
+
+    Args:
+        models: What is saved; names of parameters come from there.
+        optimizers: Whose step changes the tensors. What none of them trains, anyone may change at any time.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self.models = models
+        names = {id(param): clean_name(name) for model in models for name, param in model.named_parameters()}
+        self._found = [
+            (names.get(id(param), "a parameter"), tensor)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+            for tensor in (param, *_tensors_of(optimizer.state.get(param)))
+        ]
+        self._storages = _storages(tensor for _, tensor in self._found)
+        self._gathers = any(map(fsdp1_wrappers, models))
+        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+        self._others = _storages(held) - self._storages if self._gathers else set()
+        self._counts: list[tuple[str, torch.Tensor, int]] = []
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has its values in the memory of one of these."""
+        return storage_identity(tensor) in self._storages
+
+    def is_made_for_state_dict(self, shard: torch.Tensor) -> bool:
+        """Return whether a shard of a state dict is nobody else's: FSDP1 makes new ones for each."""
+        return self._gathers and storage_identity(shard) not in self._storages | self._others
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note how often each of these that shares memory with one of `tensors` has been changed until now."""
+        storages = _storages(tensors)
+        self._counts = [
+            (name, part, change_count(part))
+            for name, each in self._found
+            if storage_identity(shard := _shard(each)) in storages
+            for part in {id(each): each, id(shard): shard}.values()  # torch counts for each of the two by itself
+        ]
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter that, or whose state, was changed since; None if none was.
+
+        Torch does not count changes through `.data`.
+        """
+        return next((name for name, tensor, count in self._counts if change_count(tensor) != count), None)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {storage_identity(_shard(tensor)) for tensor in tensors}
+
+
+def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    values = state.values() if isinstance(state, dict) else ()
+    yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+PIECE = 32 * 2**20
+AT_ONCE = 16 * 2**20
+"""Up to so many bytes are copied before the call returns: that takes milliseconds, and nothing has to wait."""
+GRACE_SECONDS = 0.1
+"""How long after the copy a change is still looked for: torch counts one when it ends, not when it begins."""
+
+
+class HostCopies:
+    """Copies of one save's tensors: what is not trained at once, the rest by `make`.
+
+    Args:
+        states: What is saved, as this rank holds it.
+        buffer: Where the copies go.
+        trained: What only an optimizer's step changes.
+    """
+
+    def __init__(self, states: Sequence[Any], buffer: HostBuffer, trained: TrainedTensors) -> None:
+        self.states, placed = buffer.place(list(states))
+        self._trained = trained
+        # Numbers of steps go at once: under FSDP1 there is nothing else to wait for.
+        later = [each for each in placed if each.source.dim() and trained.holds(each.source)]
+        self._later = later if sum(each.place.nbytes for each in later) > AT_ONCE else []
+        self._own = [each for each in placed if each.is_shard and trained.is_made_for_state_dict(each.source)]
+        waiting = {id(each) for each in (*self._later, *self._own)}
+        trained.watch(each.source for each in self._later)
+        self._copied, self._released = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._is_checked = False
+        self._changed: str | None = None
+        at_once = [each for each in placed if id(each) not in waiting]
+        self._stream = _copy_from_device(at_once, [*self._later, *self._own])
+        _copy_on_host(at_once)
+        if not self._later:
+            self._copied.set()
+
+    def make(self) -> None:
+        """Make the copies; called by another thread than the one that trains.
+
+        Raises:
+            CheckpointError: A parameter was changed by something other than a step before its copy was complete.
+        """
+        try:
+            _copy_on_host(self._later)
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._copied.set()
+        while self._own:
+            _copy_on_host([self._own.pop()])  # and its memory is given back
+        self._released.wait(GRACE_SECONDS)
+        self._check()
+        self._later = []
+        if self._changed is not None:
+            msg = f"{self._changed} was changed by something other than an optimizer's step while it was copied"
+            hint = "change it before save_checkpoint or after the next step, or set checkpoint.async to false"
+            raise CheckpointError(msg, hint=hint)
+
+    def wait(self) -> None:
+        """Wait until what is trained has been copied; called by who is about to change it."""
+        self._copied.wait()
+        self._check()
+        self._released.set()
+
+    def _check(self) -> None:
+        with self._lock:
+            if not self._is_checked:
+                self._is_checked, self._changed = True, self._trained.changed()
+
+
+def _copy_on_host(tensors: Iterable[PlacedTensor]) -> None:
+    """Copy what is on the host, in one thread and without the interpreter's lock, so that training goes on."""
+    for each in tensors:
+        source, place = each.source, each.place
+        if source.device.type != "cpu":
+            continue
+        if not source.is_contiguous() or source.is_conj() or source.is_neg():
+            place.copy_(source)
+            continue
+        size = source.numel() * source.element_size()
+        for offset in range(0, size, PIECE):
+            begin, count = source.data_ptr() + offset, min(PIECE, size - offset)
+            ctypes.memmove(place.data_ptr() + offset, begin, count)
+
+
+def _copy_from_device(at_once: list[PlacedTensor], later: list[PlacedTensor]) -> Any:
+    """Begin to copy what is on GPUs, and return the stream that does; None without any.
+
+    What computes on the GPU afterwards waits there for the tensors of `at_once`, the script does not.
+    """
+    if not any(each.source.is_cuda for each in (*at_once, *later)):
+        return None
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        _enqueue(at_once)
+        current.wait_event(stream.record_event())
+        _enqueue(later)
+    return stream
+
+
+def _enqueue(tensors: Iterable[PlacedTensor]) -> None:
+    for each in tensors:
+        if each.source.is_cuda:
+            each.place.copy_(each.source, non_blocking=True)
+
+
+EXIT_SECONDS = 25.0
+"""How long a script that failed waits at exit for a save that is under way."""
+NOTABLE_SECONDS = 0.02
+
+
+class BackgroundSave:
+    """At most one save that is made while training goes on.
+
+    It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer()
+        self._group: tuple[Any, dist.ProcessGroup] | None = None
+        self._folders: set[Path] = set()
+        self._thread: threading.Thread | None = None
+        self._copies: HostCopies | None = None
+        self._hooks: list[Any] = []
+        self._failure: BaseException | None = None
+        self._is_set_up = self._told = False
+
+    def start(self, save: SaveJob, trained: TrainedTensors) -> None:
+        """Begin to copy everything to host memory and to write it; every rank calls this, and `finish` before.
+
+        What is wrong with a folder is found before the first save into it returns, and later beside the training.
+
+        Args:
+            save: What is written.
+            trained: What only an optimizer's step changes; that step waits for its copy.
+        """
+        self._set_up()
+        group = self._own_group()
+        # The script may change to another folder meanwhile.
+        save = replace(save, target=save.target.absolute(), root=save.root.absolute())
+        is_open = self._open_first(save)
+        try:
+            with raise_on_all_ranks(save.doing):
+                copies = HostCopies([each.state for each in save.states], self._buffer, trained)
+        except BaseException:
+            save.discard()
+            raise
+        copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
+        self._copies = copies
+        self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in trained.models]
+        arguments = (replace(save, states=copied), copies, group, is_open)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="fsdplaunch-save", daemon=True)
+        self._thread.start()
+
+    def _set_up(self) -> None:
+        """Register what stays to the end of the process."""
+        if not self._is_set_up:
+            atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
+            optimizers.register_optimizer_step_pre_hook(self._before_step)
+            self._is_set_up = True
+
+    def _open_first(self, save: SaveJob) -> bool:
+        """Open a save into a folder that some rank has not saved into yet, and return whether that was so."""
+        if not any(from_all(save.root not in self._folders)):
+            return False
+        save.open()
+        self._folders.add(save.root)
+        return True
+
+    def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup, is_open: bool) -> None:
+        try:
+            save.write(group, prepare=copies.make, is_open=is_open)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _own_group(self) -> dist.ProcessGroup:
+        default = dist.group.WORLD
+        if self._group is None or self._group[0] is not default:
+            self._group = (default, dist.new_group(backend="gloo"))
+        return self._group[1]
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait_for_copies()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """Take the hooks out of the models, so that nothing that pickles or copies one meets them for long."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def wait_for_copies(self) -> None:
+        """Wait until all that is trained has been copied, before it changes; say the first time how long."""
+        if self._copies is None:
+            return
+        begin = time.monotonic()
+        self._copies.wait()
+        self._copies = None
+        waited = time.monotonic() - begin
+        if waited > NOTABLE_SECONDS and not self._told:
+            self._told = True
+            messages.say(
+                f"checkpoint.async: the optimizer's step waited {waited:.2f} s for the copy to host memory"
+            )
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait for the save under way, if there is one.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(seconds)
+        self._thread = self._copies = None
+        self._remove_hooks()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+background = BackgroundSave()
+
+
+def _before_loading(*_: Any) -> None:
+    """Wait before a model's `load_state_dict`; found by its name when the model is pickled."""
+    background.wait_for_copies()
+
+
+def wait_for_copies() -> None:
+    """Wait until a save under way has copied what is about to be changed."""
+    background.wait_for_copies()
+
+
+def finish_saves() -> None:
+    """Wait for a save that is still being written; its failure is raised here.
+
+    Raises:
+        CheckpointError: It failed.
+    """
+    background.finish()
+
+
+def _at_exit() -> None:
+    """Finish the save under way, for runs that no launcher's bootstrap ends."""
+    failed = bool(call_if_imported(GROUP_IS_ABANDONED))
+    try:
+        background.finish(EXIT_SECONDS if failed else None)
+    except BaseException as failure:
+        write_error(f"error: {printable(shortened(text_of(failure)))}\n")
+        with suppress(OSError, ValueError):
+            flush_both()
+        if not failed:
+            os._exit(1)  # an exit handler has no other way to change the status

@@ -1,0 +1,243 @@
+"""How a sharded model computes: checkpointed blocks, torch.compile, float8 layers, methods other than forward."""
+
+import copy
+import functools
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
+
+from fsdplaunch.config.schema.kinds import DYNAMO
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.inspection.units import replace_modules
+from fsdplaunch.runtime.sharding.ignored import IgnoredParts
+from fsdplaunch.runtime.sharding.settings import Compiling, Float8, Settings
+from fsdplaunch.runtime.sharding.wrap import Units, class_name, find_blocks
+from fsdplaunch.runtime.torch_internals.modules import CheckpointImpl, checkpoint_wrapper, offload_wrapper
+
+
+def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device: torch.device) -> Units:
+    """Wrap the model's blocks in place, before they are sharded, and return the units with the wrappers in them.
+
+    Blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
+    gathering then stands outside of the recomputation, so backward gathers each block once.
+
+    Raises:
+        ShardingError: The model has no blocks and no units, or fewer than every how many of them is to be wrapped.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # transformers' switch
+        messages.say("the model's own gradient checkpointing is on, so fsdp_activation_checkpointing adds nothing")
+        return units
+    keep_no_cache(model)
+    offload = settings.activation_offload and device.type != "cpu"
+    if settings.activation_offload and not offload:
+        messages.say("fsdp_activation_checkpointing_offload changes nothing without a GPU")
+    every = settings.checkpoint_every
+    blocks = _blocks(model, units, settings)
+    if every > len(blocks):
+        msg = f"sharding.checkpoint_every is {every}, and {class_name(model)} has {len(blocks)} blocks"
+        raise ShardingError(msg, hint="set a smaller number")
+    wrappers = {block: _wrapped(block, offload=offload) for block in blocks[every - 1 :: every]}
+    replace_modules(model, wrappers)
+    return {name: wrappers.get(unit, unit) for name, unit in units.items()}
+
+
+def _blocks(model: nn.Module, units: Units, settings: Settings) -> list[nn.Module]:
+    try:
+        return list(find_blocks(model, settings.block_classes).values())
+    except ShardingError:
+        if not units or settings.wrap == "TRANSFORMER_BASED_WRAP":
+            raise
+        return list(units.values())
+
+
+def _wrapped(block: nn.Module, *, offload: bool) -> nn.Module:
+    wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    return offload_wrapper(wrapped) if offload else wrapped
+
+
+def keep_no_cache(model: nn.Module) -> None:
+    """Turn off the key-value cache of transformers models: computing a block twice would append to it twice."""
+    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
+    cached = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in cached:
+        config.use_cache = False
+    if cached:
+        messages.say("set the model's use_cache to false: it cannot be kept under activation checkpointing")
+
+
+def compile_blocks(units: Units, settings: Settings) -> None:
+    """Compile the forward of each unit, recomputation included, and nothing of the gathering around it.
+
+    The methods are exchanged, not the modules, so that no name in the model changes. Blocks of one class share
+    what was compiled for the first.
+
+    Raises:
+        ShardingError: There are no units, or this torch has no such backend.
+    """
+    how = settings.compiling
+    if how is None or not how.blocks:
+        return
+    if not units:
+        msg = "dynamo_use_regional_compilation compiles blocks, and this model has none"
+        raise ShardingError(msg, hint="leave it out, or choose a wrap policy other than NO_WRAP")
+    for unit in units.values():
+        _compile(unit, how)
+
+
+def compile_model(model: nn.Module, settings: Settings) -> None:
+    """Compile the model's own forward, once its units are sharded.
+
+    Raises:
+        ShardingError: This torch has no such backend.
+    """
+    if settings.compiling is not None and not settings.compiling.blocks:
+        _compile(model, settings.compiling)
+
+
+def _compile(module: nn.Module, how: Compiling) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if how.backend not in known:
+        msg = f"dynamo_backend {how.backend.upper()} is not one this torch has"
+        names = [name for name in DYNAMO.choices if name.lower() in known]
+        raise ShardingError(msg, hint=f"it has {', '.join(names)}")
+    module.__dict__["forward"] = CompiledForward(module, how, module.__dict__.get("forward"))
+
+
+class CompiledForward:
+    """A module's forward, compiled when it is first called; a copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module, how: Compiling, given: Callable[..., Any] | None = None) -> None:
+        self.module = module
+        self.how = how
+        self.given = given
+        self.run: Callable[..., Any] | None = None
+        functools.update_wrapper(self, self._plain(), updated=())
+
+    def _plain(self) -> Callable[..., Any]:
+        """Return the forward that is compiled: the class's, unless the module was given another."""
+        return self.given or MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; what is compiled is the plain forward."""
+        if self.run is None:
+            self.run = torch.compile(
+                self._plain(),
+                backend=self.how.backend,
+                mode=self.how.mode if self.how.backend == "inductor" else None,
+                fullgraph=self.how.fullgraph,
+                dynamic=True if self.how.dynamic else None,
+            )
+        return self.run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        """Return one that computes with the copy of the module, not with this module."""
+        return CompiledForward(copy.deepcopy(self.module, memo), self.how, copy.deepcopy(self.given, memo))
+
+
+_MULTIPLE = 16
+"""What float8 matrix products need both sides of a matrix to be a multiple of."""
+
+
+def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
+    """Exchange a model's linear layers for float8 ones with the same parameters, in place; count them.
+
+    The first and the last linear layer stay, where float8 costs accuracy, and with them layers that cannot be
+    padded or are not sharded. Everything else computes in the configured dtype.
+
+    Raises:
+        ShardingError: Under FSDP1, without torchao, or when no layer can compute in float8.
+    """
+    if settings.float8 is None:
+        return 0
+    if settings.version == 1:
+        msg = "mixed_precision fp8 needs fsdp_version 2"
+        raise ShardingError(msg, hint="set fsdp_version: 2, or mixed_precision: bf16")
+    config, swap = _torchao(settings.float8)
+    ignored = out.below()
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
+    ends = set(list(linear)[:1] + list(linear)[-1:])
+    chosen = {name for name, m in linear.items() if name not in ends and (settings.float8.pad or _fits(m))}
+    done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+    if not chosen and not done:
+        msg = f"mixed_precision fp8: no linear layer of {type(model).__name__} can compute in float8"
+        raise ShardingError(msg, hint="use mixed_precision: bf16")
+    swap(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    return len(chosen) + done
+
+
+def _torchao(how: Float8) -> tuple[Any, Any]:
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        msg = f"mixed_precision fp8 needs torchao, which cannot be imported: {error}"
+        raise ShardingError(msg, hint="pip install torchao, or set mixed_precision: bf16") from None
+    return (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=how.gather, pad_inner_dim=how.pad),
+        convert_to_float8_training,
+    )
+
+
+def _fits(layer: nn.Linear) -> bool:
+    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
+
+
+def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
+    """Return the methods to gather parameters for: those configured, and generate where the model has it.
+
+    Raises:
+        ShardingError: The model has no such method.
+    """
+    for name in settings.forward_methods:
+        if not callable(getattr(model, name, None)):
+            msg = f"sharding.forward_methods: {class_name(model)} has no method {name}"
+            raise ShardingError(msg, hint="name methods of the model that prepare is given")
+    own = ("generate",) if callable(getattr(model, "generate", None)) else ()
+    return tuple(dict.fromkeys((*own, *settings.forward_methods)))
+
+
+def register(sharded: nn.Module, model: nn.Module, names: tuple[str, ...]) -> None:
+    """Make the methods gather the root's parameters first, as forward does.
+
+    Args:
+        sharded: What prepare returns: the model itself, or FSDP1's wrapper around it.
+        model: The user's model.
+        names: The methods.
+    """
+    for name in names:
+        if isinstance(sharded, FullyShardedDataParallel):
+            object.__setattr__(sharded, name, partial(_as_forward, sharded, model, name))
+        else:
+            register_fsdp_forward_method(sharded, name)
+
+
+def _as_forward(
+    wrapper: FullyShardedDataParallel, model: nn.Module, name: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a method in the place of the model's forward, so that the wrapper does for it what it does for forward.
+
+    The method may call the model itself, whose forward is back in its place by then.
+    """
+    held = model.__dict__.get("forward")
+
+    def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+        _put_back(model, held)
+        return getattr(model, name)(*inner_args, **inner_kwargs)
+
+    model.__dict__["forward"] = run
+    try:
+        return wrapper(*args, **kwargs)
+    finally:
+        _put_back(model, held)
+
+
+def _put_back(model: nn.Module, held: Any) -> None:
+    if held is None:
+        model.__dict__.pop("forward", None)
+    else:
+        model.__dict__["forward"] = held

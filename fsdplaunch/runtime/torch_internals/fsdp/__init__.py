@@ -1,1 +1,0 @@
-"""What torch's FSDP keeps behind its units and wrappers, in both versions."""

@@ -1,0 +1,183 @@
+"""Models that PyTorch/XLA's two classes have wrapped: their names, parameters, gradients and optimizers."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdplaunch.checkpoint.readers.xla_files import own_name
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.sharding_watch import mark_sharded
+from fsdplaunch.runtime.torch_internals.xla import is_xla_shard, name_in_unit
+
+
+def wrapper_classes() -> tuple[type, type]:
+    """Return PyTorch/XLA's class of one process per device, and that of SPMD."""
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    return XlaFullyShardedDataParallel, SpmdFullyShardedDataParallel
+
+
+def watch_wrappers() -> None:
+    """Start to notice when one of them is built."""
+    per_device, spmd = wrapper_classes()
+    _notice(per_device, lambda _: None)
+    _notice(spmd, _move)
+
+
+def _notice(wrapper: Any, prepare: Callable[[Any], None]) -> None:
+    construct = wrapper.__init__
+
+    @functools.wraps(construct)
+    def construct_and_mark(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(module)
+        construct(self, module, *args, **_with_output(kwargs))
+        mark_sharded(wrapper.__name__)
+
+    wrapper.__init__ = construct_and_mark
+
+
+def _move(module: Any) -> None:
+    """Move a model before SPMD's class does, which makes several of a parameter that modules share."""
+    from fsdplaunch.runtime.xla.devices import device
+
+    move_model(module, device())
+
+
+def _with_output(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with our function for outputs in place of transformers', which knows one kind only."""
+    given = arguments.get("shard_output")
+    if getattr(given, "__module__", "") != "transformers.trainer":
+        return arguments
+    from fsdplaunch.runtime.xla.devices import split_output
+
+    return arguments | {"shard_output": split_output}
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device of another kind, and keep parameters shared: torch makes new ones there.
+
+    Args:
+        model: In host memory.
+        device: Where it goes.
+    """
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    model.to(device)
+    for first, *others in names.values():
+        for name in others:
+            home, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(home), leaf, model.get_parameter(first))
+
+
+def names_before(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters before it is wrapped, by identity."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def parameters_after(wrapped: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameter that holds each of the user's now; several may share one, where they are flattened."""
+    per_device, _ = wrapper_classes()
+    if not any(isinstance(module, per_device) for module in wrapped.modules()):
+        return {own_name(name): param for name, param in wrapped.named_parameters(remove_duplicate=False)}
+    return dict(_sharded(wrapped))
+
+
+def _sharded(wrapped: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    per_device, _ = wrapper_classes()
+    for place, module in wrapped.named_modules():
+        unit: Any = module
+        for shard in unit.sharded_params if isinstance(module, per_device) else ():
+            for name in _names_in(unit, shard):
+                yield own_name(".".join(filter(None, (place, name)))), shard
+
+
+def _names_in(unit: Any, shard: Any) -> list[str]:
+    """Return what a shard of a unit holds: one parameter, or those that were flattened into one."""
+    name = name_in_unit(shard)
+    home, _, leaf = name.rpartition(".")
+    if not leaf.startswith("flat_param_"):
+        return [name]
+    names, _, _ = unit.get_submodule(home.removesuffix(".")).metadata(int(leaf.rpartition("_")[2]))
+    return list(names)
+
+
+def names_of_each(wrapped: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the user's names of what each parameter of a wrapped model holds, by identity."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, param in parameters_after(wrapped).items():
+        found[id(param)] = (*found.get(id(param), ()), name)
+    return found
+
+
+def shared_names(wrapped: nn.Module) -> set[str]:
+    """Return further names of parameters that have several, which a wrapped model does not hold again."""
+    per_device, _ = wrapper_classes()
+    found = set[str]()
+    for place, module in wrapped.named_modules():
+        unit: Any = module
+        for home, _, _, name, _, _ in unit.shared_full_param_infos if isinstance(module, per_device) else ():
+            found.add(own_name(".".join(filter(None, (place, home, name)))))
+    return found
+
+
+def repoint(optimizer: Optimizer, known: dict[int, tuple[str, nn.Module]]) -> None:
+    """Have an optimizer train what its parameters have become.
+
+    Args:
+        optimizer: Without state.
+        known: Name and wrapped model of each parameter that there was before, by identity.
+
+    Raises:
+        ShardingError: It has state already, or trains in several groups what was flattened into one parameter.
+    """
+    after: dict[int, dict[str, nn.Parameter]] = {}
+    taken: set[int] = set()
+    for group in optimizer.param_groups:
+        new: dict[int, nn.Parameter] = {}
+        for param in group["params"]:
+            if id(param) not in known:
+                continue
+            name, wrapped = known[id(param)]
+            here = after.setdefault(id(wrapped), parameters_after(wrapped))
+            new[id(here[name])] = here[name]
+        if not new:
+            continue
+        if optimizer.state or taken & set(new):
+            what = "has state already" if optimizer.state else "splits flattened parameters over its groups"
+            msg = f"{type(optimizer).__name__} {what}, which PyTorch/XLA's FSDP cannot take over"
+            raise ShardingError(msg, hint="build the optimizer after fsdplaunch.prepare(model)")
+        taken |= set(new)
+        group["params"] = list(new.values())
+
+
+def clip_norm(parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor | None:
+    """Clip by the norm over all processes; None for what this class does not shard.
+
+    Raises:
+        ShardingError: Parameters are given in place of the model.
+    """
+    per_device = wrapper_classes()[0]
+    model: Any = parameters
+    if isinstance(parameters, per_device):
+        norm: torch.Tensor = model.clip_grad_norm_(max_norm, norm_type)
+        return norm
+    if isinstance(parameters, nn.Module):
+        return None
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(map(is_xla_shard, given)):
+        msg = "the norm of shards of PyTorch/XLA is not that of their model"
+        raise ShardingError(msg, hint="give clip_grad_norm_ the model that prepare returned")
+    return None
+
+
+def unsynchronized(model: nn.Module) -> AbstractContextManager[Any] | None:
+    """Return what keeps a model's gradients from being exchanged; None for what this class does not shard."""
+    wrapper: Any = model
+    return wrapper.no_sync() if isinstance(model, wrapper_classes()[0]) else None

@@ -1,0 +1,231 @@
+"""The launcher's side: ask a warm interpreter for an agent, or start one before there is a run.
+
+Whatever is not right with one, the launch is a cold one.
+"""
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdplaunch.channel import Channel
+from fsdplaunch.errors import MachineError, UsageError
+from fsdplaunch.launch.entry_points import WARM_SERVER, preload_lists
+from fsdplaunch.launch.plan import LaunchPlan
+from fsdplaunch.warm.identity import (
+    PROTOCOL,
+    UnsafeFolderError,
+    connect,
+    folder_path,
+    handed_over,
+    opened_folder,
+    server_name,
+    socket_names,
+    surroundings,
+)
+
+SECONDS = 1.0
+"""How long one answer may take; then the launch goes on without it."""
+_WORD_SECONDS = 5.0
+"""How long the interpreter may take to say how an agent ended."""
+_log = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """The warm interpreter does not fit, or does not answer."""
+
+
+class WarmAgent:
+    """An agent that was forked from a warm interpreter, whose child it is; handled as one of our own."""
+
+    def __init__(self, channel: Channel, pid: int, process: int, lost_status: Callable[[], int]) -> None:
+        """Take charge of a running agent.
+
+        Args:
+            channel: To the warm interpreter, which will say how the agent ended.
+            pid: The agent's process id.
+            process: Descriptor of the agent's process (pidfd), which no later process can take the place of.
+            lost_status: Returns the agent's status where the warm interpreter has gone before it.
+        """
+        self.pid = pid
+        self._channel, self._process, self._lost_status = channel, process, lost_status
+
+    def send_signal(self, number: int) -> None:
+        """Signal the agent, if it is still there."""
+        with suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._process, number)
+
+    def kill(self) -> None:
+        """Kill the agent."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the agent's end and return its status; -n for a death by signal n.
+
+        Raises:
+            TimeoutExpired: It has not ended within so many seconds.
+        """
+        agent = "the agent"
+        ends = [self._channel.fileno(), self._process]
+        if not select.select(ends, [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(agent, timeout or 0.0)
+        self._channel.limit_waiting(_WORD_SECONDS)
+        with suppress(OSError, ValueError):
+            answer = self._channel.receive()
+            if answer is not None:
+                return os.waitstatus_to_exitcode(int(answer[0]["ended"]))
+        select.select([self._process], [], [])
+        return self._lost_status()
+
+
+def warm_agent(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    modules: Sequence[Sequence[str]],
+    folder: Path,
+    files: Sequence[int],
+    *,
+    keep_seconds: float,
+    blocked: Sequence[int],
+    lost_status: Callable[[], int],
+) -> WarmAgent | None:
+    """Have a warm interpreter fork an agent; None where there is none that fits.
+
+    Args:
+        argv: The agent's command line.
+        environ: All its variables.
+        modules: What it imports before its fork server is forked, and in that.
+        folder: Where it starts.
+        files: Its standard input, output and error output, the launcher's lifeline, and the socket that its store
+            is to listen at, where there is one.
+        keep_seconds: How long the interpreter is to stay after this run; 0 leaves that to what it was told before.
+        blocked: Signals that the agent begins with blocked.
+        lost_status: See `WarmAgent`.
+    """
+    path = folder_path(environ)
+    if not os.path.isdir(path):  # noqa: PTH112  (the common case, and a cheap one)
+        return None
+    try:
+        name = server_name(argv[0], modules, environ, folder=str(folder))
+        with opened_folder(path) as sockets:
+            end = connect(sockets, name)
+        if end is None:
+            return None
+        channel = Channel(end)
+        try:
+            request = {
+                **{"launch": PROTOCOL, "argv": list(argv), "environ": dict(environ), "keep_seconds": keep_seconds},
+                **{"surroundings": surroundings(), "handed_over": handed_over(), "blocked": list(blocked)},
+            }
+            return _forked(channel, request, folder, files, lost_status)
+        except BaseException:
+            channel.close()
+            raise
+    except (OSError, ValueError, KeyError, TypeError, UnsafeFolderError, RefusedError) as error:
+        _log.debug("a cold launch: %s", error)
+        return None
+
+
+def _forked(
+    channel: Channel,
+    request: Mapping[str, Any],
+    folder: Path,
+    files: Sequence[int],
+    lost_status: Callable[[], int],
+) -> WarmAgent:
+    """Send the request, and let the agent go once it is known here: one that is not known would run twice."""
+    channel.limit_waiting(SECONDS)
+    here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        channel.send(request, [here, *files])
+    finally:
+        os.close(here)
+    answer = channel.receive()
+    if answer is None:
+        msg = "no answer"
+        raise RefusedError(msg)
+    message, descriptors = answer
+    if "pid" not in message or len(descriptors) != 1:
+        raise RefusedError(str(message.get("refused", message)))
+    channel.limit_waiting(0)
+    channel.send({"go": True})
+    return WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
+
+
+def folder_problem(environ: Mapping[str, str]) -> str | None:
+    """Return why warm interpreters cannot listen in their folder; None where they can."""
+    try:
+        with suppress(FileNotFoundError), opened_folder(folder_path(environ)):
+            pass
+    except UnsafeFolderError as error:
+        return str(error)
+    return None
+
+
+def ask_all(environ: Mapping[str, str], question: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Ask every warm interpreter of this user; return the answers of those that give one.
+
+    Raises:
+        UnsafeFolderError: Their folder is not this user's alone.
+    """
+    answers = []
+    with suppress(FileNotFoundError), opened_folder(folder_path(environ)) as folder:
+        for name in socket_names(folder):
+            with suppress(OSError, ValueError):
+                if (end := connect(folder, name)) is not None:
+                    channel = Channel(end)
+                    channel.limit_waiting(SECONDS)
+                    channel.send(question)
+                    answer = channel.receive()
+                    channel.close()
+                    answers += [answer[0]] if answer is not None else []
+    return answers
+
+
+def start_server(plan: LaunchPlan, environ: Mapping[str, str], *, seconds: float) -> dict[str, Any]:
+    """Start a warm interpreter for launches like this one; return its process id and notes once it can serve.
+
+    Args:
+        plan: A launch as it will be.
+        environ: The caller's variables.
+        seconds: How long it is to stay after the last run.
+
+    Raises:
+        UsageError: Such launches are never forked.
+        MachineError: It cannot stay.
+    """
+    modules = preload_lists(plan.config, plan.target.command)
+    if not any(modules):
+        msg = "launch.preload is empty: every worker starts as a fresh interpreter"
+        raise UsageError(msg, hint="leave launch.preload out, or name torch")
+    reading, answer = os.pipe()
+    about = json.dumps({"modules": modules, "seconds": seconds, "answer": answer})
+    process = subprocess.Popen(
+        [plan.argv[0], "-u", str(WARM_SERVER), about],
+        env={**environ, **plan.env},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=[answer],
+    )
+    os.close(answer)
+    try:
+        with os.fdopen(reading, encoding="utf-8") as file:
+            text = file.read()
+    except BaseException:  # Ctrl-C
+        process.kill()
+        process.wait()
+        raise
+    process.returncode = 0  # nobody will wait for it
+    answered: dict[str, Any] = {}
+    with suppress(ValueError):
+        answered = json.loads(text)
+    if "pid" not in answered:
+        msg = f"no interpreter can be kept warm: {answered.get('error', 'it ended while it was importing')}"
+        raise MachineError(msg, hint="launches start as ever")
+    return answered

@@ -1,0 +1,289 @@
+"""Where warm interpreter and launch meet, and what must agree between them, or be handed over.
+
+Each interpreter listens under a name of its own in a folder (0700), which stands in XDG_RUNTIME_DIR or else in
+/tmp. It is opened once and looked at through its descriptor, so that nothing can be put in its place between look
+and use.
+
+The name says what the interpreter was started with. What Python code reads while it is imported is noted at that
+time, variable by variable, and compared when a launch comes. What a forked process can change by itself is handed
+over; in all else both must agree, or the launch is a cold one.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import resource
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fsdplaunch import __version__
+
+PROTOCOL = 3
+_PREFIXES = (
+    # the loader, the interpreter, the C library, the locale
+    *("LD_", "PYTHON", "COVERAGE_", "SETUPTOOLS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
+    # threads and arithmetic
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "DNNL_", "ONEDNN_"),
+    # torch
+    *("TORCH", "PYTORCH", "ATEN_", "CAFFE2_", "KINETO_", "TRITON_", "XLA_", "PJRT_"),
+    # devices
+    *("CUDA_", "NVIDIA_", "CUBLAS", "CUDNN", "NVTX_", "HIP_", "HSA_", "ROC", "AMD_", "ZE_", "SYCL_", "ONEAPI_"),
+    # the network
+    *("NCCL_", "RCCL_", "GLOO_", "UCC_", "UCX_", "FI_"),
+    # checkers and profilers
+    *("ASAN_", "LSAN_", "TSAN_", "UBSAN_"),
+)
+_PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Of those, what differs from run to run and is read only while one runs."""
+_WITHOUT_SAY = ("FSDPLAUNCH_", "PWD", "OLDPWD", "SHLVL", "_")
+
+
+def native_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that native code may read before, or while, it is loaded."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_PREFIXES) and not name.startswith(_PER_RUN)
+    }
+
+
+def has_say(name: str) -> bool:
+    """Return whether a variable counts that Python code was seen to read while it was imported."""
+    return not name.startswith(_WITHOUT_SAY[0]) and name not in _WITHOUT_SAY and not name.startswith(_PER_RUN)
+
+
+def server_name(python: str, modules: Sequence[Sequence[str]], environ: Mapping[str, str], *, folder: str) -> str:
+    """Return the name under which a warm interpreter for such launches listens.
+
+    Args:
+        python: The interpreter.
+        modules: What is imported before the fork server is forked, and in it.
+        environ: The agent's variables.
+        folder: The current folder, which counts where PYTHONPATH has relative entries.
+    """
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    is_relative = bool(environ.get("PYTHONPATH")) and not all(map(os.path.isabs, entries))
+    found = os.stat(python)  # noqa: PTH116  (of the file behind the links)
+    text = json.dumps(
+        [
+            *(PROTOCOL, __version__, python, found.st_mtime_ns, found.st_size),
+            *(list(map(list, modules)), native_variables(environ), folder if is_relative else ""),
+        ]
+    )
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:20]
+
+
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+_STATUS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid")
+_FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
+_GET_IO_PRIORITY = {"x86_64": 251, "aarch64": 31}
+_OF_PROCESS = 1
+_IGNORED, _BLOCKED = "SigIgn", "SigBlk"
+SETTINGS = {"oom_score_adj": "", "coredump_filter": "0x"}
+"""Files of /proc/self that a process may write, with what the kernel leaves out when it shows their number."""
+LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what must be the same: users, rights, group, name spaces, processors, priorities, stack size."""
+    status = _status()
+    return {
+        "users": [*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())],
+        "namespaces": {name: _link(f"ns/{name}") for name in _NAMESPACES},
+        "root": _link("root"),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "scheduling": [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), _io_priority()],
+        "memory nodes": [status.get("Mems_allowed"), _memory_policy()],
+        "stack": list(resource.getrlimit(resource.RLIMIT_STACK)),
+        "status": {name: status.get(name) for name in _STATUS},
+        **{name: _text(name) for name in _FILES},
+    }
+
+
+def handed_over() -> dict[str, Any]:
+    """Return what a forked process takes over: umask, limits, signals, settings of /proc.
+
+    Returns:
+        `ignored` and `blocked` are the kernel's masks, in hexadecimal digits.
+    """
+    status = _status()
+    return {
+        "umask": int(status.get("Umask", "0022"), 8),
+        "limits": {str(number): list(resource.getrlimit(number)) for number in LIMITS},
+        "ignored": status.get(_IGNORED, "0"),
+        "blocked": status.get(_BLOCKED, "0"),
+        "settings": {name: setting(name) for name in SETTINGS},
+    }
+
+
+def setting(name: str) -> str:
+    """Return one of this process' settings as it can be written again; empty where the kernel has none."""
+    text = _text(name)
+    return SETTINGS[name] + text if text else ""
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Return the name of something in which two surroundings differ; None where they agree."""
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+
+
+def signals_in(mask: str) -> set[int]:
+    """Return the numbers of the signals in one of the kernel's masks."""
+    bits = int(mask, 16)
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
+
+
+def _status() -> dict[str, str]:
+    lines = (line.partition(":") for line in _text("status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _text(name: str) -> str:
+    with suppress(OSError), open(f"/proc/self/{name}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+        return file.read().strip()
+    return ""
+
+
+def _link(name: str) -> str:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/{name}")  # noqa: PTH115
+    return ""
+
+
+def _io_priority() -> int:
+    number = _GET_IO_PRIORITY.get(platform.machine())
+    if number is None:
+        return 0
+    found = int(ctypes.CDLL(None).syscall(*map(ctypes.c_long, (number, _OF_PROCESS, 0))))
+    return max(0, found)  # a kernel without it says -1
+
+
+def _memory_policy() -> str:
+    """Return what numactl may have set: the policy of the first mapping, `default` as a rule."""
+    with suppress(OSError), open("/proc/self/numa_maps", encoding="ascii", errors="replace") as file:  # noqa: PTH123
+        return file.readline().split(" ")[1]
+    return ""
+
+
+_NAME = "fsdplaunch_warm"
+"""Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
+_SUFFIX = ".sock"
+_FALLBACK = "/tmp"  # noqa: S108  (the folder in it is checked: owner, mode, no link)
+_OTHERS = 0o077
+_CREDENTIALS = struct.Struct("@iII")
+
+
+class UnsafeFolderError(Exception):
+    """The folder is not this user's alone."""
+
+
+def folder_path(environ: Mapping[str, str]) -> str:
+    """Return where the folder is, or would be."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _is_private(runtime):  # noqa: PTH117  (a text among texts)
+        return f"{runtime}/{_NAME}"
+    return f"{_FALLBACK}/{_NAME}-{os.geteuid()}"
+
+
+def _is_private(path: str) -> bool:
+    with suppress(OSError):
+        found = os.stat(path)  # noqa: PTH116
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return False
+
+
+@contextmanager
+def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
+    """Give a descriptor of the folder.
+
+    Args:
+        path: The folder.
+        make: Make it where it is not there.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        UnsafeFolderError: It is a link, another user's, or others may enter it.
+    """
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)  # noqa: PTH102
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        msg = f"{path} is no folder of its own ({error.strerror})"
+        raise UnsafeFolderError(msg) from None
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+            msg = f"{path} is not yours alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+            raise UnsafeFolderError(msg)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def socket_names(folder: int) -> list[str]:
+    """Return the names of the sockets in an opened folder, without their suffix."""
+    return sorted(name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX))
+
+
+def listen(folder: int, name: str) -> tuple[socket.socket, tuple[int, int]]:
+    """Listen under a name, in the place of what listened there before; return the socket and its file's identity.
+
+    Raises:
+        OSError: The folder has gone, or is full.
+    """
+    own = f".{os.getpid()}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with suppress(FileNotFoundError):
+        os.unlink(own, dir_fd=folder)
+    listener.bind(f"/proc/self/fd/{folder}/{own}")
+    listener.listen(16)
+    os.rename(own, name + _SUFFIX, src_dir_fd=folder, dst_dir_fd=folder)
+    found = os.stat(name + _SUFFIX, dir_fd=folder, follow_symlinks=False)
+    return listener, (found.st_dev, found.st_ino)
+
+
+def connect(folder: int, name: str) -> socket.socket | None:
+    """Connect to what listens under a name, as this user; None where nothing does. A dead socket is removed."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        end.connect(f"/proc/self/fd/{folder}/{name}{_SUFFIX}")  # refused where many wait that it has not answered
+        end.setblocking(True)
+        if peer_user(end) == os.geteuid():
+            return end
+    except ConnectionRefusedError:  # it was killed
+        with suppress(OSError):
+            os.unlink(name + _SUFFIX, dir_fd=folder)
+    except OSError:
+        pass
+    end.close()
+    return None
+
+
+def peer_user(end: socket.socket) -> int:
+    """Return the user of the process at the other end, as the kernel knows it."""
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
+
+
+def is_at(path: str, name: str, identity: tuple[int, int]) -> bool:
+    """Return whether the socket's file is still the one that `listen` made."""
+    with suppress(OSError):
+        found = os.lstat(f"{path}/{name}{_SUFFIX}")
+        return (found.st_dev, found.st_ino) == identity
+    return False
+
+
+def remove(path: str, name: str) -> None:
+    """Remove a socket's file."""
+    with suppress(OSError):
+        os.unlink(f"{path}/{name}{_SUFFIX}")  # noqa: PTH108

@@ -1,0 +1,410 @@
+"""The warm interpreter: wait for a launch, fork its agent, tell how that ended, and leave in time.
+
+It has one thread, no GPU and no code of a script in it. Everything a launch brings, its variables and files among
+it, is taken over by the fork alone, which becomes what a fresh agent would be.
+"""
+
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdplaunch.agent.fork_server import fork, freeze, has_threads, uses_gpu
+from fsdplaunch.agent.forked_process import renew_randomness, renew_streams, set_environ, show_as
+from fsdplaunch.channel import Channel
+from fsdplaunch.files import MEMORY, read_size
+from fsdplaunch.parent_death import LIFELINE
+from fsdplaunch.sockets import HELD
+from fsdplaunch.warm import identity
+from fsdplaunch.warm.identity import (
+    PROTOCOL,
+    SETTINGS,
+    UnsafeFolderError,
+    difference,
+    folder_path,
+    server_name,
+    setting,
+    signals_in,
+    surroundings,
+)
+from fsdplaunch.warm.import_record import ImportRecord
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """One agent to be.
+
+    Attributes:
+        argv: Its command line, from the interpreter on.
+        record: What was imported before, for what is to be given again.
+    """
+
+    argv: tuple[str, ...]
+    record: ImportRecord = field(repr=False)
+
+
+def become_agent(message: Mapping[str, Any], files: Sequence[int], record: ImportRecord) -> AgentRequest:
+    """Take over everything that a launch has handed over.
+
+    Args:
+        message: The request of `launch.warm.client`.
+        files: The current folder, standard input, output and error output, the lifeline, and the socket that the
+            store is to listen at, where there is one.
+        record: What was imported before.
+
+    Raises:
+        OSError: Something cannot be taken over; the launch has to be a cold one.
+        ValueError: A limit cannot be set.
+    """
+    given = message["handed_over"]
+    (here, *streams), inherited = files[:4], files[4:]
+    os.setsid()
+    os.fchdir(here)
+    for place, descriptor in enumerate(streams):
+        os.dup2(descriptor, place, inheritable=True)
+    for descriptor in (here, *streams):
+        os.close(descriptor)
+    os.umask(given["umask"])
+    _set_limits(given["limits"])
+    for name in SETTINGS:
+        _set(name, given["settings"][name])
+    set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
+    time.tzset()
+    argv = tuple(message["argv"])
+    renew_streams()
+    renew_randomness()
+    _renew_seed()
+    _renew_folders(record.temporary_folder)
+    importlib.invalidate_caches()
+    sys.argv, sys.orig_argv = list(argv[2:]), list(argv)
+    show_as(argv)
+    gc.enable()
+    _set_signals(signals_in(given["ignored"]), message["blocked"])
+    return AgentRequest(argv=argv, record=record)
+
+
+def _renew_seed() -> None:
+    """Seed torch's generator by chance, as importing torch does: a script that sets no seed begins with it."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "default_generator"):
+        torch.default_generator.seed()
+
+
+def _renew_folders(temporary: str | None) -> None:
+    """Forget in which folder this was imported, and which one for temporary files was chosen since.
+
+    Args:
+        temporary: The one that importing chose, or None.
+    """
+    tempfile.tempdir = temporary
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:  # what it spawns imports from there
+        multiprocessing.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
+
+
+def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
+    for number, wanted in limits.items():
+        if resource.getrlimit(int(number)) != tuple(wanted):
+            resource.setrlimit(int(number), (wanted[0], wanted[1]))
+
+
+def _set(name: str, text: str) -> None:
+    if setting(name) != text:
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
+            file.write(text)
+
+
+def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
+    """Treat signals as an interpreter does at its start, which inherits those that are ignored."""
+    signal.set_wakeup_fd(-1)
+    ignored = {*ignored, *_IGNORED_BY_PYTHON}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        wanted: Any = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+        if number == signal.SIGINT and number not in ignored:
+            wanted = signal.default_int_handler
+        if signal.getsignal(number) is not wanted:
+            with suppress(OSError, ValueError):  # the C library keeps two for itself
+                signal.signal(number, wanted)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+LOOK_SECONDS = 2.0
+"""How often an idle one looks whether it is still wanted."""
+READ_SECONDS = 1.0
+GO_SECONDS = 5.0
+FILES_SECONDS = 60.0
+SHORT_OF_MEMORY = 0.05
+"""It ends when less than this part of the machine's memory is available."""
+_FIRST_TO_GO = "800"
+"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
+_FILES = (5, 6)
+
+
+class WarmServer:
+    """Serves launches, one agent each, under one name."""
+
+    def __init__(
+        self, path: str, name: str, record: ImportRecord, seconds: float, about: Mapping[str, Any]
+    ) -> None:
+        """Listen.
+
+        Args:
+            path: The folder with the sockets.
+            name: The name to listen under.
+            record: What was imported.
+            seconds: How long to stay after the last run.
+            about: What to tell those who ask, beside what is known here.
+
+        Raises:
+            OSError: It cannot listen.
+            UnsafeFolderError: The folder is not this user's alone.
+        """
+        self._path, self._name, self._record, self._seconds, self._about = path, name, record, seconds, about
+        self._runs: dict[int, Channel] = {}
+        self._own_surroundings = surroundings()
+        self._is_closing = False
+        self._served = 0
+        self._deadline = time.monotonic() + seconds
+        self._next_files = time.monotonic() + FILES_SECONDS
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._identity = (0, 0)
+        self._take_signals()
+        with identity.opened_folder(path, make=True) as opened:
+            self._listener, self._identity = identity.listen(opened, name)
+
+    def serve(self) -> AgentRequest:
+        """Serve until the time is over, and end; returns in forked agents only."""
+        self._get_ready()
+        while True:
+            waited_for = [self._wake[0], *([] if self._is_closing else [self._listener.fileno()])]
+            readable, _, _ = select.select(waited_for, [], [], self._patience())
+            if self._wake[0] in readable:
+                with suppress(BlockingIOError):
+                    os.read(self._wake[0], 4096)
+            self._tell_ended()
+            if self._listener.fileno() in readable and (request := self._accept()) is not None:
+                return request
+            if not self._runs and (self._is_closing or self._reason_to_end() is not None):
+                self._end()
+
+    def _patience(self) -> float:
+        """Return how long nothing is to be done."""
+        left = self._deadline - time.monotonic()
+        return LOOK_SECONDS if self._runs else min(LOOK_SECONDS, max(0.0, left))
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(number, lambda *_: self.close())
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+
+    def _get_ready(self) -> None:
+        """Be the first to go where memory is short, be found by name, and share memory with what is forked."""
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+            file.write(_FIRST_TO_GO)
+        show_as(("fsdplaunch", "warm"))
+        freeze()
+
+    def _accept(self) -> AgentRequest | None:
+        try:
+            end, _ = self._listener.accept()
+        except OSError:  # it has left again
+            return None
+        if identity.peer_user(end) != os.geteuid():
+            end.close()
+            return None
+        end.setblocking(True)
+        channel = Channel(end)
+        channel.limit_waiting(READ_SECONDS)
+        try:
+            received = channel.receive()
+            if received is None:
+                channel.close()
+                return None
+            return self._answer(channel, *received)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no request of ours
+            channel.close()
+            return None
+
+    def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+        try:
+            if message.get("launch") == PROTOCOL and len(files) in _FILES:
+                return self._launch(channel, message, files)
+            if message.get("stop") is True:
+                self.close()
+            channel.send(self._state())
+            channel.close()
+            return None
+        finally:
+            for file in files:
+                with suppress(OSError):
+                    os.close(file)
+
+    def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+        why_not = self._why_not(message)
+        if why_not is not None:
+            channel.send({"refused": why_not})
+            channel.close()
+            return None
+        if seconds := float(message["keep_seconds"]):
+            self._seconds = seconds
+        pid = fork()
+        if pid == 0:
+            return self._become_agent(channel, message, files)
+        self._served += 1
+        self._runs[pid] = channel
+        return None
+
+    def _why_not(self, message: Mapping[str, Any]) -> str | None:
+        """Return why an agent cannot be forked for this launch."""
+        if self._is_closing or not hasattr(os, "pidfd_open"):
+            return "it is about to end"
+        different = difference(message["surroundings"], self._own_surroundings)
+        if different is not None:
+            return f"{different} differs"
+        return self._record.obstacle(message["environ"]) or self._outdated()
+
+    def _outdated(self) -> str | None:
+        """Return what has changed of what was imported; it then ends."""
+        change = self._record.change()
+        if change is not None:
+            self.close()
+        return change
+
+    def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest:
+        """Be the agent, in the child, once the launcher knows of it; until then nothing of it may be seen."""
+        try:
+            signal.set_wakeup_fd(-1)
+            self._listener.close()
+            for end in (*self._wake, *(other.fileno() for other in self._runs.values())):
+                os.close(end)
+            request = become_agent(message, files, self._record)
+            files.clear()
+            channel.limit_waiting(GO_SECONDS)
+            process = os.pidfd_open(os.getpid())
+            channel.send({"pid": os.getpid()}, [process])
+            os.close(process)
+            word = channel.receive()
+        except BaseException:  # whatever it is: two interpreters in one loop are worse
+            os._exit(1)
+        if word is None or word[0].get("go") is not True:
+            os._exit(0)
+        channel.close()
+        return request
+
+    def _tell_ended(self) -> None:
+        while self._runs:
+            pid, status, _ = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            channel = self._runs.pop(pid)
+            with suppress(OSError):  # its launcher has gone
+                channel.send({"ended": status})
+            channel.close()
+            self._deadline = time.monotonic() + self._seconds
+
+    def _reason_to_end(self) -> str | None:
+        now = time.monotonic()
+        if now > self._deadline:
+            return "its time is over"
+        if not identity.is_at(self._path, self._name, self._identity):
+            return "it is no longer to be found"
+        if is_short_of_memory():
+            return "memory is short"
+        if now > self._next_files:
+            self._next_files = now + FILES_SECONDS
+            return self._record.change()
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        left = max(0.0, self._deadline - time.monotonic())
+        return {
+            **self._about,
+            "pid": os.getpid(),
+            "runs": len(self._runs),
+            "served": self._served,
+            "seconds_left": None if self._runs else round(left, 1),
+        }
+
+    def close(self) -> None:
+        """Take no more launches; the end comes with that of the last run."""
+        if not self._is_closing and identity.is_at(self._path, self._name, self._identity):
+            identity.remove(self._path, self._name)
+        self._is_closing = True
+
+    def _end(self) -> None:
+        self.close()
+        os._exit(0)
+
+
+def is_short_of_memory() -> bool:
+    """Return whether little of the machine's memory is available to new processes."""
+    total, available = (read_size(MEMORY, name) for name in ("MemTotal", "MemAvailable"))
+    return total is not None and available is not None and available < SHORT_OF_MEMORY * total
+
+
+def can_stay() -> bool:
+    """Return whether this process may be forked from later: it has one thread and no GPU."""
+    return not has_threads() and not uses_gpu() and hasattr(socket, "SO_PEERCRED")
+
+
+AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
+"""What an agent imports beside what its fork server has."""
+
+
+class CannotStayError(Exception):
+    """This process cannot be forked from later."""
+
+
+def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> AgentRequest:
+    """Wait for launches in this process until its time is over; returns in agents forked from it only.
+
+    Args:
+        record: What was imported so far; the variables of its beginning are those that launches must have.
+        modules: What was to be imported before the fork server was forked, and in it.
+        seconds: How long to stay after the last run.
+    """
+    try:
+        server = make_server(record, modules, seconds)
+    except (OSError, UnsafeFolderError, CannotStayError):
+        os._exit(0)  # there is nobody to tell, and nothing is lost
+    return server.serve()
+
+
+def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> WarmServer:
+    """Listen, and import what is left while the first launch may already wait.
+
+    Raises:
+        OSError: It cannot listen.
+        UnsafeFolderError: The folder for it is not this user's alone.
+        CannotStayError: It cannot be forked from.
+    """
+    environ = record.environ_before
+    name = server_name(sys.executable, modules, environ, folder=record.folder_before)
+    about = {"python": sys.executable, "modules": [*modules[0], *modules[1]]}
+    server = WarmServer(folder_path(environ), name, record, seconds, about)
+    try:
+        with record.noting():
+            for module in AGENT_MODULES:
+                importlib.import_module(module)
+        if why_not := "it has threads, or has opened the GPU" if not can_stay() else record.change():
+            raise CannotStayError(why_not)
+    except BaseException:
+        server.close()
+        raise
+    return server

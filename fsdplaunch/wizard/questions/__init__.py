@@ -1,1 +1,0 @@
-"""What the wizard asks: one module per group of questions."""

@@ -1,0 +1,46 @@
+"""The fork server beside an agent that goes."""
+
+import subprocess
+import sys
+
+_TELLS = """
+from fsdplaunch.agent.fork_server import ForkServerProcess
+from fsdplaunch.channel import open_channel
+here, there = open_channel()
+here.close()
+ForkServerProcess(there)._tell({"started": 1})
+print("went on")
+"""
+
+
+def test_it_ends_without_a_word_where_the_agent_has_gone_since_it_asked():
+    done = subprocess.run([sys.executable, "-c", _TELLS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+_SIGNALS = """
+import os, signal, time
+from fsdplaunch.agent import fork_server as server
+from fsdplaunch.agent.fork_client import ForkServer
+
+leave = server.leave_private_dir
+def leave_late(environ):
+    time.sleep(0.3)
+    leave(environ)
+server.leave_private_dir = leave_late
+
+handle = ForkServer()
+if handle.start((), ()) is not None:
+    time.sleep(60)  # a worker
+    os._exit(0)
+handle.wait_until_ready()
+pid = handle.start_worker(["train.py"], {}, cold=False, files=[0, 1, 2], cpus=())
+os.kill(pid, signal.SIGTERM)
+print([ended.code for ended in handle.ended(20)])
+handle.close()
+"""
+
+
+def test_a_signal_reaches_a_worker_in_its_first_moment():
+    done = subprocess.run([sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[-15]\n", "")

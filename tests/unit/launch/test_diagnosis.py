@@ -1,0 +1,184 @@
+"""What is said about each kind of failure."""
+
+import pytest
+
+from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.schema.config import Config, FsdpConfig
+from fsdplaunch.config.schema.launch_sections import LaunchSection
+from fsdplaunch.launch.diagnosis import Diagnosis, FailureFacts, diagnose
+from fsdplaunch.launch.root_cause import first_failure
+
+OOM = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.25 GiB of"
+    " which 1.12 GiB is free. Including non-PyTorch memory, this process has 78.10 GiB memory in use. Of the"
+    " allocated memory 76.00 GiB is allocated by PyTorch"
+)
+GLOO_TIMEOUT = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 10000ms for recv operation to complete"
+NCCL_TIMEOUT = (
+    "DistBackendError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE,"
+    " Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+
+
+def seen(*workers, config=None, **more) -> Diagnosis:
+    return diagnose(
+        FailureFacts(
+            cause=workers[0], workers=workers, config=config and resolve(config), python="/env/python", **more
+        )
+    )
+
+
+def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
+    found = seen(worker(message=OOM), config=Config())
+    assert found.why == "of the GPU's 79.25 GiB only 1.12 GiB were free, and 2.00 GiB were wanted"
+    assert found.remedies[:3] == (
+        "--fsdp-activation-checkpointing true",
+        "--mixed-precision bf16",
+        "a smaller batch",
+    )
+    thrifty = Config(
+        mixed_precision="bf16",
+        fsdp_config=FsdpConfig(fsdp_activation_checkpointing=True, fsdp_sharding_strategy="SHARD_GRAD_OP"),
+    )
+    assert seen(worker(message=OOM), config=thrifty).remedies == (
+        "--fsdp-sharding-strategy FULL_SHARD",
+        "a smaller batch",
+        "--fsdp-offload-params true (slower)",
+    )
+
+
+def test_gpu_memory_that_another_process_holds_is_named(worker):
+    text = OOM + ". Process 4242 has 30.00 GiB memory in use."
+    assert "another process holds 30.00 GiB" in seen(worker(message=text)).why
+
+
+def test_host_memory_is_told_from_the_kernels_counter(worker):
+    killed = worker(code=-9, peak_bytes=31 * 2**30)
+    config = Config(fsdp_config=FsdpConfig(fsdp_cpu_ram_efficient_loading=False))
+    found = seen(killed, config=config, memory_kills=1, memory_limit=32 * 2**30)
+    assert (
+        found.why
+        == "the kernel killed it: the memory limit of 32.0 GiB was reached; this rank held up to 31.0 GiB"
+    )
+    assert "--fsdp-cpu-ram-efficient-loading" in found.remedies[0]
+    outside = seen(killed)
+    assert "something outside this run sent SIGKILL" in outside.why
+    assert "dmesg" in outside.remedies[0]
+
+
+def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
+    waited = worker(0, message=GLOO_TIMEOUT)
+    found = seen(waited, worker(1, code=-15, sent=[15]), config=Config())
+    assert "in a collective for 600 s for rank 1, which did not come" in found.why
+    assert "--process-group-timeout-seconds" in found.remedies[1]
+    both = seen(waited, worker(1, message=GLOO_TIMEOUT))
+    assert "for the others, which did not come" in both.why
+    assert "collective" in seen(worker(0, message=NCCL_TIMEOUT)).why
+
+
+def test_broken_connection_without_a_culprit_points_to_the_other_logs(worker):
+    text = "RuntimeError: [../pair.cc:547] Connection closed by peer [10.0.0.2]:3301"
+    assert "no rank of this node says why" in seen(worker(message=text)).why
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where"), [((0, 1), "on every rank"), ((0,), "on rank 0"), ((0, 2), "on rank 0, 2")]
+)
+def test_missing_module_says_where_and_how_to_install_it(worker, ranks, where):
+    text = "ModuleNotFoundError: No module named 'flash_attn.ops'"
+    workers = [worker(rank, message=text if rank in ranks else None) for rank in range(max(ranks) + 1)]
+    found = seen(*workers)
+    assert found.why == f"the import fails {where}, in the environment of /env/python"
+    assert found.remedies[0] == "/env/python -m pip install flash_attn"
+
+
+def test_import_error_of_a_broken_package_asks_for_a_check(worker):
+    text = "ImportError: cannot import name 'x' from 'y' (/env/y.py)"
+    assert seen(worker(message=text)).remedies[0] == "/env/python -m pip check"
+
+
+def test_own_errors_bring_their_hint(worker):
+    text = (
+        "ShardingError: no module of class LlamaLayer in Tiny\nhint: did you mean Layer? classes there: 4 x Layer"
+    )
+    assert seen(worker(message=text)) == Diagnosis(remedies=("did you mean Layer? classes there: 4 x Layer",))
+
+
+def test_block_class_that_another_library_did_not_find(worker):
+    config = Config(fsdp_config=FsdpConfig(fsdp_transformer_layer_cls_to_wrap=("LlamaLayer",)))
+    text = "ValueError: Could not find the transformer layer class LlamaLayer in the model."
+    found = seen(worker(message=text), config=config)
+    assert found.why == "the model has no module of the class LlamaLayer"
+    assert "leave fsdp_transformer_layer_cls_to_wrap out" in found.remedies[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("OSError: [Errno 98] Address already in use", "a port the run needs is held by another program"),
+        ("RuntimeError: bfloat16 is not supported on this GPU", "does not know bf16"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "higher than that of the last visible GPU"),
+        ("OSError: [Errno 28] No space left on device: 'ckpt'", "the disk is full"),
+        ("SystemExit: 7", "the script itself ended the run: sys.exit(7)"),
+        ("NeverShardedError: t.py ended without sharding a model", "a replica of its own"),
+        ("RuntimeError: DataLoader worker is killed by signal: insufficient shared memory (shm)", "/dev/shm"),
+    ],
+)
+def test_kinds_that_a_sentence_tells(worker, text, why):
+    assert why in seen(worker(message=text)).why
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+        "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+        "RuntimeError: Expected one of cpu, cuda, ipu device type at start of device string: None",
+        "AssertionError: for now we need CUDA for DDP",
+        "AssertionError: CUDA is not available but cuda was specified.",
+        "AssertionError",
+    ],
+)
+def test_a_script_that_asks_for_a_gpu_on_the_cpu_is_told_of_hide_ranks_unless_it_is_set(worker, text):
+    cause = worker(message=text, traceback="  File 't.py', line 9\n    assert torch.cuda.is_available()\n")
+    found = seen(cause, config=Config())
+    assert found.why == "the script asks for a GPU, and its workers run on the CPU"
+    assert found.remedies[0].startswith("--hide-ranks (launch.hide_ranks)")
+    hidden = seen(cause, config=Config(launch=LaunchSection(hide_ranks=True)))
+    assert hidden.why == found.why
+    assert hidden.remedies == found.remedies[1:]
+
+
+def test_an_error_on_a_gpu_is_no_want_of_one(worker):
+    for text in ("RuntimeError: CUDA error: device-side assert triggered", "ImportError: this needs CUDA 12.4"):
+        assert "on the CPU" not in seen(worker(message=text), config=Config()).why
+
+
+@pytest.mark.parametrize(
+    ("code", "why"), [(-7, "/dev/shm"), (-11, "compiled code crashed (SIGSEGV)"), (9, "it left with status 9")]
+)
+def test_ends_without_an_exception(worker, code, why):
+    assert why in seen(worker(code=code)).why
+
+
+def test_exception_that_speaks_for_itself_is_left_alone(worker):
+    assert seen(worker(message="ValueError: batch size must be positive")) == Diagnosis()
+
+
+UNEQUAL = (
+    "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 20 vs 10."
+    " Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?"
+)
+
+
+def test_ranks_in_different_collectives_are_told_from_what_gloo_says(worker):
+    aborted = worker(1, code=-6, at=2.0, tail=(UNEQUAL, "Fatal Python error: Aborted"))
+    lost = worker(0, message="RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
+    assert first_failure([lost, aborted]) is aborted
+    found = seen(aborted, lost, config=Config())
+    assert found.why.startswith("ranks were in different collectives")
+    assert found.remedies[0].startswith("--keep-global-batch")
+    kept = seen(aborted, lost, config=Config(launch=LaunchSection(keep_global_batch=True)))
+    assert len(kept.remedies) == 1
