@@ -34,7 +34,8 @@ from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, WARM_IMPORTS, WARM_STAY, feature, preload_lists
+from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
@@ -115,8 +116,7 @@ def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> No
     if node_range(config)[1] == 1:
         make_private_dir(os.environ)  # before the fork: the fork server removes it where this process is killed
     keep_seconds = config.launch.keep_warm_seconds if imported is None else 0.0
-    imports = feature(WARM_IMPORTS) if keep_seconds else None
-    record = imports.ImportRecord() if imports is not None else None
+    record = feature(WARM_IMPORTS).ImportRecord() if keep_seconds else None
     fork_server = ForkServer(
         lifeline,
         noting=record.noting if record is not None else nullcontext,
@@ -158,7 +158,7 @@ def be_forked(
     if isinstance(request, WorkerRequest):
         run_worker(request)
     elif record is not None:
-        run_forked_agent(feature(WARM_STAY).stay_warm(record, modules, request.seconds))
+        run_forked_agent(feature(WARM_SERVER).stay_warm(record, modules, request.seconds))
 
 
 def run_forked_agent(request: "AgentRequest") -> None:

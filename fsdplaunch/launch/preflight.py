@@ -19,7 +19,7 @@ from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import GIB, MIB
 from fsdplaunch.errors import CheckpointError, LaunchError, MachineError
-from fsdplaunch.launch.entry_points import WARM_CLIENT, feature
+from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_port
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Gpu
@@ -133,10 +133,12 @@ def check_warm_folder(config: Config) -> Iterator[Finding]:
     """Check that an interpreter that is to stay after the run has a folder of this user's alone to listen in."""
     if not config.launch.keep_warm_seconds:
         return
-    warm = feature(WARM_CLIENT)
-    if warm is None:
-        yield Finding(message="no interpreter is kept warm", hint="this installation cannot", fatal=False)
-    elif problem := warm.folder_problem(os.environ):
+    try:
+        problem = feature(WARM_CLIENT).folder_problem(os.environ)
+    except LaunchError as error:
+        yield Finding(message=error.message, hint="leave launch.keep_warm_seconds out")
+        return
+    if problem:
         hint = "remove it; fsdplaunch makes it anew, for you alone"
         yield Finding(message=f"no interpreter is kept warm: {problem}", hint=hint, fatal=False)
 

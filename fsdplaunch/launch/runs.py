@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
-from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.schedulers import slurm
 from fsdplaunch.run_dir import JOB, LATEST, PLAN, RESULT, open_file, rank_folder, read_json, write_json
 
@@ -267,8 +267,8 @@ def _state(run: Run, reported: str | None) -> State:
         return ended_state(ended), False
     if run.route != "kubernetes":
         return process_state(run.job)
-    kubernetes = feature(KUBERNETES)
-    return kubernetes.state_of(run.job) if kubernetes is not None else ("unknown to this installation", False)
+    state, unfinished = feature(KUBERNETES).state_of(run.job)
+    return state, unfinished
 
 
 def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
@@ -287,8 +287,8 @@ def status_of(run: Run) -> int:
     """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
     if run.tasks:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
-    if run.route == "kubernetes" and (kubernetes := feature(KUBERNETES)) is not None:
-        return int(kubernetes.status_of(run.job))
+    if run.route == "kubernetes":
+        return int(feature(KUBERNETES).status_of(run.job))
     ended = result_of(run.dir)
     if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
         return EXIT_FAILED
