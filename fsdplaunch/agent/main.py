@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fsdplaunch.warm.server import AgentRequest
 
 
-class AgentRecord:
+class _AgentRecord:
     """What this agent has to tell, in a file."""
 
     def __init__(self, worker_group: WorkerGroup, *, is_warm: bool) -> None:
@@ -93,10 +93,10 @@ def main(argv: Sequence[str]) -> None:
         argv: torchrun's options, each in one word, and then the workers' command.
     """
     register_last()
-    run_agent(argv)
+    _run_agent(argv)
 
 
-def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
+def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
     """Be the agent, or what is forked from it.
 
     Args:
@@ -128,14 +128,14 @@ def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> No
     # at it: torch imported, no thread, no socket, no CUDA.
     modules = preload_lists(config, command)
     if (request := fork_server.start(*modules)) is not None:
-        be_forked(request, record, modules)
+        _be_forked(request, record, modules)
         return
     launcher.end_with(signal.SIGTERM)
     spec = _worker_spec(config, options, command, is_reported=is_reported)
     spec = replace(spec, secret=secret, held=held)
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     os._exit(
-        run_workers(
+        _run_workers(
             fork_server, spec, options, launcher=launcher, keep_seconds=keep_seconds, is_warm=imported is not None
         )
     )
@@ -151,7 +151,7 @@ def _worker_spec(
     return make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
 
 
-def be_forked(
+def _be_forked(
     request: WorkerRequest | Released, record: "ImportRecord | None", modules: Sequence[Sequence[str]]
 ) -> None:
     """Be the worker that this process was forked to be; or, a fork server that was let go, wait for launches."""
@@ -163,7 +163,7 @@ def be_forked(
 
 def run_forked_agent(request: "AgentRequest") -> None:
     """Be the agent that this process was forked from a warm interpreter to be."""
-    run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
+    _run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
 
 
 def run_worker(request: WorkerRequest) -> None:
@@ -181,7 +181,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:count]), list(argv[count:])
 
 
-def run_workers(
+def _run_workers(
     fork_server: ForkServer,
     spec: WorkerSpec,
     options: list[str],
@@ -202,7 +202,7 @@ def run_workers(
     """
     relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
-    record = AgentRecord(worker_group, is_warm=is_warm)
+    record = _AgentRecord(worker_group, is_warm=is_warm)
     code = _run(worker_group, options, record, launcher=launcher)
     worker_group.finish()
     fork_server.close(keep_seconds=0.0 if launcher.is_gone() else keep_seconds)
@@ -211,7 +211,7 @@ def run_workers(
     return code
 
 
-def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, launcher: Launcher) -> int:
+def _run(worker_group: WorkerGroup, options: list[str], record: _AgentRecord, *, launcher: Launcher) -> int:
     from fsdplaunch.agent import elastic_agent  # a signal during this import just ends the process
 
     try:

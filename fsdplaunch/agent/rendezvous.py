@@ -80,7 +80,7 @@ class AgreedNodes:
     read_seconds: float = 60.0
 
 
-class WatchedStore:
+class _WatchedStore:
     """A store whose waiting ends when the run is to end.
 
     Torch's agent waits in it, up to five minutes, until all nodes are done. Its own waiting notices no signal, so
@@ -180,7 +180,7 @@ class AgreedRendezvous(RendezvousHandler):
             store.set("port", str(place.master_port))
         self._wait_for_all(store)
         place = RendezvousStoreInfo(agreed.host, int(store.get("port")))
-        watched: Any = WatchedStore(store, self._is_stopped, agreed.nodes)
+        watched: Any = _WatchedStore(store, self._is_stopped, agreed.nodes)
         return RendezvousInfo(watched, agreed.rank, agreed.nodes, place)
 
     def _serve(self, port: int) -> RendezvousStoreInfo:
@@ -339,7 +339,7 @@ class WatchedRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others, as torch does, wrap the store they meet in, and open the workers'."""
         found = self._handler.next_rendezvous()
-        watched: Any = WatchedStore(found.store, self._is_stopped, found.world_size)
+        watched: Any = _WatchedStore(found.store, self._is_stopped, found.world_size)
         place: Any = found.bootstrap_store_info
         if found.rank == 0:
             self._served = None  # of the attempt before
@@ -404,13 +404,13 @@ def elastic_rendezvous(
     return WatchedRendezvous(handler, is_stopped, seconds)
 
 
-HOLD_SECONDS = 2.0
+_HOLD_SECONDS = 2.0
 """How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
 _Node: Any = node_description_class() or object
 _Handler: Any = DynamicRendezvousHandler
 
 
-class NumberedNode(_Node):  # type: ignore[misc]
+class _NumberedNode(_Node):  # type: ignore[misc]
     """A node that sorts by its number; torch sorts by the text of the address, where 10.0.0.10 < 10.0.0.2.
 
     Ranks follow that order, so rank 0 runs on node 0, and neighbouring ranks on neighbouring nodes.
@@ -429,7 +429,7 @@ class _Numbering:
 
     def generate(self, local_addr: str | None = None) -> Any:
         """Describe this node."""
-        return NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
+        return _NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
 
 
 def order_nodes(number: int | None) -> None:
@@ -465,7 +465,7 @@ class Membership:
             return True
         now = time.monotonic()
         self._held_since = now if self._held_since is None else self._held_since
-        return now - self._held_since < HOLD_SECONDS
+        return now - self._held_since < _HOLD_SECONDS
 
     def watch(self) -> None:
         """Have torch's agent start the workers again when the launcher reports a lost node.

@@ -45,7 +45,7 @@ class NodeFacts:
     environ: Mapping[str, str]
 
 
-def workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
+def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
     """Return how many workers run on this node.
 
     Raises:
@@ -53,14 +53,14 @@ def workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int
     """
     if device == "xla":
         return xla_processes(config, environ=node.environ, chips=node.tpu_chips)
-    workers = workers_on_node(config, gpus=gpus if device == "cuda" else 0, cpus=node.cpus)
+    workers = _workers_on_node(config, gpus=gpus if device == "cuda" else 0, cpus=node.cpus)
     if device == "cuda" and workers > gpus:
         msg = f"the configuration asks for {workers} workers on this node, but it has {gpus} visible GPUs"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
     return workers
 
 
-def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
+def _workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
     """Return how many workers run on each node.
 
     Args:
@@ -85,7 +85,7 @@ def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
     return config.num_processes // config.num_machines
 
 
-def chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
+def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
     """Return the GPUs left to this run: those `gpu_ids` names, or all visible ones.
 
     Raises:
@@ -101,12 +101,12 @@ def chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-RECORDED_EVENTS = "2000"
+_RECORDED_EVENTS = "2000"
 """How many collectives the flight recorder remembers; about 1 MB per rank."""
 _GENERAL_NAMES = (2, 9)
 
 
-def worker_variables(
+def _worker_variables(
     config: Config,
     *,
     environ: Mapping[str, str],
@@ -159,13 +159,13 @@ def _flight_recorder(run_dir: Path, torch_version: tuple[int, int]) -> dict[str,
     if torch_version < _GENERAL_NAMES:
         size, file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     dump = str(run_dir / FLIGHT_RECORDER)
-    return {size: RECORDED_EVENTS, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", file: dump}
+    return {size: _RECORDED_EVENTS, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", file: dump}
 
 
 DEFAULT_PORT = 29500
 
 
-def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
+def _agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
     """Return the agent's command line, up to what the workers are to run.
 
     Args:
@@ -370,12 +370,12 @@ def build_plan(
     if target.is_module and not target.is_python:
         msg = "-m names a Python module, and --no-python says that there is no Python to run"
         raise UsageError(msg, hint="leave one of them out")
-    gpus = () if uses_xla(config) else chosen_gpus(config, node)
+    gpus = () if uses_xla(config) else _chosen_gpus(config, node)
     device = "xla" if uses_xla(config) else "cpu" if config.use_cpu or not gpus else "cuda"
-    workers = workers_here(config, node, device, len(gpus))
+    workers = _workers_here(config, node, device, len(gpus))
     with_port = _with_a_free_port(config, node)
-    command = agent_command(with_port, python=node.python, run_id=run_id, run_dir=run_dir, workers=workers)
-    env = worker_variables(
+    command = _agent_command(with_port, python=node.python, run_id=run_id, run_dir=run_dir, workers=workers)
+    env = _worker_variables(
         _with_device_known(config, device),
         environ=node.environ,
         cpus=node.cpus,

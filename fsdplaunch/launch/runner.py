@@ -216,7 +216,7 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[
     status = shell_status(code)
     record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan, record)):
-        status, record = 1, with_unsharded_cause(record, plan, missing[0])
+        status, record = 1, _with_unsharded_cause(record, plan, missing[0])
     return status, record
 
 
@@ -247,7 +247,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
 
 
-def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
+def _with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
     """Return the agent's record, with the rank that did not shard as the failure it is."""
     attempts = [*record.get("attempts", [])]
     if not attempts:

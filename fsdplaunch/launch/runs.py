@@ -52,7 +52,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def read_job(run_dir: Path) -> dict[str, Any]:
+def _read_job(run_dir: Path) -> dict[str, Any]:
     """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
     job = read_json(run_dir / JOB)
     needed = _NEEDED.get(str(job.get("route")), ("route",))
@@ -61,7 +61,7 @@ def read_job(run_dir: Path) -> dict[str, Any]:
     return job if is_sound else {}
 
 
-def read_end(folder: Path) -> dict[str, Any] | None:
+def _read_end(folder: Path) -> dict[str, Any] | None:
     """Return how one start of a run ended, as its launcher wrote it; None where nothing sound stands."""
     result = read_json(folder / RESULT)
     return result if type(result.get("exit_code")) is int else None
@@ -72,18 +72,18 @@ State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
 
 
-def parts_of(run_dir: Path) -> list[Path]:
+def _parts_of(run_dir: Path) -> list[Path]:
     """Return the folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
     tries = [path for path in run_dir.glob("try*") if path.is_dir()]
     return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
 
 
-def result_of(run_dir: Path) -> dict[str, Any] | None:
+def _result_of(run_dir: Path) -> dict[str, Any] | None:
     """Return how the last start of a run ended; None when it has not."""
-    return read_end(parts_of(run_dir)[-1])
+    return _read_end(_parts_of(run_dir)[-1])
 
 
-def ended_state(result: Mapping[str, Any]) -> str:
+def _ended_state(result: Mapping[str, Any]) -> str:
     """Return how a run ended, in words.
 
     Args:
@@ -94,7 +94,7 @@ def ended_state(result: Mapping[str, Any]) -> str:
     return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
 
 
-def slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
+def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
     """Return the state of a SLURM job or of one task of its array.
 
     Args:
@@ -102,34 +102,34 @@ def slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
         ended: Result of its last start, if that has ended.
     """
     if reported is None:
-        return (ended_state(ended) if ended else "unknown to SLURM"), False
+        return (_ended_state(ended) if ended else "unknown to SLURM"), False
     word, _, reason = reported.partition(" ")
     if word in slurm.UNFINISHED:
         return f"{word.lower()} {reason}".rstrip(), True
     if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
         return word.lower(), False
-    return ended_state(ended), False
+    return _ended_state(ended), False
 
 
-def process_state(job: Mapping[str, Any]) -> State:
+def _process_state(job: Mapping[str, Any]) -> State:
     """Return the state of a run that a process of some node looks after."""
     host = job.get("host")
     if not job:
         return "unknown", False
     if host != socket.gethostname():
         return f"started on {host}", True
-    if is_alive(job):
+    if _is_alive(job):
         return "running", True
     return "lost: its launcher has gone", False
 
 
-def is_alive(job: Mapping[str, Any]) -> bool:
+def _is_alive(job: Mapping[str, Any]) -> bool:
     """Return whether the process that started a run is still there, and not another one of its number."""
-    since = start_of(int(job["pid"]))
+    since = _start_of(int(job["pid"]))
     return since is not None and since == job.get("since")
 
 
-def start_of(pid: int) -> int | None:
+def _start_of(pid: int) -> int | None:
     """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -184,25 +184,25 @@ class Run:
 def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
-    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
+    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": _start_of(pid), **what}
     write_json(run_dir / JOB, about)
 
 
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
-    found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
     return _read_all(found[:limit])
 
 
 def _read_all(folders: Sequence[Path]) -> list[Run]:
-    jobs = {path: read_job(path) for path in folders}
+    jobs = {path: _read_job(path) for path in folders}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
     return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
 
 
-def is_run(path: Path) -> bool:
+def _is_run(path: Path) -> bool:
     """Return whether a folder is a run's; `latest` is another name of one."""
     return not path.is_symlink() and (path / PLAN).is_file()
 
@@ -219,7 +219,7 @@ def find_run(folder: Path, name: str) -> Run:
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
     if name == LATEST and (folder / name).is_dir():
         name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
-    names = [path.name for path in folder.iterdir() if is_run(path)]
+    names = [path.name for path in folder.iterdir() if _is_run(path)]
     chosen = [one for one in names if one == name] or [
         one for one in names if one.startswith(name) or one.endswith(name)
     ]
@@ -260,13 +260,13 @@ def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Ru
 
 
 def _state(run: Run, reported: str | None) -> State:
-    ended = result_of(run.dir)
+    ended = _result_of(run.dir)
     if run.route == "slurm":
-        return slurm_state(reported, ended)
+        return _slurm_state(reported, ended)
     if ended is not None:
-        return ended_state(ended), False
+        return _ended_state(ended), False
     if run.route != "kubernetes":
-        return process_state(run.job)
+        return _process_state(run.job)
     state, unfinished = feature(KUBERNETES).state_of(run.job)
     return state, unfinished
 
@@ -278,7 +278,7 @@ def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
     for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
         name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
         task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
-        state, unfinished = slurm_state(reported.get(str(number)), result_of(task.dir))
+        state, unfinished = _slurm_state(reported.get(str(number)), _result_of(task.dir))
         tasks.append(replace(task, state=state, unfinished=unfinished))
     return tasks
 
@@ -289,7 +289,7 @@ def status_of(run: Run) -> int:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
     if run.route == "kubernetes":
         return int(feature(KUBERNETES).status_of(run.job))
-    ended = result_of(run.dir)
+    ended = _result_of(run.dir)
     if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
         return EXIT_FAILED
     return int(ended["exit_code"])

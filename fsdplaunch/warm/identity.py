@@ -87,7 +87,7 @@ _OF_PROCESS = 1
 _IGNORED, _BLOCKED = "SigIgn", "SigBlk"
 SETTINGS = {"oom_score_adj": "", "coredump_filter": "0x"}
 """Files of /proc/self that a process may write, with what the kernel leaves out when it shows their number."""
-LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
+_LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 
 
 def surroundings() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def handed_over() -> dict[str, Any]:
     status = _status()
     return {
         "umask": int(status.get("Umask", "0022"), 8),
-        "limits": {str(number): list(resource.getrlimit(number)) for number in LIMITS},
+        "limits": {str(number): list(resource.getrlimit(number)) for number in _LIMITS},
         "ignored": status.get(_IGNORED, "0"),
         "blocked": status.get(_BLOCKED, "0"),
         "settings": {name: setting(name) for name in SETTINGS},

@@ -55,7 +55,7 @@ class AgentRequest:
     record: ImportRecord = field(repr=False)
 
 
-def become_agent(message: Mapping[str, Any], files: Sequence[int], record: ImportRecord) -> AgentRequest:
+def _become_agent(message: Mapping[str, Any], files: Sequence[int], record: ImportRecord) -> AgentRequest:
     """Take over everything that a launch has handed over.
 
     Args:
@@ -142,10 +142,10 @@ def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
 
 LOOK_SECONDS = 2.0
 """How often an idle one looks whether it is still wanted."""
-READ_SECONDS = 1.0
-GO_SECONDS = 5.0
-FILES_SECONDS = 60.0
-SHORT_OF_MEMORY = 0.05
+_READ_SECONDS = 1.0
+_GO_SECONDS = 5.0
+_FILES_SECONDS = 60.0
+_SHORT_OF_MEMORY = 0.05
 """It ends when less than this part of the machine's memory is available."""
 _FIRST_TO_GO = "800"
 """Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
@@ -177,7 +177,7 @@ class WarmServer:
         self._is_closing = False
         self._served = 0
         self._deadline = time.monotonic() + seconds
-        self._next_files = time.monotonic() + FILES_SECONDS
+        self._next_files = time.monotonic() + _FILES_SECONDS
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._identity = (0, 0)
         self._take_signals()
@@ -230,7 +230,7 @@ class WarmServer:
             return None
         end.setblocking(True)
         channel = Channel(end)
-        channel.limit_waiting(READ_SECONDS)
+        channel.limit_waiting(_READ_SECONDS)
         try:
             received = channel.receive()
             if received is None:
@@ -293,9 +293,9 @@ class WarmServer:
             self._listener.close()
             for end in (*self._wake, *(other.fileno() for other in self._runs.values())):
                 os.close(end)
-            request = become_agent(message, files, self._record)
+            request = _become_agent(message, files, self._record)
             files.clear()
-            channel.limit_waiting(GO_SECONDS)
+            channel.limit_waiting(_GO_SECONDS)
             process = os.pidfd_open(os.getpid())
             channel.send({"pid": os.getpid()}, [process])
             os.close(process)
@@ -324,10 +324,10 @@ class WarmServer:
             return "its time is over"
         if not identity.is_at(self._path, self._name, self._identity):
             return "it is no longer to be found"
-        if is_short_of_memory():
+        if _is_short_of_memory():
             return "memory is short"
         if now > self._next_files:
-            self._next_files = now + FILES_SECONDS
+            self._next_files = now + _FILES_SECONDS
             return self._record.change()
         return None
 
@@ -352,18 +352,18 @@ class WarmServer:
         os._exit(0)
 
 
-def is_short_of_memory() -> bool:
+def _is_short_of_memory() -> bool:
     """Return whether little of the machine's memory is available to new processes."""
     total, available = (read_size(MEMORY, name) for name in ("MemTotal", "MemAvailable"))
-    return total is not None and available is not None and available < SHORT_OF_MEMORY * total
+    return total is not None and available is not None and available < _SHORT_OF_MEMORY * total
 
 
-def can_stay() -> bool:
+def _can_stay() -> bool:
     """Return whether this process may be forked from later: it has one thread and no GPU."""
     return not has_threads() and not uses_gpu() and hasattr(socket, "SO_PEERCRED")
 
 
-AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
+_AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
 """What an agent imports beside what its fork server has."""
 
 
@@ -400,9 +400,9 @@ def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds:
     server = WarmServer(folder_path(environ), name, record, seconds, about)
     try:
         with record.noting():
-            for module in AGENT_MODULES:
+            for module in _AGENT_MODULES:
                 importlib.import_module(module)
-        if why_not := "it has threads, or has opened the GPU" if not can_stay() else record.change():
+        if why_not := "it has threads, or has opened the GPU" if not _can_stay() else record.change():
             raise CannotStayError(why_not)
     except BaseException:
         server.close()

@@ -41,7 +41,7 @@ from fsdplaunch.sockets import held
 
 _SAID = 8
 """Most findings that every node is told of."""
-REACH_SECONDS = 15.0
+_REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
 TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
 """How many nodes are told, and how often, how many are here: a thousand hear it less often, not more is sent."""
@@ -133,7 +133,7 @@ class JoinPhase:
             node.send(kind="try", nodes=[rows[other] for other in targets(len(rows), place)])
         mine = [rows[other] for other in targets(len(rows), present.index(self._server.own))]
         threading.Thread(target=self._try_own, args=(mine,), daemon=True).start()
-        end, own = time.monotonic() + REACH_SECONDS, self._server.own
+        end, own = time.monotonic() + _REACH_SECONDS, self._server.own
         waiting = set(present)
         while waiting and time.monotonic() < end:
             changed = [*self._server.turn(0.05), own]
@@ -164,7 +164,7 @@ class JoinPhase:
         address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
         store_host = self._store_host(nodes[1:], address)
         held_port = self._hold_store_port(store_host)
-        run = start_message(self._server, nodes, notes)
+        run = _start_message(self._server, nodes, notes)
         for node in nodes[1:]:
             node.send(**run, rank=node.rank)
         self._server.running = True
@@ -201,7 +201,7 @@ class JoinPhase:
         return found.pop() if len(found) == 1 else ALL_ADDRESSES
 
 
-def start_message(
+def _start_message(
     server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
 ) -> Message:
     """Return the message that starts a node, but for its rank: as long for many nodes as for two.
@@ -430,7 +430,7 @@ class Coordinator:
         node.rank = free if node_info.rank is None else node_info.rank
         self._tell(f"{node.name} joins as node {node.rank}: all workers start again")
         everyone = sorted([*others, node], key=lambda one: one.rank)
-        node.send(**start_message(self._server, everyone), rank=node.rank)
+        node.send(**_start_message(self._server, everyone), rank=node.rank)
 
     def _late_obstacle(self, node_info: NodeInfo, others: Sequence[NodeConnection]) -> tuple[str, str] | None:
         """Return what keeps a node from joining the run while it goes on, and a hint."""

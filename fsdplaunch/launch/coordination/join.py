@@ -35,7 +35,7 @@ from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_secret import SECRET, is_secret, make_secret, proof
 from fsdplaunch.sockets import make_room
 
-SHARED_SECONDS = 15.0
+_SHARED_SECONDS = 15.0
 """How long a file system that nodes share may show an older file."""
 _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
@@ -91,7 +91,7 @@ class SecretSource:
 
     def may_change(self, waited: float) -> bool:
         """Return whether another secret may be found in a moment: the folder's, after so many seconds."""
-        return not self.is_given and bool(self._secret) and waited < SHARED_SECONDS
+        return not self.is_given and bool(self._secret) and waited < _SHARED_SECONDS
 
     def refused(self, address: str) -> MachineError:
         """Return what to say when node 0 did not take this node."""
@@ -195,7 +195,7 @@ def _read_private(path: Path) -> str:
     return text if is_secret(text) else ""
 
 
-LAST_CALL_SECONDS = 10.0
+_LAST_CALL_SECONDS = 10.0
 """How long an elastic run waits for more nodes once it has the least."""
 
 
@@ -276,13 +276,13 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         raise MachineError(msg, hint=hint) from None
     address, configured = own_address(spec), _configured_address(spec.config) is not None
     reachability_probe = network.ReachabilityProbe(_bindable(address) if configured or host else "")
-    node_info = describe_node(with_rank(spec, 0), address, reachability_probe)
+    node_info = _describe_node(_with_rank(spec, 0), address, reachability_probe)
     requirements = JoinRequirements(
         run_id=spec.run_id,
         least=place.least,
         most=place.most,
         seconds=launch.rendezvous_timeout_seconds,
-        last_call=min(LAST_CALL_SECONDS, float(launch.rendezvous_options.get("last_call_timeout", "10"))),
+        last_call=min(_LAST_CALL_SECONDS, float(launch.rendezvous_options.get("last_call_timeout", "10"))),
         silence=launch.machine_timeout_seconds,
         grace=launch.shutdown_grace_seconds,
         expected=place.names,
@@ -331,7 +331,7 @@ def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
     reachability_probe = network.ReachabilityProbe(_bindable(address))
     try:
         client.join(
-            describe_node(spec, address, reachability_probe),
+            _describe_node(spec, address, reachability_probe),
             progress,
             run_id=spec.run_id if spec.fixed_run_id else "",
         )
@@ -340,12 +340,12 @@ def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
     return client
 
 
-def with_rank(spec: NodeSpec, rank: int) -> NodeSpec:
+def _with_rank(spec: NodeSpec, rank: int) -> NodeSpec:
     """Return the same with a rank."""
     return replace(spec, place=replace(spec.place, rank=rank))
 
 
-def describe_node(spec: NodeSpec, address: str, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
+def _describe_node(spec: NodeSpec, address: str, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
     """Return how this node presents itself."""
     version = installed_numbers()
     return NodeInfo(
@@ -416,7 +416,7 @@ def _bindable(address: str) -> str:
     return address if network.is_own(address) else ""
 
 
-ATTEMPTS = 3
+_ATTEMPTS = 3
 """Missed keep-alives after which torch's rendezvous drops a node."""
 
 
@@ -480,10 +480,10 @@ def _options(config: Config) -> dict[str, str]:
     least, most = node_range(config)
     if least == most:
         return dict(config.launch.rendezvous_options)
-    interval = max(1, round(config.launch.machine_timeout_seconds / ATTEMPTS))
+    interval = max(1, round(config.launch.machine_timeout_seconds / _ATTEMPTS))
     defaults = {
-        "last_call_timeout": f"{LAST_CALL_SECONDS:.0f}",
+        "last_call_timeout": f"{_LAST_CALL_SECONDS:.0f}",
         "keep_alive_interval": str(interval),
-        "keep_alive_max_attempt": str(ATTEMPTS),
+        "keep_alive_max_attempt": str(_ATTEMPTS),
     }
     return defaults | config.launch.rendezvous_options

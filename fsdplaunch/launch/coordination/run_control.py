@@ -204,7 +204,7 @@ def has_failed(outcome: Outcome) -> bool:
     return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
 
 
-def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def _workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return every node's workers of its last attempt, with node 0's clock."""
     found = []
     for outcome in outcomes:
@@ -232,7 +232,7 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
         lost: What happened to nodes that the run could not go on without.
         stopped_by: The signal somebody sent from outside.
     """
-    workers = workers_of(outcomes)
+    workers = _workers_of(outcomes)
     cause = first_failure(workers)
     final = end_of_run(0, workers=workers)
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
@@ -311,9 +311,9 @@ def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_no
     }
 
 
-INSIST_SECONDS = 1.5
+_INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""
-ECHO_SECONDS = 5.0
+_ECHO_SECONDS = 5.0
 KILL_SECONDS = 4.0
 """After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
@@ -332,7 +332,7 @@ class SignalRelay:
 
     def came(self, number: int) -> bool:
         """Tell the others of a signal that came to this process; return whether the agent is to get it too."""
-        if time.monotonic() - self._heard.get(number, -ECHO_SECONDS) < ECHO_SECONDS:
+        if time.monotonic() - self._heard.get(number, -_ECHO_SECONDS) < _ECHO_SECONDS:
             return False
         self._counts[number] = self._counts.get(number, 0) + 1
         self._control.stop(number, self._counts[number])
@@ -366,7 +366,7 @@ def attach(control: RunControl, agent: "AgentProcess", run_dir: Path, names: Seq
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
         if at_once:
-            later(INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
+            later(_INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
     control.actions = RunActions(

@@ -20,7 +20,7 @@ from fsdplaunch.launch.coordination.protocol import (
 )
 
 TURN_SECONDS = 0.5
-PROOF_SECONDS = 5.0
+_PROOF_SECONDS = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 UNPROVEN = 256
 """How many connections may be about to prove it; of more, the oldest goes."""
@@ -212,7 +212,7 @@ class CoordinatorServer:
             self.connections = [node for node in self.connections if node not in gone]
         unproven = [node for node in self.connections if node.handshake is not None]
         too_many = len(unproven) - max(UNPROVEN, self.requirements.most)
-        late = time.monotonic() - PROOF_SECONDS
+        late = time.monotonic() - _PROOF_SECONDS
         for place, node in enumerate(unproven):
             if place < too_many or node.since < late:
                 node.close()
