@@ -312,11 +312,13 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-class WatchedRendezvous(RendezvousHandler):
-    """Torch's dynamic rendezvous, but that waiting ends with the run and the workers' store is there at once.
+class WatchedRendezvous:
+    """Torch's dynamic rendezvous, but waiting ends with the run and the workers' store is there at once.
 
     Torch names the workers a port that was free a moment ago, for the first worker to open.
     """
+
+    use_agent_store = True  # workers that make a group themselves are clients of a store of the first node's agent
 
     def __init__(
         self,
@@ -327,14 +329,9 @@ class WatchedRendezvous(RendezvousHandler):
         self._handler, self._is_stopped, self._read_time = handler, is_stopped, read_time
         self._served: Store | None = None
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: workers that make a group themselves are clients of a store of the first node's agent."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name under which torch's agent asks for this."""
-        return self._handler.get_backend()
+    def __getattr__(self, name: str) -> Any:
+        """Return what is torch's own."""
+        return getattr(self._handler, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others, as torch does, wrap the store they meet in, and open the workers'."""
@@ -348,22 +345,6 @@ class WatchedRendezvous(RendezvousHandler):
         place = RendezvousStoreInfo(place.master_addr, int(watched.get(_PORT_KEY)))
         return RendezvousInfo(watched, found.rank, found.world_size, place)
 
-    def is_closed(self) -> bool:
-        """Return whether the nodes have ended the run."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """Have the nodes end the run."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join."""
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the run's name."""
-        return self._handler.get_run_id()
-
     def shutdown(self) -> bool:
         """Close what was opened."""
         self._served = None
@@ -375,7 +356,7 @@ def elastic_rendezvous(
     secret: str,
     is_stopped: Callable[[], None],
     held: socket.socket | None = None,
-) -> RendezvousHandler:
+) -> Any:
     """Return torch's dynamic rendezvous over a signed state.
 
     Args:
@@ -396,9 +377,7 @@ def elastic_rendezvous(
         else:
             store = TCPStore(host, int(port), None, False, seconds)
     except (OSError, RuntimeError, ValueError) as error:
-        msg = (
-            f"the store at {params.endpoint} cannot be {'opened' if params.get_as_bool('is_host') else 'reached'}"
-        )
+        msg = f"the store at {params.endpoint} cannot be opened, or reached"
         raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
     return WatchedRendezvous(handler, is_stopped, seconds)

@@ -39,7 +39,7 @@ _PREFIXES = (
     # checkers and profilers
     *("ASAN_", "LSAN_", "TSAN_", "UBSAN_"),
 )
-_PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE")
 """Of those, what differs from run to run and is read only while one runs."""
 _WITHOUT_SAY = ("FSDPLAUNCH_", "PWD", "OLDPWD", "SHLVL", "_")
 
