@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplaunch.agent.fork_server import fork, freeze, has_threads, uses_gpu
@@ -42,31 +41,16 @@ from fsdplaunch.warm.import_record import ImportRecord
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRequest:
-    """One agent to be.
+def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: str | None) -> list[str]:
+    """Take over everything that a launch has handed over, and return the agent's command line.
 
-    Attributes:
-        argv: Its command line, from the interpreter on.
-        record: What was imported before, for what is to be given again.
-    """
-
-    argv: tuple[str, ...]
-    record: ImportRecord = field(repr=False)
-
-
-def _become_agent(message: Mapping[str, Any], files: Sequence[int], record: ImportRecord) -> AgentRequest:
-    """Take over everything that a launch has handed over.
+    An error means that something cannot be taken over: the launch has to be a cold one.
 
     Args:
-        message: The request of `launch.warm.client`.
+        message: The launcher's request.
         files: The current folder, standard input, output and error output, the lifeline, and the socket that the
             store is to listen at, where there is one.
-        record: What was imported before.
-
-    Raises:
-        OSError: Something cannot be taken over; the launch has to be a cold one.
-        ValueError: A limit cannot be set.
+        temporary: The folder for temporary files that importing chose; None where it chose none.
     """
     given = message["handed_over"]
     (here, *streams), inherited = files[:4], files[4:]
@@ -82,17 +66,17 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impo
         _set(name, given["settings"][name])
     set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
     time.tzset()
-    argv = tuple(message["argv"])
+    argv = list(message["argv"])
     renew_streams()
     renew_randomness()
     _renew_seed()
-    _renew_folders(record.temporary_folder)
+    _renew_folders(temporary)
     importlib.invalidate_caches()
-    sys.argv, sys.orig_argv = list(argv[2:]), list(argv)
+    sys.argv, sys.orig_argv = argv[2:], argv
     show_as(argv)
     gc.enable()
     _set_signals(signals_in(given["ignored"]), message["blocked"])
-    return AgentRequest(argv=argv, record=record)
+    return argv
 
 
 def _renew_seed() -> None:
@@ -103,11 +87,7 @@ def _renew_seed() -> None:
 
 
 def _renew_folders(temporary: str | None) -> None:
-    """Forget in which folder this was imported, and which one for temporary files was chosen since.
-
-    Args:
-        temporary: The one that importing chose, or None.
-    """
+    """Forget in which folder this was imported, and which one for temporary files was chosen since."""
     tempfile.tempdir = temporary
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:  # what it spawns imports from there
@@ -184,7 +164,7 @@ class WarmServer:
         with identity.opened_folder(path, make=True) as opened:
             self._listener, self._identity = identity.listen(opened, name)
 
-    def serve(self) -> AgentRequest:
+    def serve(self) -> list[str]:
         """Serve until the time is over, and end; returns in forked agents only."""
         self._get_ready()
         while True:
@@ -194,8 +174,8 @@ class WarmServer:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
             self._tell_ended()
-            if self._listener.fileno() in readable and (request := self._accept()) is not None:
-                return request
+            if self._listener.fileno() in readable and (argv := self._accept()) is not None:
+                return argv
             if not self._runs and (self._is_closing or self._reason_to_end() is not None):
                 self._end()
 
@@ -220,7 +200,7 @@ class WarmServer:
         show_as(("fsdplaunch", "warm"))
         freeze()
 
-    def _accept(self) -> AgentRequest | None:
+    def _accept(self) -> list[str] | None:
         try:
             end, _ = self._listener.accept()
         except OSError:  # it has left again
@@ -241,7 +221,7 @@ class WarmServer:
             channel.close()
             return None
 
-    def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+    def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str] | None:
         try:
             if message.get("launch") == PROTOCOL and len(files) in _FILES:
                 return self._launch(channel, message, files)
@@ -255,7 +235,7 @@ class WarmServer:
                 with suppress(OSError):
                     os.close(file)
 
-    def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+    def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str] | None:
         why_not = self._why_not(message)
         if why_not is not None:
             channel.send({"refused": why_not})
@@ -286,14 +266,14 @@ class WarmServer:
             self.close()
         return change
 
-    def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest:
+    def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str]:
         """Be the agent, in the child, once the launcher knows of it; until then nothing of it may be seen."""
         try:
             signal.set_wakeup_fd(-1)
             self._listener.close()
             for end in (*self._wake, *(other.fileno() for other in self._runs.values())):
                 os.close(end)
-            request = _become_agent(message, files, self._record)
+            argv = _become_agent(message, files, self._record.temporary_folder)
             files.clear()
             channel.limit_waiting(_GO_SECONDS)
             process = os.pidfd_open(os.getpid())
@@ -305,7 +285,7 @@ class WarmServer:
         if word is None or word[0].get("go") is not True:
             os._exit(0)
         channel.close()
-        return request
+        return argv
 
     def _tell_ended(self) -> None:
         while self._runs:
@@ -371,7 +351,7 @@ class CannotStayError(Exception):
     """This process cannot be forked from later."""
 
 
-def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> AgentRequest:
+def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> list[str]:
     """Wait for launches in this process until its time is over; returns in agents forked from it only.
 
     Args:
