@@ -27,12 +27,11 @@ from fsdplaunch.sockets import HELD
 from fsdplaunch.warm import identity
 from fsdplaunch.warm.identity import (
     PROTOCOL,
-    SETTINGS,
     UnsafeFolderError,
     difference,
     folder_path,
+    kernel_text,
     server_name,
-    setting,
     signals_in,
     surroundings,
 )
@@ -62,8 +61,8 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: s
         os.close(descriptor)
     os.umask(given["umask"])
     _set_limits(given["limits"])
-    for name in SETTINGS:
-        _set(name, given["settings"][name])
+    if kernel_text("oom_score_adj") != given["oom_score_adj"]:
+        _write_oom_score(given["oom_score_adj"])
     set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
     time.tzset()
     argv = list(message["argv"])
@@ -100,10 +99,9 @@ def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
             resource.setrlimit(int(number), (wanted[0], wanted[1]))
 
 
-def _set(name: str, text: str) -> None:
-    if setting(name) != text:
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
-            file.write(text)
+def _write_oom_score(text: str) -> None:
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+        file.write(text)
 
 
 def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
@@ -195,8 +193,8 @@ class WarmServer:
 
     def _get_ready(self) -> None:
         """Be the first to go where memory is short, be found by name, and share memory with what is forked."""
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
-            file.write(_FIRST_TO_GO)
+        with suppress(OSError):
+            _write_oom_score(_FIRST_TO_GO)
         show_as(("fsdplaunch", "warm"))
         freeze()
 
