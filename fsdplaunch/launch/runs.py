@@ -17,90 +17,58 @@ from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.features import KUBERNETES, feature
+from fsdplaunch.files import Maybe, matches
 from fsdplaunch.launch.schedulers import slurm
 from fsdplaunch.run_dir import JOB, LATEST, PLAN, RESULT, open_file, rank_folder, read_json, write_json
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
 """Of an object in a cluster; none begins with a dash, as an option does."""
 _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
-_NEEDED = {
-    "here": ("host", "pid"),
-    "ssh": ("host", "pid"),
-    "slurm": ("job",),
-    "kubernetes": ("kind", "name"),
-}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _matches(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "route": lambda value: isinstance(value, str) and value in _NEEDED,
-    "host": _is_text,
-    "pid": lambda value: type(value) is int and value > 1,
-    "since": lambda value: value is None or type(value) is int,
-    "hosts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "job": _matches(_JOB),
-    "kind": lambda value: value in ("job", "trainjob"),
-    "name": _matches(_NAME),
-    "namespace": lambda value: value is None or _matches(_NAME)(value),
-}
-
-
-def _read_job(run_dir: Path) -> dict[str, Any]:
-    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
-    job = read_json(run_dir / JOB)
-    needed = _NEEDED.get(str(job.get("route")), ("route",))
-    is_sound = all(name in job for name in needed)
-    is_sound = is_sound and all(check(job[name]) for name, check in _CHECKS.items() if name in job)
-    return job if is_sound else {}
-
-
-def _read_end(folder: Path) -> dict[str, Any] | None:
-    """Return how one start of a run ended, as its launcher wrote it; None where nothing sound stands."""
-    result = read_json(folder / RESULT)
-    return result if type(result.get("exit_code")) is int else None
-
-
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
 
 
-def _parts_of(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
-    tries = [path for path in run_dir.glob("try*") if path.is_dir()]
-    return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
+def _matching(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
+
+
+_PROCESS = {"host": str, "pid": lambda value: type(value) is int and value > 1, "since?": Maybe(int)}
+_JOBS = {
+    "here": _PROCESS,
+    "ssh": _PROCESS | {"hosts?": [str]},
+    "slurm": {"job": _matching(_JOB)},
+    "kubernetes": {
+        "kind": lambda value: value in ("job", "trainjob"),
+        "name": _matching(_NAME),
+        "namespace?": Maybe(_matching(_NAME)),
+    },
+}
+"""What each route knows a run by."""
+
+
+def _read_job(run_dir: Path) -> dict[str, Any]:
+    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
+    job = read_json(run_dir / JOB)
+    route = job.get("route")
+    return job if isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route]) else {}
 
 
 def _result_of(run_dir: Path) -> dict[str, Any] | None:
-    """Return how the last start of a run ended; None when it has not."""
-    return _read_end(_parts_of(run_dir)[-1])
+    """Return how the last start of a run ended, of which SLURM may have made several; None when it has not."""
+    tries = sorted((path for path in run_dir.glob("try*") if path.is_dir()), key=lambda path: path.stat().st_ctime)
+    result = read_json((tries or [run_dir])[-1] / RESULT)
+    return result if type(result.get("exit_code")) is int else None
 
 
 def _ended_state(result: Mapping[str, Any]) -> str:
-    """Return how a run ended, in words.
-
-    Args:
-        result: As its launcher wrote it.
-    """
     if result.get("stopped_by"):
         return f"stopped by {result['stopped_by']}"
     return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
 
 
 def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
-    """Return the state of a SLURM job or of one task of its array.
-
-    Args:
-        reported: SLURM's word for it; None when it does not know the job any more.
-        ended: Result of its last start, if that has ended.
-    """
+    """Return the state of a job or of one task of its array; `reported` is None when SLURM has forgotten it."""
     if reported is None:
         return (_ended_state(ended) if ended else "unknown to SLURM"), False
     word, _, reason = reported.partition(" ")
@@ -113,14 +81,11 @@ def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State
 
 def _process_state(job: Mapping[str, Any]) -> State:
     """Return the state of a run that a process of some node looks after."""
-    host = job.get("host")
     if not job:
         return "unknown", False
-    if host != socket.gethostname():
-        return f"started on {host}", True
-    if _is_alive(job):
-        return "running", True
-    return "lost: its launcher has gone", False
+    if job["host"] != socket.gethostname():
+        return f"started on {job['host']}", True
+    return ("running", True) if _is_alive(job) else ("lost: its launcher has gone", False)
 
 
 def _is_alive(job: Mapping[str, Any]) -> bool:
@@ -241,13 +206,7 @@ def _task_of(run: Run, name: str) -> Run:
 
 
 def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
-    """Return a run out of its folder.
-
-    Args:
-        path: The folder.
-        job: What the route knows it by.
-        reported: States of its tasks that SLURM knows; its own is under "".
-    """
+    """Return a run out of its folder; `reported` has SLURM's states of its tasks, its own under ""."""
     route = str(job.get("route") or "here")
     script = str(read_json(path / PLAN).get("script") or "")
     run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from fsdplaunch.files import Maybe, matches
 from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
@@ -49,36 +50,7 @@ def _is_probe(value: Any) -> bool:
     return isinstance(value, list) and list(map(type, value)) == [int, str] and _is_port(value[0])
 
 
-class _Maybe:
-    """What null passes, too."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-
-def _matches(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a kind: a type, a function that says so, a list of one kind, or an object.
-
-    Of an object's fields those that are not named are not looked at, and those with a ? may be missing; the name *
-    stands for all of them.
-    """
-    if isinstance(kind, _Maybe):
-        return value is None or _matches(value, kind.kind)
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_matches(item, kind[0]) for item in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and all(_has(value, name, field) for name, field in kind.items())
-    return isinstance(value, kind) if isinstance(kind, type) else bool(kind(value))
-
-
-def _has(value: Mapping[str, Any], name: str, kind: Any) -> bool:
-    if name == "*":
-        return all(_matches(item, kind) for item in value.values())
-    plain = name.removesuffix("?")
-    return _matches(value[plain], kind) if plain in value else plain != name
-
-
-_TEXT, _NUMBER = _Maybe(str), _Maybe(_is_integer)
+_TEXT, _NUMBER = Maybe(str), Maybe(_is_integer)
 _WORKER = {
     "rank": _is_natural,
     "local_rank?": _is_natural,
@@ -90,17 +62,17 @@ _WORKER = {
     "ended_ns?": _NUMBER,
     "peak_bytes?": _NUMBER,
     "steps?": _NUMBER,
-    "error?": _Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER}),
+    "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER}),
     "tail?": [str],
     "host?": str,
     "node?": _is_integer,
 }
-_ATTEMPT = {"workers": [_WORKER], "attempt?": _is_natural, "cause?": _Maybe(_WORKER)}
-_OUTCOME = {"status": _is_integer, "stopped_by": _TEXT, "error": _TEXT, "attempt": _Maybe(_ATTEMPT)}
+_ATTEMPT = {"workers": [_WORKER], "attempt?": _is_natural, "cause?": Maybe(_WORKER)}
+_OUTCOME = {"status": _is_integer, "stopped_by": _TEXT, "error": _TEXT, "attempt": Maybe(_ATTEMPT)}
 _FINAL = {
     "status": _is_integer,
     "stopped_by": _TEXT,
-    "cause": _Maybe(_WORKER),
+    "cause": Maybe(_WORKER),
     "error": _TEXT,
     "lost": [str],
     "workers": [_WORKER],
@@ -109,7 +81,7 @@ _FINAL = {
 _NODE = {
     "host": str,
     "address": str,
-    "rank?": _Maybe(_is_natural),
+    "rank?": Maybe(_is_natural),
     "workers?": _is_natural,
     "versions?": {"*": str},
     "config?": {"*": str},
@@ -157,7 +129,7 @@ def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
     try:
         value = json.loads(line, parse_constant=_refuse_constant)
         kind = value.get("kind") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind in kinds and _matches(value, kinds[kind]):
+        if isinstance(kind, str) and kind in kinds and matches(value, kinds[kind]):
             return dict(value)
     except (ValueError, RecursionError):  # too deep, too many digits, no UTF-8, no JSON
         pass
