@@ -187,8 +187,7 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
     from fsdplaunch.config.layers import read_assignments
-    from fsdplaunch.config.render import write_text_atomically
-    from fsdplaunch.config.yaml_edit import set_keys
+    from fsdplaunch.config.render import set_keys, write_text_atomically
 
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
