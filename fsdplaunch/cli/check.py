@@ -28,7 +28,6 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
 TOLERANCE = 1e-4
@@ -95,7 +94,7 @@ def check(
         from fsdplaunch.cli.compare import check_tolerance, prepared
 
         check_tolerance(tolerance)
-    loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
+    loaded = load_config(file, overrides=overrides, noted=option_notes(noted))
     asked = loaded.config
     small, changed = shrunk(asked)
     if compare:

@@ -30,7 +30,6 @@ from fsdplaunch.display_text import printable
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import fresh_run_id, rank_folder, read_heartbeat
 from fsdplaunch.tune.html_report import html_report
 from fsdplaunch.tune.result import (
@@ -150,7 +149,7 @@ class TuneJob:
             LaunchError: The search cannot begin.
         """
         tries = read_tries(request.tries)
-        loaded = load_config(request.path, overrides=request.overrides, torch=installed_numbers)
+        loaded = load_config(request.path, overrides=request.overrides)
         _check_config(loaded.config)
         hardware = read_hardware(os.environ)
         script = request.script or ""
@@ -186,9 +185,7 @@ class TuneJob:
         def read(overrides: Sequence[str]) -> Config:
             text = read_text(data, str(loaded.path or "defaults"))
             every = (*request.overrides, *overrides)
-            return stack(
-                text, path=loaded.path, environ=os.environ, overrides=every, torch=installed_numbers
-            ).config
+            return stack(text, path=loaded.path, environ=os.environ, overrides=every).config
 
         allowed = {
             name for name, wanted in (("precision", request.precision), ("compile", request.compile)) if wanted

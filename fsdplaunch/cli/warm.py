@@ -10,7 +10,6 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.warm.client import ask_all, start_server
 from fsdplaunch.warm.identity import UnsafeFolderError, folder_path
@@ -47,7 +46,7 @@ def start(file: Path | None, overrides: Sequence[str], out: Output) -> int:
     Raises:
         LaunchError: The configuration is wrong, or it cannot stay.
     """
-    loaded = load_config(file, overrides=overrides, torch=torch_version.installed_numbers)
+    loaded = load_config(file, overrides=overrides)
     target = LaunchTarget(name="train.py")
     plan = plan_for_this_node(loaded, read_hardware(os.environ), target, allow_unsharded=True)
     seconds = plan.config.launch.keep_warm_seconds or DEFAULT_SECONDS

@@ -21,7 +21,6 @@ from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import pod_settings, read_hardware
 
 
@@ -55,11 +54,10 @@ def launch_script(
         check_script(script)
     submitting = launch_options.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
-    torch = None if submitting else torch_version.installed_numbers
     noted = option_notes(launch_options.noted)
-    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch, noted=noted)
+    loaded = load_config(file, overrides=overrides, assumed=assumed, noted=noted)
     if not submitting and (pod := _assumed_of_pod(loaded)):
-        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), torch=torch, noted=noted)
+        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         return launch_elsewhere(request, out)
