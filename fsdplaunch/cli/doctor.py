@@ -97,12 +97,12 @@ _WORDS = {"ok": "", "warning": "warning: ", "problem": "problem: ", "skipped": "
 def doctor(
     *,
     file: Path | None,
-    overrides: Sequence[str],
-    network: bool,
-    no_torch: bool,
-    paste: bool,
-    as_json: bool,
     out: Output,
+    overrides: Sequence[str] = (),
+    network: bool = False,
+    no_torch: bool = False,
+    paste: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Look at this machine and say what was found.
 

@@ -420,6 +420,23 @@ def _changes(result: TuneResult, config: Config, loaded: LoadedConfig) -> list[t
 INTERRUPTED = 130
 
 
+def tune_command(
+    *,
+    file: Path | None,
+    resume: str | None,
+    write: Path | None,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    out: Output,
+    **asked: Any,
+) -> int:
+    """Search as the command line says; `asked` is what `TuneRequest` has."""
+    request = TuneRequest(**asked, file=str(file) if file is not None else None)
+    outputs = TuneOutputs(write=write, html=html, overwrite=overwrite, as_json=as_json)
+    return tune(request, resume=resume, outputs=outputs, out=out)
+
+
 def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out: Output) -> int:
     """Measure candidates until the fastest that fits is known, and say and write it.
 
