@@ -29,11 +29,9 @@ SMALL = {
     "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }  # fmt: skip
-GROUPED = 4 if has("torch", "2.9") else 8
-"""Heads of keys and values; for fewer of them than of queries torch 2.7 holds attention's matrix on the CPU."""
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 704,
-    "num_attention_heads": 8, "num_key_value_heads": GROUPED, "num_hidden_layers": 4, "vocab_size": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 4096,
     "max_position_embeddings": 1024, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 BATCH, LENGTH = 2, 256
