@@ -160,7 +160,7 @@ def runs_cancel(
 
 ESTIMATE_EPILOG = (
     "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
-    "fsdplaunch estimate train.py:build_model --exact --html memory.html."
+    "fsdplaunch estimate train.py:build_model --exact."
 )
 CHECK_EPILOG = (
     "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
@@ -195,7 +195,6 @@ def estimate(
     exact: Annotated[
         bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
@@ -214,7 +213,6 @@ def estimate(
         length=seq_len,
         optimizer=optimizer,
         exact=exact,
-        html=html,
     )
     raise typer.Exit(run_estimate(wanted, file=config, overrides=overrides or [], as_json=as_json, out=Output()))
 
@@ -437,7 +435,7 @@ def merge_weights(
 
 
 TUNE_EPILOG = (
-    "Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml --html tune.html train.py; "
+    "Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml train.py; "
     "fsdplaunch tune --try fsdp_reshard_after_forward=true,false train.py. "
     "Everything after SCRIPT belongs to the script."
 )
@@ -475,7 +473,6 @@ def tune(
     ] = False,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")
     ] = None,
@@ -503,7 +500,7 @@ def tune(
         compile=compiled,
         allow_writes=allow_writes,
     )
-    outputs = TuneOutputs(write=write, html=html, overwrite=overwrite, as_json=as_json)
+    outputs = TuneOutputs(write=write, overwrite=overwrite, as_json=as_json)
     raise typer.Exit(run_tune(request, resume=resume, outputs=outputs, out=Output()))
 
 

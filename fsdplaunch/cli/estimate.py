@@ -2,16 +2,14 @@
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import LoadedConfig, load_config
-from fsdplaunch.config.render import write_text_atomically
 from fsdplaunch.config.resolve import uses_xla
-from fsdplaunch.display_text import printable, quoted
+from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup, ranks_of, training_setup
 from fsdplaunch.estimate.model import (
@@ -51,7 +49,6 @@ class EstimateRequest:
         length: Tokens of each; None for the model's own, up to 2,048.
         optimizer: Its name.
         exact: Whether to trace a step.
-        html: Where to write the page.
     """
 
     source: str | None
@@ -61,7 +58,6 @@ class EstimateRequest:
     length: int | None
     optimizer: str
     exact: bool
-    html: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +86,12 @@ def estimate(
     hardware = read_hardware(os.environ)
     source = _read_source(wanted.source)
     report = _report(wanted, loaded, hardware, source, out)
-    if wanted.html is not None:
-        from fsdplaunch.estimate.html_report import html_report
-
-        write_text_atomically(wanted.html, printable(html_report(report)))
     if as_json:
         out.json(report.to_dict())
     else:
         from fsdplaunch.estimate.report import text_report
 
-        out.data("\n".join(text_report(report, width=shutil.get_terminal_size().columns)))
-    if wanted.html is not None:
-        out.say(f"wrote {wanted.html}")
+        out.data("\n".join(text_report(report)))
     return 0
 
 

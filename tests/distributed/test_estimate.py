@@ -178,7 +178,6 @@ def test_trace_at_a_thousand_ranks_adds_up(llama: Path) -> None:
     assert trace.sizes.parameters == read_architecture(llama).sizes.parameters
     assert trace.sizes.depth == 4
     assert trace.parts["optimizer"] == pytest.approx(2 * trace.parts["parameters"], rel=0.02)
-    assert {phase for phase, _ in trace.course} == {"forward", "backward", "step"}
     assert max(amount for _, amount in trace.course) == trace.total
     assert trace.phase in ("forward", "backward")
     assert need is not None
