@@ -15,8 +15,6 @@ from fsdplaunch.estimate.memory import (
     Verdict,
     alternatives,
     divides_heads,
-    goes_in_ring,
-    sent_bytes,
     verdict_of,
 )
 from fsdplaunch.estimate.trace_client import StepTrace
@@ -210,32 +208,21 @@ def own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> li
     rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)
     if setup.shards > rows and setup.version != 1:
         notes.append(f"no tensor has {setup.shards} rows: some ranks hold nothing")
-    return [*notes, *_exchanges(case, setup)]
+    return [*notes, *_indivisible(case, setup)]
 
 
-def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
-    """Yield what ranks that split layers or sequences exchange in one step, beside what FSDP does."""
-    shape = case.shape
-    if shape is None:
+def _indivisible(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
+    """Yield what ranks that split layers or sequences cannot divide."""
+    if case.shape is None:
         return
-    width = setup.widths(case.sizes)[1]
-    if setup.tensor > 1:
-        amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
-        yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
-    if shape.head_count % setup.tensor:
+    heads = case.shape.head_count
+    if heads % setup.tensor:
+        yield f"tp_size {setup.tensor} does not divide the model's {heads} heads: its attention cannot be split"
+    if not divides_heads(case.shape, setup):
         yield (
-            f"tp_size {setup.tensor} does not divide the model's {shape.head_count} heads: its attention cannot be"
-            " split by heads"
-        )
-    if not divides_heads(shape, setup):
-        yield (
-            f"cp_size {setup.context} does not divide the model's {shape.head_count} heads: training would stop"
+            f"cp_size {setup.context} does not divide the model's {heads} heads: training would stop"
             " at its first step; set sharding.context_parallel_attention to auto or ring"
         )
-    elif setup.context > 1:
-        what = "keys and values in a ring" if goes_in_ring(shape, setup) else "positions for heads"
-        amount = sent_bytes(shape, setup, width)
-        yield f"the {setup.context} ranks that split sequences send {amount / GIB:.2f} GiB each per step, {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
