@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from fsdplaunch.errors import EXIT_USAGE, UsageError
 def write_config(
     *,
     output: Path | None,
-    answers: Mapping[str, str | None],
     overrides: Sequence[str],
     preset: str | None,
     source: Path | None,
@@ -26,10 +25,13 @@ def write_config(
     no_input: bool,
     overwrite: bool,
     as_json: bool,
+    script: str | None,
     out: Output,
-    script: str | None = None,
+    **answers: str | None,
 ) -> int:
     """Write a configuration file, asking for what options do not say; then offer to measure a script with it.
+
+    `answers` are options that answer one question each.
 
     Raises:
         LaunchError: Nothing was written.
@@ -48,7 +50,7 @@ def write_config(
         facts=facts,
         out=out,
         path=output or Path(DEFAULT_FILE),
-        answers={name: text for name, text in answers.items() if text is not None},
+        answers={name.replace("_", "-"): text for name, text in answers.items() if text is not None},
         overrides=overrides,
         start_from=start_from,
         interactive=can_ask(no_input=no_input or as_json),
@@ -187,8 +189,7 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
     from fsdplaunch.config.layers import read_assignments
-    from fsdplaunch.config.render import write_text_atomically
-    from fsdplaunch.config.yaml_edit import set_keys
+    from fsdplaunch.config.render import set_keys, write_text_atomically
 
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
@@ -311,7 +312,9 @@ def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     return 0
 
 
-def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Output) -> int:
+def convert(
+    source: Path, target: Path | None, *, to: str, overwrite: bool, out: Output, as_json: bool = False
+) -> int:
     """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
     from fsdplaunch.config.convert import to_accelerate, to_fsdp2
     from fsdplaunch.config.render import write_text_atomically
@@ -319,6 +322,7 @@ def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bo
     if to not in ("fsdp2", "accelerate"):
         msg = f"{to} is nothing to convert to"
         raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
+    target = target or source
     if target.exists() and not overwrite:
         msg = f"{target} exists"
         raise UsageError(msg, hint="name another file, or add --overwrite")

@@ -27,7 +27,6 @@ from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import failure_lines
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_secret import SECRET
 
 _ANSWER = "network.json"
@@ -98,12 +97,12 @@ _WORDS = {"ok": "", "warning": "warning: ", "problem": "problem: ", "skipped": "
 def doctor(
     *,
     file: Path | None,
-    overrides: Sequence[str],
-    network: bool,
-    no_torch: bool,
-    paste: bool,
-    as_json: bool,
     out: Output,
+    overrides: Sequence[str] = (),
+    network: bool = False,
+    no_torch: bool = False,
+    paste: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Look at this machine and say what was found.
 
@@ -134,7 +133,7 @@ def doctor(
 def _load(file: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig | None, tuple[str, ...]]:
     """Return the configuration, or what is wrong with it: a doctor goes on where others stop."""
     try:
-        return load_config(file, overrides=overrides, torch=installed_numbers), ()
+        return load_config(file, overrides=overrides), ()
     except ConfigError as error:
         return None, tuple(str(problem).splitlines()[0] for problem in error.problems)
 

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,18 +38,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
-
-
-def parse_format(text: str) -> bool:
-    """Read the name of an output format: True for safetensors, False for torch's own.
-
-    Raises:
-        UsageError: When it is neither.
-    """
-    if text not in {"safetensors", "torch"}:
-        msg = f"--format {text!r} is not known"
-        raise UsageError(msg, hint="use safetensors or torch")
-    return text == "safetensors"
 
 
 def choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
@@ -104,10 +92,37 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def merge_command(
-    checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
+def merge_weights(
+    *,
+    checkpoint: Path,
+    output: Path,
+    unsafe_serialization: bool,
+    file_format: str,
+    no_checksums: bool,
+    rename: Sequence[str],
+    parts: str | None,
+    dry_run: bool,
+    as_json: bool,
+    out: Output,
+    **further: Any,
 ) -> None:
-    """Merge a sharded checkpoint and report the result, or only show the plan."""
+    """Merge a sharded checkpoint and report the result, or only show the plan; `further` goes to `MergeOptions`.
+
+    Raises:
+        UsageError: An option is none.
+        LaunchError: The checkpoint cannot be merged.
+    """
+    if file_format not in {"safetensors", "torch"}:
+        msg = f"--format {file_format!r} is not known"
+        raise UsageError(msg, hint="use safetensors or torch")
+    further["verify"] |= further["remove_checkpoint_dir"]
+    options = MergeOptions(
+        **further,
+        checksums=not no_checksums,
+        safe_serialization=file_format == "safetensors" and not unsafe_serialization,
+        rename=tuple(map(parse_rename, rename)),
+        part=None if parts is None else parse_part(parts),
+    )
     checkpoint = choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
     if dry_run:
         show_plan(checkpoint, output, options=options, as_json=as_json, out=out)

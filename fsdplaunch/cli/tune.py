@@ -30,7 +30,6 @@ from fsdplaunch.display_text import printable
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import fresh_run_id, rank_folder, read_heartbeat
 from fsdplaunch.tune.result import (
     SUFFIX,
@@ -149,7 +148,7 @@ class TuneJob:
             LaunchError: The search cannot begin.
         """
         tries = read_tries(request.tries)
-        loaded = load_config(request.path, overrides=request.overrides, torch=installed_numbers)
+        loaded = load_config(request.path, overrides=request.overrides)
         _check_config(loaded.config)
         hardware = read_hardware(os.environ)
         script = request.script or ""
@@ -185,9 +184,7 @@ class TuneJob:
         def read(overrides: Sequence[str]) -> Config:
             text = read_text(data, str(loaded.path or "defaults"))
             every = (*request.overrides, *overrides)
-            return stack(
-                text, path=loaded.path, environ=os.environ, overrides=every, torch=installed_numbers
-            ).config
+            return stack(text, path=loaded.path, environ=os.environ, overrides=every).config
 
         allowed = {
             name for name, wanted in (("precision", request.precision), ("compile", request.compile)) if wanted
@@ -415,6 +412,22 @@ def _changes(result: TuneResult, config: Config, loaded: LoadedConfig) -> list[t
 
 
 INTERRUPTED = 130
+
+
+def tune_command(
+    *,
+    file: Path | None,
+    resume: str | None,
+    write: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    out: Output,
+    **asked: Any,
+) -> int:
+    """Search as the command line says; `asked` is what `TuneRequest` has."""
+    request = TuneRequest(**asked, file=str(file) if file is not None else None)
+    outputs = TuneOutputs(write=write, overwrite=overwrite, as_json=as_json)
+    return tune(request, resume=resume, outputs=outputs, out=out)
 
 
 def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out: Output) -> int:

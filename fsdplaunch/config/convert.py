@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fsdplaunch.config.load import LoadedConfig, stack
 from fsdplaunch.config.names import key_prefix
-from fsdplaunch.config.render import render_values, values_to_write
+from fsdplaunch.config.render import render_values, set_keys, values_to_write
 from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, has_one_axis, mesh_sizes, resolve, world_size
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
 from fsdplaunch.config.schema.config import (
@@ -21,7 +21,6 @@ from fsdplaunch.config.schema.config import (
     section_classes,
     value_at,
 )
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError

@@ -23,7 +23,6 @@ from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_or
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
 from fsdplaunch.config.rules.base import (
     RuleContext,
-    TorchVersion,
     Violation,
     find_notes,
     find_violations,
@@ -84,7 +83,6 @@ def load_config(
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
     cwd: Path | None = None,
-    torch: TorchVersion | None = None,
     noted: Sequence[Problem] = (),
 ) -> LoadedConfig:
     """Read every layer and return the resolved configuration.
@@ -95,7 +93,6 @@ def load_config(
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
         assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
-        torch: Says which torch the run will have, where that is known: the run is for this machine.
         noted: Notes about options that are no key's.
 
     Raises:
@@ -105,7 +102,7 @@ def load_config(
     cwd = Path.cwd() if cwd is None else cwd
     path = find_file(file, environ, cwd)
     text = YamlText("defaults") if path is None else read_file(path, cwd)
-    loaded = stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed, torch=torch)
+    loaded = stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed)
     return replace(loaded, notes=(*loaded.notes, *noted)) if noted else loaded
 
 
@@ -116,7 +113,6 @@ def stack(
     environ: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
-    torch: TorchVersion | None = None,
 ) -> LoadedConfig:
     """Return the configuration that a text, an environment and overrides make together.
 
@@ -131,7 +127,6 @@ def stack(
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_units(_with_version(values)).items()})
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
-    context = replace(context, torch=torch) if torch else context
     notes = tuple(note for layer in layers for note in layer.notes)
     if not unread:
         problems += _located(find_violations(context), values, text, broken)

@@ -18,7 +18,6 @@ from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_secrets
 from fsdplaunch.launch.xla import is_on_cpu, xla_processes, xla_variables
-from fsdplaunch.probe.torch_version import NEWEST, Numbers
 from fsdplaunch.run_dir import FLIGHT_RECORDER
 
 
@@ -30,7 +29,6 @@ class NodeFacts:
         gpus: Visible GPUs.
         cpus: Usable cores.
         python: The interpreter that workers run.
-        torch_version: Of the torch it has, major and minor.
         tpu_chips: TPU chips that are attached.
         port_holder: Who listens on the port the configuration names; None when it is free.
         environ: The caller's environment; a variable the user set is not overridden by a guess of ours.
@@ -39,7 +37,6 @@ class NodeFacts:
     gpus: int
     cpus: int
     python: str = sys.executable
-    torch_version: Numbers = NEWEST
     tpu_chips: int = 0
     port_holder: str | None = None
     environ: Mapping[str, str]
@@ -103,7 +100,6 @@ def chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
 
 RECORDED_EVENTS = "2000"
 """How many collectives the flight recorder remembers; about 1 MB per rank."""
-_GENERAL_NAMES = (2, 9)
 
 
 def worker_variables(
@@ -112,7 +108,6 @@ def worker_variables(
     environ: Mapping[str, str],
     cpus: int,
     workers: int,
-    torch_version: tuple[int, int],
     run_dir: Path,
     allow_unsharded: bool,
     ranks: int | None = None,
@@ -124,7 +119,6 @@ def worker_variables(
         environ: The caller's variables; what the user has set there is not overridden by a default of ours.
         cpus: Usable cores of this node.
         workers: Workers on this node.
-        torch_version: Of the installed torch, major and minor.
         run_dir: The run's folder.
         allow_unsharded: Let a script end without having sharded a model.
         ranks: Workers over all nodes, where they are known.
@@ -143,23 +137,20 @@ def worker_variables(
     if config.launch.max_restarts or config.launch.nodes:
         # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    defaults = {"OMP_NUM_THREADS": str(max(1, cpus // workers)), **_flight_recorder(run_dir, torch_version)}
+    defaults = {"OMP_NUM_THREADS": str(max(1, cpus // workers)), **_flight_recorder(run_dir)}
     if config.launch.keep_global_batch:  # a script that numbers the words of a set numbers them alike on all ranks
         defaults["PYTHONHASHSEED"] = "0"
     env |= {name: value for name, value in defaults.items() if name not in environ}
     return env | config.launch.env
 
 
-def _flight_recorder(run_dir: Path, torch_version: tuple[int, int]) -> dict[str, str]:
-    """Have torch remember the last collectives, and write them down when one of them times out.
-
-    Torch 2.9 gave the variables general names, and warns on every rank where it finds NCCL's.
-    """
-    size, file = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-    if torch_version < _GENERAL_NAMES:
-        size, file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    dump = str(run_dir / FLIGHT_RECORDER)
-    return {size: RECORDED_EVENTS, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", file: dump}
+def _flight_recorder(run_dir: Path) -> dict[str, str]:
+    """Have torch remember the last collectives, and write them down when one of them times out."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": RECORDED_EVENTS,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir / FLIGHT_RECORDER),
+    }
 
 
 DEFAULT_PORT = 29500
@@ -380,7 +371,6 @@ def build_plan(
         environ=node.environ,
         cpus=node.cpus,
         workers=workers,
-        torch_version=node.torch_version,
         run_dir=run_dir,
         allow_unsharded=allow_unsharded,
         ranks=ranks,

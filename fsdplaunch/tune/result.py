@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fsdplaunch.config.render import render
+from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
 from fsdplaunch.run_dir import PRIVATE_MODE, read_json, write_json

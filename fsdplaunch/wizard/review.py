@@ -8,10 +8,9 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.load import DEFAULT_FILE
-from fsdplaunch.config.render import render
+from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.display_text import GIB
 from fsdplaunch.errors import UsageError

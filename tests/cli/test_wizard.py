@@ -422,7 +422,7 @@ def test_wizard_every_question_can_be_explained():
 def test_config_command_has_one_option_per_question():
     import inspect
 
-    from fsdplaunch.cli.config_commands import config
+    from fsdplaunch.cli.commands import config
 
     parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
     assert {question.name for question in QUESTIONS} <= parameters

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.launch.single_node import (
@@ -21,7 +22,6 @@ from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import pod_settings, read_hardware
 
 
@@ -31,10 +31,12 @@ def launch_script(
     *,
     file: Path | None,
     overrides: Sequence[str],
-    launch_options: LaunchOptions,
+    slurm: bool,
+    kubernetes: bool,
     out: Output,
+    **options: Any,
 ) -> int:
-    """Run a script on every worker, or show what would be run.
+    """Run a script on every worker, or show what would be run; `options` are those of `LaunchOptions`.
 
     Returns:
         0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
@@ -42,6 +44,8 @@ def launch_script(
     Raises:
         LaunchError: Before anything was started.
     """
+    route = _route(slurm=slurm, kubernetes=kubernetes, follow=options["follow"])
+    launch_options = LaunchOptions(**options, route=route)
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
@@ -55,11 +59,10 @@ def launch_script(
         check_script(script)
     submitting = launch_options.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
-    torch = None if submitting else torch_version.installed_numbers
     noted = option_notes(launch_options.noted)
-    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch, noted=noted)
+    loaded = load_config(file, overrides=overrides, assumed=assumed, noted=noted)
     if not submitting and (pod := _assumed_of_pod(loaded)):
-        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), torch=torch, noted=noted)
+        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         return launch_elsewhere(request, out)
@@ -93,20 +96,19 @@ def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
         return ()
 
 
-def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
+def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
     """Return the scheduler that the run is handed to, if any.
 
     Raises:
         UsageError: Two are named, or none is to be followed.
     """
-    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
-    if len(named) > 1:
+    if slurm and kubernetes:
         msg = "--slurm and --kubernetes name two schedulers"
         raise UsageError(msg, hint="leave one of them out")
-    if follow and not named:
+    if follow and not (slurm or kubernetes):
         msg = "--follow is for submitted runs"
         raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
-    return named[0] if named else None
+    return "slurm" if slurm else "kubernetes" if kubernetes else None
 
 
 def launch_elsewhere(request: LaunchRequest, out: Output) -> int:

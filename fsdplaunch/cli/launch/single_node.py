@@ -136,7 +136,6 @@ def plan_for_this_node(
     node = NodeFacts(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
-        torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
         tpu_chips=count_tpu_chips() if uses_xla(loaded.config) else 0,
         port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
