@@ -343,12 +343,8 @@ class TuneOutputs:
     as_json: bool = False
 
 
-def check_outputs(outputs: TuneOutputs) -> None:
-    """Refuse a file that exists, or whose folder does not, before anything is measured.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+def _check_outputs(outputs: TuneOutputs) -> None:
+    """Refuse a file that exists, or whose folder does not, before anything is measured."""
     if outputs.write is not None and outputs.write.exists() and not outputs.overwrite:
         msg = f"{outputs.write} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --write FILE writes another one")
@@ -446,7 +442,7 @@ def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out:
     Raises:
         LaunchError: Before anything was started.
     """
-    check_outputs(outputs)
+    _check_outputs(outputs)
     state = find_state(resume, request.log_dir()) if resume is not None else None
     if state is not None:
         request = resumed(state, request)

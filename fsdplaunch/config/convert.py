@@ -196,15 +196,8 @@ _ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
 """Keys of our own that other keys of an accelerate file can say."""
 
 
-def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
-    """Return the values of a file for accelerate, in the schema's order, and what it cannot say.
-
-    Args:
-        config: Resolved.
-
-    Raises:
-        UsageError: accelerate has no way to say it.
-    """
+def _accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
+    """Return the values of a file for accelerate, in the schema's order, and what it cannot say."""
     changes: list[KeyChange] = []
     values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
     values = {**_ALWAYS_WRITTEN, **values, **_workers(config, changes), **_rendezvous(config)}
@@ -281,7 +274,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
     Raises:
         UsageError: accelerate has no way to say it.
     """
-    values, changes = accelerate_values(loaded.config)
+    values, changes = _accelerate_values(loaded.config)
     plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in own_sections()}))
     lost = [
         KeyChange(key=spec.dotted, action="dropped", message=f"{shown_value(value)}; {_LOST[spec.path[0]]}")

@@ -65,7 +65,7 @@ def launch_script(
         loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
-        return launch_elsewhere(request, out)
+        return _launch_elsewhere(request, out)
     hardware = read_hardware(os.environ)
     place = find_placement(loaded.config, os.environ)
     if place.is_several:
@@ -111,12 +111,8 @@ def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
     return "slurm" if slurm else "kubernetes" if kubernetes else None
 
 
-def launch_elsewhere(request: LaunchRequest, out: Output) -> int:
-    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh.
-
-    Raises:
-        LaunchError: Before anything was started.
-    """
+def _launch_elsewhere(request: LaunchRequest, out: Output) -> int:
+    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
     ssh, route = request.config.ssh, request.options.route
     if route is not None and (ssh.hosts or ssh.hostfile):
         named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
