@@ -72,7 +72,7 @@ def write_config(
 
 def _script_words(text: str | None) -> list[str]:
     """Return `--script`'s script and its arguments; none where it was left out."""
-    from fsdplaunch.cli.launch.single_node import check_script
+    from fsdplaunch.cli.single_node import check_script
 
     try:
         words = shlex.split(text or "")
@@ -86,7 +86,7 @@ def _script_words(text: str | None) -> list[str]:
 
 def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
     """Ask whether to measure the script now, and do; the file that was written then says what was best."""
-    from fsdplaunch.wizard.prompts import Prompts
+    from fsdplaunch.wizard.conversation import Prompts
     from fsdplaunch.wizard.question import Choice
 
     choices = [

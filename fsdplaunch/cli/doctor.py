@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch import __version__
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import all_keys, value_at

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import LINE_SECONDS, Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     check_script,
     pass_checks,
     plan_for_this_node,
     short_path,
 )
-from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.config.load import LoadedConfig, load_config, stack
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import write_text_atomically

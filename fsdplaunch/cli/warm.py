@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import load_config
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.plan import LaunchTarget

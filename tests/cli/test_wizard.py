@@ -18,8 +18,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from fsdplaunch.display_text import GIB
 from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.conversation import Conversation
-from fsdplaunch.wizard.prompts import Prompts
+from fsdplaunch.wizard.conversation import Conversation, Prompts
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, SshSection, variable_of
