@@ -147,7 +147,7 @@ def to_fsdp2(
     "Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
-@does("launch.dispatch:launch_script")
+@does("launch:launch_script")
 def launch(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to run on every rank, and its arguments")] = None,
