@@ -10,7 +10,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
 from fsdplaunch.launch.schedulers.remote_launchers import Screen
 
@@ -88,9 +88,6 @@ def show_logs(
 
 def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
     kubernetes = feature(KUBERNETES)
-    if kubernetes is None:
-        msg = f"{run.id} runs on Kubernetes, which this installation is without"
-        raise UsageError(msg)
     if not follow:
         return int(kubernetes.show_logs(run.job))
     kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
