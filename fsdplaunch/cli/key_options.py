@@ -107,7 +107,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
 
 
 def _foreign(option: str, foreign: ForeignOption, value: str, setting: dict[str, tuple[str, str]]) -> list[str]:
-    """Return what an option that is no key's comes to.
+    """Return what an option that is not a key comes to.
 
     Args:
         option: As it was written.

@@ -20,7 +20,7 @@ _CLOSE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownKey:
-    """A name that is no key.
+    """A name that is not a key.
 
     Attributes:
         id: `unknown-key` or `misplaced-key`.
@@ -105,7 +105,7 @@ def find_bare(name: str) -> KeySpec | None:
 
 
 def is_bare_section(names: Iterable[str]) -> bool:
-    """Tell whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
+    """Return whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
     words = list(names)
     elsewhere = {*spellings(""), *section_classes()} - {*spellings("fsdp_config")}
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
@@ -142,7 +142,7 @@ Answer = Literal["taken", "noted", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOption:
-    """An option of accelerate's or torchrun's command line that is no key's.
+    """An option of accelerate's or torchrun's command line that is not a key.
 
     Attributes:
         answer: What becomes of it.
@@ -261,7 +261,7 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
         has_value=True,
     ),
     "no_preload": _sets("launch.preload=none"),
-    "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is told in a few lines"),
+    "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is reported in a few lines"),
     "run_path": ForeignOption(answer="taken", text=f"{_ALWAYS}: a script runs inside its worker's interpreter"),
     "use_parallelism_config": ForeignOption(
         answer="taken", text="the sizes of parallelism_config count wherever they are set"
