@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.torch_internals.fsdp import before_reducing_gradients, first_gathers, unsharded_parameters
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
@@ -155,20 +156,18 @@ def _taking_hooks(param: Any) -> Iterator[None]:
 @functools.cache
 def _watch_backward() -> None:
     """Have every backward pass from now on begin with what gradients are before it."""
-    original = torch.autograd.backward
+    wrap(torch.autograd, "backward", _backward)
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        hooked = list(_hooked)
+
+def _backward(backward: Any, *args: Any, **kwargs: Any) -> Any:
+    hooked = list(_hooked)
+    for each in hooked:
+        each.begin()
+    try:
+        return backward(*args, **kwargs)
+    finally:
         for each in hooked:
-            each.begin()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            for each in hooked:
-                each.before = None
-
-    torch.autograd.backward = backward
+            each.before = None
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes, tensors_held, tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -191,18 +192,16 @@ def gather_outside_of_inference_mode() -> None:
     they cannot be written outside of it, which the next pass in training does, nor have they the version counter
     that a single rank's are copied with.
     """
-    groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
-    wait = groups.wait_for_unshard
+    groups = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    wrap(groups, "FSDPParamGroup.wait_for_unshard", _wait_outside)
 
-    @functools.wraps(wait)
-    def wait_for_unshard(self: Any) -> None:
-        if not torch.is_inference_mode_enabled():
-            wait(self)
-            return
-        with torch.inference_mode(mode=False), torch.no_grad():
-            wait(self)
 
-    groups.wait_for_unshard = wait_for_unshard
+def _wait_outside(wait: Any, self: Any) -> None:
+    if not torch.is_inference_mode_enabled():
+        wait(self)
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        wait(self)
 
 
 def mixed_precision_of(group: Any) -> Any:
