@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
@@ -38,32 +38,6 @@ from fsdplaunch.runtime.sharding.settings import (
 from fsdplaunch.runtime.sharding.wrap import find_blocks, torch_form
 from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy, wrap_policy_runner
-
-PATHS: dict[str, KeyPath] = {
-    "fsdp_version": ("fsdp_config", "fsdp_version"),
-    "sharding_strategy": ("fsdp_config", "fsdp_sharding_strategy"),
-    "reshard_after_forward": ("fsdp_config", "fsdp_reshard_after_forward"),
-    "backward_prefetch": ("fsdp_config", "fsdp_backward_prefetch"),
-    "auto_wrap_policy": ("fsdp_config", "fsdp_auto_wrap_policy"),
-    "cpu_offload": ("fsdp_config", "fsdp_offload_params"),
-    "state_dict_type": ("fsdp_config", "fsdp_state_dict_type"),
-    "use_orig_params": ("fsdp_config", "fsdp_use_orig_params"),
-    "limit_all_gathers": ("fsdp_config", "fsdp_limit_all_gathers"),
-    "sync_module_states": ("fsdp_config", "fsdp_sync_module_states"),
-    "forward_prefetch": ("fsdp_config", "fsdp_forward_prefetch"),
-    "activation_checkpointing": ("fsdp_config", "fsdp_activation_checkpointing"),
-    "activation_checkpointing_offload": ("fsdp_config", "fsdp_activation_checkpointing_offload"),
-    "cpu_ram_efficient_loading": ("fsdp_config", "fsdp_cpu_ram_efficient_loading"),
-    "transformer_cls_names_to_wrap": ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap"),
-    "min_num_params": ("fsdp_config", "fsdp_min_num_params"),
-    "ignored_modules": ("fsdp_config", "fsdp_ignored_modules"),
-    "dp_replicate_size": ("parallelism_config", "parallelism_config_dp_replicate_size"),
-    "dp_shard_size": ("parallelism_config", "parallelism_config_dp_shard_size"),
-    "master_dtype": ("precision", "master"),
-    "activation_checkpointing_every": ("sharding", "checkpoint_every"),
-    "forward_methods": ("sharding", "forward_methods"),
-}
-"""The configuration key behind each field of the plugin that has one."""
 
 
 def configured(in_code: Mapping[str, Any]) -> Config:
@@ -347,15 +321,11 @@ class JoinsAccelerate:
     """Stands between a class and `object`: Python lets such a class have other parents later."""
 
 
-def join_accelerate(plugin: type[JoinsAccelerate]) -> None:
-    """Make a class a child of accelerate's plugin class, now or as soon as accelerate is imported."""
-    once_imported("accelerate.utils.dataclasses", partial(_adopt, plugin))
-
-
-def _adopt(plugin: type[JoinsAccelerate], dataclasses: Any) -> None:
-    theirs = dataclasses.FullyShardedDataParallelPlugin
-    if not issubclass(plugin, theirs):
-        plugin.__bases__ = (*plugin.__bases__, theirs)
+def _join(dataclasses: Any) -> None:
+    """Make the plugin a child of accelerate's class of this name: `Accelerator(fsdp_plugin=...)` asks for one."""
+    ours, theirs = FullyShardedDataParallelPlugin, dataclasses.FullyShardedDataParallelPlugin
+    if not issubclass(ours, theirs):
+        ours.__bases__ = (*ours.__bases__, theirs)
 
 
 _POLICIES: dict[str, Any] = {
@@ -364,21 +334,16 @@ _POLICIES: dict[str, Any] = {
     "NO_WRAP": None,
 }
 
-_PLAIN = {
-    "fsdp_version": "version",
-    "limit_all_gathers": "limit_all_gathers",
-    "use_orig_params": "use_orig_params",
-    "sync_module_states": "sync_module_states",
-    "forward_prefetch": "forward_prefetch",
-    "activation_checkpointing": "activation_checkpointing",
-    "activation_checkpointing_offload": "activation_offload",
-    "cpu_ram_efficient_loading": "ram_efficient",
-    "min_num_params": "min_num_params",
-    "dp_replicate_size": "replicate_size",
-    "dp_shard_size": "shard_size",
-    "activation_checkpointing_every": "checkpoint_every",
-}
-"""Fields that hold the configuration's own value, and what Settings calls them."""
+
+def _key(path: str, setting: str = "") -> Any:
+    """Declare a field with the configuration's key behind it.
+
+    Args:
+        path: Of the key, `fsdp_config` left out.
+        setting: What Settings calls the very same value, for fields that hold that.
+    """
+    section, _, name = path.rpartition(".")
+    return field(default=None, metadata={"path": (section or "fsdp_config", name), "setting": setting})
 
 
 @dataclass
@@ -425,32 +390,36 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         UsageError: A value is not one the field takes, or the FSDP version has no such thing.
     """
 
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
+    fsdp_version: int | None = _key("fsdp_version", "version")
+    sharding_strategy: Any = _key("fsdp_sharding_strategy")
+    reshard_after_forward: Any = _key("fsdp_reshard_after_forward")
+    backward_prefetch: Any = _key("fsdp_backward_prefetch")
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Iterable[nn.Module | str] | str | None = None
-    state_dict_type: Any = None
+    auto_wrap_policy: Any = _key("fsdp_auto_wrap_policy")
+    cpu_offload: Any = _key("fsdp_offload_params")
+    ignored_modules: Iterable[nn.Module | str] | str | None = _key("fsdp_ignored_modules")
+    state_dict_type: Any = _key("fsdp_state_dict_type")
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
-    limit_all_gathers: bool | None = None
-    use_orig_params: bool | None = None
+    limit_all_gathers: bool | None = _key("fsdp_limit_all_gathers", "limit_all_gathers")
+    use_orig_params: bool | None = _key("fsdp_use_orig_params", "use_orig_params")
     param_init_fn: Callable[[nn.Module], Any] | None = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | str | None = None
-    min_num_params: int | None = None
-    activation_checkpointing_offload: bool | None = None
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    master_dtype: Any = None
-    activation_checkpointing_every: int | None = None
-    forward_methods: list[str] | str | None = None
+    sync_module_states: bool | None = _key("fsdp_sync_module_states", "sync_module_states")
+    forward_prefetch: bool | None = _key("fsdp_forward_prefetch", "forward_prefetch")
+    activation_checkpointing: bool | None = _key("fsdp_activation_checkpointing", "activation_checkpointing")
+    cpu_ram_efficient_loading: bool | None = _key("fsdp_cpu_ram_efficient_loading", "ram_efficient")
+    transformer_cls_names_to_wrap: list[str] | str | None = _key("fsdp_transformer_layer_cls_to_wrap")
+    min_num_params: int | None = _key("fsdp_min_num_params", "min_num_params")
+    activation_checkpointing_offload: bool | None = _key(
+        "fsdp_activation_checkpointing_offload", "activation_offload"
+    )
+    dp_replicate_size: int | None = _key(
+        "parallelism_config.parallelism_config_dp_replicate_size", "replicate_size"
+    )
+    dp_shard_size: int | None = _key("parallelism_config.parallelism_config_dp_shard_size", "shard_size")
+    master_dtype: Any = _key("precision.master")
+    activation_checkpointing_every: int | None = _key("sharding.checkpoint_every", "checkpoint_every")
+    forward_methods: list[str] | str | None = _key("sharding.forward_methods")
     _config: Config = field(init=False, repr=False, compare=False)
     _configured: Settings = field(init=False, repr=False, compare=False)
     _wrap_given: bool = field(init=False, repr=False, compare=False, default=True)
@@ -599,10 +568,10 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         self.validate_mixed_precision_policy()
         ignored, own_strategy = self.ignored_modules, self._configured.strategy
         own = {setting: getattr(self, name) for name, setting in _PLAIN.items()}
-        fields: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
+        given: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
         return replace(
             self._configured,
-            **fields,
+            **given,
             strategy=STRATEGY.parse(plain(self.sharding_strategy or own_strategy)),
             reshard_after_forward=True if self.fsdp_version == 1 else self.reshard_after_forward,
             offload=offloads_params(self.cpu_offload),
@@ -620,13 +589,25 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         )
 
 
+PATHS: dict[str, KeyPath] = {
+    each.name: each.metadata["path"] for each in fields(FullyShardedDataParallelPlugin) if each.metadata
+}
+"""The configuration key behind each field of the plugin that has one."""
+_PLAIN = {
+    each.name: each.metadata["setting"]
+    for each in fields(FullyShardedDataParallelPlugin)
+    if each.metadata.get("setting")
+}
+"""Fields that hold the configuration's own value, and what Settings calls them."""
+
+
 @cache
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
     """Return the plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin(fsdp_version=decode().fsdp_config.fsdp_version)
 
 
-join_accelerate(FullyShardedDataParallelPlugin)
+once_imported("accelerate.utils.dataclasses", _join)
 
 
 def _wrap_name(policy: Any) -> Any:
