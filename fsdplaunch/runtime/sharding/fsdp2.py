@@ -6,7 +6,7 @@ What the script put on parameters stays when the model is moved or cast.
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.gradients import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
@@ -47,7 +47,6 @@ _units: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Those of models that this package has sharded."""
 _refusing: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Units that were moved or cast after they had computed."""
-_until_the_end = ExitStack()
 
 
 def keep_through_moves(model: nn.Module) -> None:
@@ -58,24 +57,21 @@ def keep_through_moves(model: nn.Module) -> None:
 
 @functools.cache
 def _watch_moves() -> None:
-    def watched(original: Any) -> Any:
-        @functools.wraps(original)
-        def move(unit: Any, *args: Any, **kwargs: Any) -> Any:
-            if unit not in _units:
-                return original(unit, *args, **kwargs)
-            unit.reshard()
-            before = [param.dtype for param in parameters_of(unit)]
-            with carrying_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
-                result = original(unit, *args, **kwargs)
-            place_gradients(unit)
-            if gathered_parameters(unit) and unit not in _refusing:
-                _refusing.add(unit)
-                unit.register_forward_pre_hook(_refusing_passes(before, script_line()), prepend=True)
-            return result
+    wrap(FSDPModule, MOVE_METHOD, _move)
 
-        return move
 
-    _until_the_end.enter_context(replaced(FSDPModule, MOVE_METHOD, watched))
+def _move(move: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
+    if unit not in _units:
+        return move(unit, *args, **kwargs)
+    unit.reshard()
+    before = [param.dtype for param in parameters_of(unit)]
+    with carrying_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
+        result = move(unit, *args, **kwargs)
+    place_gradients(unit)
+    if gathered_parameters(unit) and unit not in _refusing:
+        _refusing.add(unit)
+        unit.register_forward_pre_hook(_refusing_passes(before, script_line()), prepend=True)
+    return result
 
 
 @contextmanager
