@@ -480,7 +480,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             state_dict_type: A name, a code, or `StateDictType`; the present one when left out.
 
         Raises:
-            UsageError: It is no such type, or LOCAL_STATE_DICT under FSDP2.
+            UsageError: It is not such a type, or LOCAL_STATE_DICT under FSDP2.
         """
         wanted = self.state_dict_type if state_dict_type is None else state_dict_type
         name = state_dict_name(wanted)
@@ -534,7 +534,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             override: Replace a policy that is there.
 
         Raises:
-            UsageError: It is no dtype.
+            UsageError: It is not a dtype.
         """
         if self.mixed_precision_policy is not None and not override:
             return

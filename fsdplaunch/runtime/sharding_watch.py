@@ -85,7 +85,7 @@ def on_sharding(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def tell_listeners() -> None:
+def notify_listeners() -> None:
     """Call the functions."""
     for listener in _listeners:
         listener()
@@ -104,7 +104,7 @@ def watch_libraries() -> None:
 
 def _note_and_construct(library: Library, construct: Any, *args: Any, **kwargs: Any) -> None:
     _built.append(library)  # before: constructors move and wrap models
-    tell_listeners()
+    notify_listeners()
     construct(*args, **kwargs)
 
 
@@ -126,7 +126,7 @@ def sharded_by() -> str | None:
 def begin_sharding(how: str) -> None:
     """Note that something is about to shard a model: it, and not what it calls, is who shards."""
     _begun.append(how)
-    tell_listeners()
+    notify_listeners()
 
 
 def mark_sharded(how: str) -> None:
@@ -137,7 +137,7 @@ def mark_sharded(how: str) -> None:
     if not _seen and (folder := own_folder()) is not None:
         (folder / SHARDED).touch()
     _seen.append(how)
-    tell_listeners()
+    notify_listeners()
 
 
 def watch_sharding() -> None:
@@ -175,7 +175,7 @@ def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
     from torch.nn import Module
 
     super(FSDPModule, cls).__init_subclass__(**kwargs)
-    if issubclass(cls, Module):  # torch's own helper classes are no models
+    if issubclass(cls, Module):  # torch's own helper classes are not models
         mark_sharded("fully_shard")
 
 

@@ -264,7 +264,7 @@ def missing_gradients_note(error: str) -> str | None:
     if not _apart or not ("NoneType" in error or "non-empty TensorList" in error):
         return None
     return (
-        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
-        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
-        " their own (SAM) cannot be sharded"
+        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are not in any parameter's .grad"
+        " until they are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by"
+        " gradients of their own (SAM) cannot be sharded"
     )

@@ -32,7 +32,7 @@ _GONE = "-"
 _COLLECTIVES = str(Path(torch.__file__).parent / "distributed")
 
 
-class CrossedWaits:
+class MismatchedCollectives:
     """One rank's part in it."""
 
     def __init__(self, store: Any) -> None:
@@ -129,7 +129,7 @@ def _watch() -> None:
     main = threading.main_thread().ident or 0
     seen: tuple[int, int] | None = None
     since, reported = 0.0, False
-    crossed = CrossedWaits(store())
+    crossed = MismatchedCollectives(store())
     while dist.is_initialized():
         time.sleep(PERIOD_SECONDS)
         frame = sys._current_frames().get(main)

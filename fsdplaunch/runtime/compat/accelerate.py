@@ -206,7 +206,7 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
 
 _DIVIDES = (
     "keep_global_batch: accelerate divides each batch over the ranks (split_batches); not as in one process are\n"
-    "  dropout and noise, which each rank draws for its own rows, losses that are no mean over the batch,\n"
+    "  dropout and noise, which each rank draws for its own rows, losses that are not a mean over the batch,\n"
     "  and the order of shuffled rows without use_seedable_sampler (DataLoaderConfiguration's; Trainers set it)"
 )
 

@@ -32,7 +32,7 @@ from fsdplaunch.runtime.sharding.gradients import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import data_mesh
-from fsdplaunch.runtime.sharding.optimizers import carrying_attributes
+from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units, class_name
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -49,7 +49,7 @@ _refusing: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Units that were moved or cast after they had computed."""
 
 
-def keep_through_moves(model: nn.Module) -> None:
+def keep_attributes_through_moves(model: nn.Module) -> None:
     """Keep them for a model that `fully_shard` has just sharded."""
     _units.update(module for module in model.modules() if isinstance(module, FSDPModule))
     _watch_moves()
@@ -65,7 +65,7 @@ def _move(move: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
         return move(unit, *args, **kwargs)
     unit.reshard()
     before = [param.dtype for param in parameters_of(unit)]
-    with carrying_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
+    with keep_parameter_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
         result = move(unit, *args, **kwargs)
     place_gradients(unit)
     if gathered_parameters(unit) and unit not in _refusing:
@@ -129,7 +129,7 @@ def shard(
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
     place_gradients(model)
-    keep_through_moves(model)
+    keep_attributes_through_moves(model)
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
             gather_for_any_output(unit)

@@ -25,7 +25,11 @@ from fsdplaunch.runtime.inspection.parameters import named_parameters, parameter
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict.gather import split_like
-from fsdplaunch.runtime.torch_internals.fsdp import before_reducing_gradients, first_gathers, unsharded_parameters
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    before_reducing_gradients,
+    on_first_gather,
+    unsharded_parameters,
+)
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]
@@ -79,7 +83,7 @@ class _Hooked:
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
         line = _line(next(iter(self.hooks.values())))
-        with messages.saying_once():
+        with messages.said_only_once():
             messages.say(
                 f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
                 " after the other: equal for hooks that scale or mask, not for those that clip"
@@ -128,7 +132,7 @@ def hook_local_gradients(units: Iterable[nn.Module], only: Any = None) -> None:
         only: One shard; left out, all of theirs.
     """
     for unit in units:
-        for shard, when_gathered in first_gathers(unit):
+        for shard, when_gathered in on_first_gather(unit):
             hooked = _of_shard(shard) if only is None or shard is only else None
             if hooked is not None:
                 hooked.call_locally(when_gathered)
@@ -171,7 +175,7 @@ def _backward(backward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def carrying_hooks(model: nn.Module) -> Iterator[None]:
+def reattach_hooks_to_shards(model: nn.Module) -> Iterator[None]:
     """Register at a model's shards what was registered at its full parameters, when it is sharded inside.
 
     Args:

@@ -17,8 +17,8 @@ from fsdplaunch.features import SEQUENCES, TENSOR_FORWARD, TENSOR_PLAN, TENSOR_S
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.describe import announce, describe
 from fsdplaunch.runtime.inspection.parameters import (
-    listing_as_torch,
     named_parameters,
+    parameters_listed_by_torch,
     parameters_of,
     tied_names,
 )
@@ -39,11 +39,11 @@ from fsdplaunch.runtime.sharding.compute import (
     forward_methods,
     register,
 )
-from fsdplaunch.runtime.sharding.gradients import carrying_hooks
+from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, shard_group, tensor_mesh
-from fsdplaunch.runtime.sharding.optimizers import carrying_attributes, note_full_parameters
+from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes, note_full_parameters
 from fsdplaunch.runtime.sharding.registry import ShardedModel, keep_equal, register_model
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units, check_root_unit, plan_units
@@ -148,7 +148,7 @@ def shard_model(
     units = _units(model, settings, out)
     split = split_layers(model, settings, place.mesh, out)
     sequences = split_sequences(model, settings, place.context)
-    with carrying_attributes(model):
+    with keep_parameter_attributes(model):
         materializer = _materializer(model, settings, place, out, deferred, split)
         if settings.activation_checkpointing:
             units = checkpoint_blocks(model, units, settings, place.device)
@@ -197,7 +197,7 @@ def _cut(
         from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
 
         shard = fsdp1.shard
-    with carrying_hooks(model), listing_as_torch(model):
+    with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
         sharded = shard(
             model,
             units,

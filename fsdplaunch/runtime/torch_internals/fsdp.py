@@ -330,7 +330,7 @@ def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
     """Call `act(group)` before the gradients of each parameter group of an FSDP2 unit are reduced.
 
     Args:
-        module: Any module; one that is no unit has no groups.
+        module: Any module; one that is not a unit has no groups.
         act: In the place of what was given before. Not called in passes that do not reduce.
     """
     for group in param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
@@ -473,7 +473,7 @@ def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:
     return [(param._unsharded_param, param.sharded_param) for param in held if hasattr(param, "_unsharded_param")]
 
 
-def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
+def on_first_gather(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
     """Yield the shards of an FSDP2 unit, each with what calls a function with its full parameter.
 
     At once where it was gathered before, else when it first is. Torch gathers into the same tensor from then on.
@@ -500,7 +500,7 @@ def before_giving_back(
     """Call a function where a group is to give back gathered parameters that were changed.
 
     Looked at after each pass, also where they stay gathered until backward, and after backward, by no call of a
-    function. Gathering is no change that torch counts. What was given back has no memory.
+    function. Gathering is not a change that torch counts. What was given back has no memory.
 
     Args:
         ref: The group.

@@ -251,7 +251,7 @@ def _leaves_of_object(value: Any) -> Iterator[Any]:
 
 
 def _may_hold(kind: type) -> bool:
-    """Return whether objects of a class may have tensors as attributes, and are no models."""
+    """Return whether objects of a class may have tensors as attributes, and are not models."""
     if kind.__module__ == "builtins" or kind.__module__.startswith(("torch.utils.data", "numpy")):
         return False
     return not issubclass(kind, torch.Tensor | torch.nn.Module | ModuleType | type)
