@@ -40,292 +40,8 @@ from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy, wrap_policy_runner
 
 
-def configured(in_code: Mapping[str, Any]) -> Config:
-    """Resolve the environment's configuration with what a script sets in code on top of it.
-
-    Args:
-        in_code: Plain values by field name, None where the script sets nothing.
-
-    Raises:
-        UsageError: A value is none of its key's.
-    """
-    given = {name: value for name, value in in_code.items() if value is not None}
-    if not given:
-        return decode()
-    # Two names of one thing: what code sets under one wins over both.
-    one, other = "sharding_strategy", "reshard_after_forward"
-    replaced = {PATHS[b] for a, b in ((one, other), (other, one)) if a in given and _names_strategy(given[a])}
-    values = {PATHS[name]: parse_value(PATHS[name], value, name) for name, value in given.items()}
-    return decode_with(values, replaced=replaced)
-
-
-def _names_strategy(value: Any) -> bool:
-    return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
-
-
-def plain(value: Any) -> Any:
-    """Return a torch enumeration's member as its name, a dtype as its short name; anything else as it is."""
-    if isinstance(value, Enum):
-        return value.name.lstrip("_")
-    if isinstance(value, torch.dtype):
-        return {dtype: name for name, dtype in DTYPES.items()}.get(value, value)
-    return value
-
-
-def state_dict_name(given: Any) -> str:
-    """Return the configuration's name of a kind of state dict.
-
-    Args:
-        given: A name in any case, its first word (`full`), a code, or `StateDictType`.
-
-    Raises:
-        UsageError: It is none of them.
-    """
-    value = plain(given)
-    word = value.strip().upper() if isinstance(value, str) else ""
-    try:
-        return str(STATE_DICT.parse(f"{word}_STATE_DICT" if word in ("FULL", "SHARDED", "LOCAL") else value))
-    except ValueError:
-        msg = f"state_dict_type must be {STATE_DICT.expects}, got {given!r}"
-        raise UsageError(msg) from None
-
-
-def dtype_of(value: Any, what: str) -> torch.dtype | None:
-    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    name = parse_value(("precision", "param"), value, what)
-    return DTYPES[name]
-
-
-def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
-    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
-
-    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
-    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
-
-    Raises:
-        UsageError: It is none of these, or a mapping with a key that means nothing.
-    """
-    if policy is None:
-        return base
-    if isinstance(policy, str):
-        return _from_name(policy, base)
-    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
-    if template is not None:
-        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
-    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
-        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
-        raise UsageError(msg)
-    dtypes = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
-    lower = dtypes.get("param") not in (None, torch.float32)
-    master = base.master or (torch.float32 if lower else None)
-    return replace(Dtypes(master=master, template=template), **dtypes)
-
-
-def policy_of(dtypes: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
-    """Return torch's object for the dtypes, with all else that their template sets; None if no dtype is set.
-
-    Raises:
-        UsageError: The template is of the other FSDP version's class and sets more than dtypes.
-    """
-    if not dtypes.mixed:
-        return None
-    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
-    template = dtypes.template
-    if template is not None and not isinstance(template, kind):
-        shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
-        if type(template)(**shared) != template:
-            msg = f"{template!r} sets more than dtypes, which fsdp_version {version} does not have"
-            raise UsageError(msg, hint=f"give {kind.__name__}")
-        dtypes = replace(dtypes, template=None)
-    return fsdp1_policy(dtypes) if version == 1 else fsdp2_policy(dtypes)
-
-
-def check_policy(policy: Any, version: int) -> None:
-    """Raise for a dtype that only the other FSDP version has.
-
-    Raises:
-        UsageError: There is one.
-    """
-    other = "output_dtype" if version == 1 else "buffer_dtype"
-    dtype = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
-    if dtype is not None:
-        msg = f"fsdp_version {version} has no {other}"
-        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-
-
-_DTYPE_FIELDS = {
-    "param_dtype": "param",
-    "reduce_dtype": "reduce",
-    "output_dtype": "output",
-    "buffer_dtype": "buffer",
-}
-
-
-def is_float8(policy: Any) -> bool:
-    """Return whether a policy is the name of float8."""
-    return isinstance(policy, str) and policy.strip().lower() == "fp8"
-
-
-def _from_name(name: str, base: Dtypes) -> Dtypes:
-    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
-    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
-    lower = compute not in (None, torch.float32)
-    return replace(
-        base,
-        param=compute,
-        reduce=torch.float32 if compute is not None else None,
-        buffer=compute,
-        master=torch.float32 if lower else base.master,
-    )
-
-
-def allocate(module: nn.Module) -> nn.Module:
-    """Give a module's own tensors storage, without values, where this worker computes."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    return module.to_empty(device=device, recurse=False)
-
-
-def names_in(value: list[str] | str | None) -> list[str]:
-    """Return the names in a list, or in a text separated by commas."""
-    return value.split(",") if isinstance(value, str) else list(value or ())
-
-
-def is_function(policy: Any) -> bool:
-    """Return whether a wrap policy is a function, or an object of torch's that works as one."""
-    return callable(policy) or wrap_policy_runner(policy) is not None
-
-
-def plain_or_none(name: str, value: Any) -> Any:
-    """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
-    if isinstance(value, CPUOffload | OffloadPolicy):
-        return offloads_params(value)
-    if name == "ignored_modules" and not isinstance(value, str):
-        return None
-    return None if name == "auto_wrap_policy" and is_function(value) else plain(value)
-
-
-def offloads_params(value: Any) -> bool:
-    """Return whether torch's object, of either FSDP version, offloads parameters."""
-    return value.offload_params if isinstance(value, CPUOffload) else isinstance(value, CPUOffloadPolicy)
-
-
-def offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
-    """Return torch's object for offloading: the one given, or one made.
-
-    Args:
-        given: What the field holds.
-        on: Whether to offload, where an object is made.
-        one: Whether it is for FSDP1.
-
-    Raises:
-        UsageError: An object of the other FSDP version is given.
-    """
-    if isinstance(given, CPUOffload if one else OffloadPolicy):
-        kept: CPUOffload | OffloadPolicy = given
-        return kept
-    if isinstance(given, CPUOffload | OffloadPolicy):
-        msg = f"cpu_offload must not be {type(given).__name__} under fsdp_version {1 if one else 2}"
-        raise UsageError(msg, hint="give a flag, or the other class")
-    if one:
-        return CPUOffload(offload_params=on)
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on else OffloadPolicy()
-
-
-REFERENCE_VERSION = 1
-"""The FSDP version of a plugin that a script builds where neither it nor the environment names one."""
-
-_OBSOLETE = ("backward_prefetch", "use_orig_params", "limit_all_gathers")
-"""Fields of FSDP1 that change nothing under FSDP2; scripts set them for both."""
-_FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}
-"""What FSDP2 always does, by the field that asks FSDP1 for it."""
-
-
-def is_set(field: str) -> bool:
-    """Return whether the environment has a value for a field of the plugin."""
-    return bool(os.environ.get(keys_by_path()[PATHS[field]].env))
-
-
-def check_given(given: Mapping[str, Any], config: Config) -> list[str]:
-    """Raise for what code sets and this FSDP version cannot do, and name what changes nothing under it.
-
-    Args:
-        given: Plain values by field, None where code sets nothing.
-        config: What they were resolved to.
-
-    Returns:
-        The fields that change nothing.
-
-    Raises:
-        UsageError: A value would be lost.
-    """
-    version = config.fsdp_config.fsdp_version
-    for what in _missing(given, config):
-        msg = f"fsdp_version {version} has no {what}"
-        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-    _check_checkpointing(config)
-    shown = {name: _shown(name, given[name], version) for name in _OBSOLETE}
-    unused = {name: what for name, what in shown.items() if what}
-    for what in unused.values():
-        messages.say(f"{what} changes nothing under fsdp_version {version}")
-    return list(unused)
-
-
-def _missing(given: Mapping[str, Any], config: Config) -> Iterator[str]:
-    one = config.fsdp_config.fsdp_version == 1
-    reshard = config.fsdp_config.fsdp_reshard_after_forward
-    for name in PATHS:
-        if name not in _OBSOLETE and (what := _shown(name, given[name], config.fsdp_config.fsdp_version)):
-            yield what
-    if one and isinstance(given["reshard_after_forward"], bool):
-        yield "flag for reshard_after_forward"
-    if not one and isinstance(reshard, str):
-        yield f"reshard_after_forward {reshard}"
-
-
-def _check_checkpointing(config: Config) -> None:
-    needing = {
-        "activation_checkpointing_offload": config.fsdp_config.fsdp_activation_checkpointing_offload,
-        "activation_checkpointing_every": config.sharding.checkpoint_every > 1,
-    }
-    for name, wanted in needing.items():
-        if wanted and not config.fsdp_config.fsdp_activation_checkpointing:
-            msg = f"{name} needs activation_checkpointing"
-            raise UsageError(msg)
-
-
-def _shown(name: str, given: Any, version: int | None) -> str | None:
-    """Return a field with its value if this FSDP version has no such key, by the schema; None if it has."""
-    spec = keys_by_path()[PATHS[name]]
-    value = None if given is None else parse_value(spec.path, given, name)
-    if version in spec.key.versions or value in (None, spec.default, _FSDP2_DOES.get(name)):
-        return None
-    return {True: name, False: f"{name}=False"}.get(value, f"{name} {value}")
-
-
-def load_on_first_ranks_only(on: bool) -> None:
-    """Set whether transformers loads pretrained weights on each node's first rank only.
-
-    `from_pretrained` reads this from the environment and takes it no other way. This package reads the same
-    variable, so both do the same.
-    """
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true" if on else "false"
-
-
 class JoinsAccelerate:
     """Stands between a class and `object`: Python lets such a class have other parents later."""
-
-
-def _join(dataclasses: Any) -> None:
-    """Make the plugin a child of accelerate's class of this name: `Accelerator(fsdp_plugin=...)` asks for one."""
-    ours, theirs = FullyShardedDataParallelPlugin, dataclasses.FullyShardedDataParallelPlugin
-    if not issubclass(ours, theirs):
-        ours.__bases__ = (*ours.__bases__, theirs)
 
 
 _POLICIES: dict[str, Any] = {
@@ -601,15 +317,298 @@ _PLAIN = {
 """Fields that hold the configuration's own value, and what Settings calls them."""
 
 
+def _wrap_name(policy: Any) -> Any:
+    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
+    return next((name for name, own in _POLICIES.items() if own is policy), policy)
+
+
 @cache
 def ambient_plugin() -> FullyShardedDataParallelPlugin:
     """Return the plugin of the launch's configuration, made once per process."""
     return FullyShardedDataParallelPlugin(fsdp_version=decode().fsdp_config.fsdp_version)
 
 
+def configured(in_code: Mapping[str, Any]) -> Config:
+    """Resolve the environment's configuration with what a script sets in code on top of it.
+
+    Args:
+        in_code: Plain values by field name, None where the script sets nothing.
+
+    Raises:
+        UsageError: A value is none of its key's.
+    """
+    given = {name: value for name, value in in_code.items() if value is not None}
+    if not given:
+        return decode()
+    # Two names of one thing: what code sets under one wins over both.
+    one, other = "sharding_strategy", "reshard_after_forward"
+    replaced = {PATHS[b] for a, b in ((one, other), (other, one)) if a in given and _names_strategy(given[a])}
+    values = {PATHS[name]: parse_value(PATHS[name], value, name) for name, value in given.items()}
+    return decode_with(values, replaced=replaced)
+
+
+def _names_strategy(value: Any) -> bool:
+    return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
+
+
+def plain(value: Any) -> Any:
+    """Return a torch enumeration's member as its name, a dtype as its short name; anything else as it is."""
+    if isinstance(value, Enum):
+        return value.name.lstrip("_")
+    if isinstance(value, torch.dtype):
+        return {dtype: name for name, dtype in DTYPES.items()}.get(value, value)
+    return value
+
+
+def state_dict_name(given: Any) -> str:
+    """Return the configuration's name of a kind of state dict.
+
+    Args:
+        given: A name in any case, its first word (`full`), a code, or `StateDictType`.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    value = plain(given)
+    word = value.strip().upper() if isinstance(value, str) else ""
+    try:
+        return str(STATE_DICT.parse(f"{word}_STATE_DICT" if word in ("FULL", "SHARDED", "LOCAL") else value))
+    except ValueError:
+        msg = f"state_dict_type must be {STATE_DICT.expects}, got {given!r}"
+        raise UsageError(msg) from None
+
+
+def dtype_of(value: Any, what: str) -> torch.dtype | None:
+    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    name = parse_value(("precision", "param"), value, what)
+    return DTYPES[name]
+
+
+def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
+    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
+
+    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
+
+    Raises:
+        UsageError: It is none of these, or a mapping with a key that means nothing.
+    """
+    if policy is None:
+        return base
+    if isinstance(policy, str):
+        return _from_name(policy, base)
+    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
+    if template is not None:
+        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
+    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
+        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
+        raise UsageError(msg)
+    dtypes = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
+    lower = dtypes.get("param") not in (None, torch.float32)
+    master = base.master or (torch.float32 if lower else None)
+    return replace(Dtypes(master=master, template=template), **dtypes)
+
+
+def policy_of(dtypes: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return torch's object for the dtypes, with all else that their template sets; None if no dtype is set.
+
+    Raises:
+        UsageError: The template is of the other FSDP version's class and sets more than dtypes.
+    """
+    if not dtypes.mixed:
+        return None
+    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
+    template = dtypes.template
+    if template is not None and not isinstance(template, kind):
+        shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
+        if type(template)(**shared) != template:
+            msg = f"{template!r} sets more than dtypes, which fsdp_version {version} does not have"
+            raise UsageError(msg, hint=f"give {kind.__name__}")
+        dtypes = replace(dtypes, template=None)
+    return fsdp1_policy(dtypes) if version == 1 else fsdp2_policy(dtypes)
+
+
+def check_policy(policy: Any, version: int) -> None:
+    """Raise for a dtype that only the other FSDP version has.
+
+    Raises:
+        UsageError: There is one.
+    """
+    other = "output_dtype" if version == 1 else "buffer_dtype"
+    dtype = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
+    if dtype is not None:
+        msg = f"fsdp_version {version} has no {other}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+
+
+_DTYPE_FIELDS = {
+    "param_dtype": "param",
+    "reduce_dtype": "reduce",
+    "output_dtype": "output",
+    "buffer_dtype": "buffer",
+}
+
+
+def is_float8(policy: Any) -> bool:
+    """Return whether a policy is the name of float8."""
+    return isinstance(policy, str) and policy.strip().lower() == "fp8"
+
+
+def _from_name(name: str, base: Dtypes) -> Dtypes:
+    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
+    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
+    lower = compute not in (None, torch.float32)
+    return replace(
+        base,
+        param=compute,
+        reduce=torch.float32 if compute is not None else None,
+        buffer=compute,
+        master=torch.float32 if lower else base.master,
+    )
+
+
+def allocate(module: nn.Module) -> nn.Module:
+    """Give a module's own tensors storage, without values, where this worker computes."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return module.to_empty(device=device, recurse=False)
+
+
+def names_in(value: list[str] | str | None) -> list[str]:
+    """Return the names in a list, or in a text separated by commas."""
+    return value.split(",") if isinstance(value, str) else list(value or ())
+
+
+def is_function(policy: Any) -> bool:
+    """Return whether a wrap policy is a function, or an object of torch's that works as one."""
+    return callable(policy) or wrap_policy_runner(policy) is not None
+
+
+def plain_or_none(name: str, value: Any) -> Any:
+    """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
+    if isinstance(value, CPUOffload | OffloadPolicy):
+        return offloads_params(value)
+    if name == "ignored_modules" and not isinstance(value, str):
+        return None
+    return None if name == "auto_wrap_policy" and is_function(value) else plain(value)
+
+
+def offloads_params(value: Any) -> bool:
+    """Return whether torch's object, of either FSDP version, offloads parameters."""
+    return value.offload_params if isinstance(value, CPUOffload) else isinstance(value, CPUOffloadPolicy)
+
+
+def offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
+    """Return torch's object for offloading: the one given, or one made.
+
+    Args:
+        given: What the field holds.
+        on: Whether to offload, where an object is made.
+        one: Whether it is for FSDP1.
+
+    Raises:
+        UsageError: An object of the other FSDP version is given.
+    """
+    if isinstance(given, CPUOffload if one else OffloadPolicy):
+        kept: CPUOffload | OffloadPolicy = given
+        return kept
+    if isinstance(given, CPUOffload | OffloadPolicy):
+        msg = f"cpu_offload must not be {type(given).__name__} under fsdp_version {1 if one else 2}"
+        raise UsageError(msg, hint="give a flag, or the other class")
+    if one:
+        return CPUOffload(offload_params=on)
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on else OffloadPolicy()
+
+
+REFERENCE_VERSION = 1
+"""The FSDP version of a plugin that a script builds where neither it nor the environment names one."""
+_OBSOLETE = ("backward_prefetch", "use_orig_params", "limit_all_gathers")
+"""Fields of FSDP1 that change nothing under FSDP2; scripts set them for both."""
+_FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}
+"""What FSDP2 always does, by the field that asks FSDP1 for it."""
+
+
+def is_set(field: str) -> bool:
+    """Return whether the environment has a value for a field of the plugin."""
+    return bool(os.environ.get(keys_by_path()[PATHS[field]].env))
+
+
+def check_given(given: Mapping[str, Any], config: Config) -> list[str]:
+    """Raise for what code sets and this FSDP version cannot do, and name what changes nothing under it.
+
+    Args:
+        given: Plain values by field, None where code sets nothing.
+        config: What they were resolved to.
+
+    Returns:
+        The fields that change nothing.
+
+    Raises:
+        UsageError: A value would be lost.
+    """
+    version = config.fsdp_config.fsdp_version
+    for what in _missing(given, config):
+        msg = f"fsdp_version {version} has no {what}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
+    _check_checkpointing(config)
+    shown = {name: _shown(name, given[name], version) for name in _OBSOLETE}
+    unused = {name: what for name, what in shown.items() if what}
+    for what in unused.values():
+        messages.say(f"{what} changes nothing under fsdp_version {version}")
+    return list(unused)
+
+
+def _missing(given: Mapping[str, Any], config: Config) -> Iterator[str]:
+    one = config.fsdp_config.fsdp_version == 1
+    reshard = config.fsdp_config.fsdp_reshard_after_forward
+    for name in PATHS:
+        if name not in _OBSOLETE and (what := _shown(name, given[name], config.fsdp_config.fsdp_version)):
+            yield what
+    if one and isinstance(given["reshard_after_forward"], bool):
+        yield "flag for reshard_after_forward"
+    if not one and isinstance(reshard, str):
+        yield f"reshard_after_forward {reshard}"
+
+
+def _check_checkpointing(config: Config) -> None:
+    needing = {
+        "activation_checkpointing_offload": config.fsdp_config.fsdp_activation_checkpointing_offload,
+        "activation_checkpointing_every": config.sharding.checkpoint_every > 1,
+    }
+    for name, wanted in needing.items():
+        if wanted and not config.fsdp_config.fsdp_activation_checkpointing:
+            msg = f"{name} needs activation_checkpointing"
+            raise UsageError(msg)
+
+
+def _shown(name: str, given: Any, version: int | None) -> str | None:
+    """Return a field with its value if this FSDP version has no such key, by the schema; None if it has."""
+    spec = keys_by_path()[PATHS[name]]
+    value = None if given is None else parse_value(spec.path, given, name)
+    if version in spec.key.versions or value in (None, spec.default, _FSDP2_DOES.get(name)):
+        return None
+    return {True: name, False: f"{name}=False"}.get(value, f"{name} {value}")
+
+
+def load_on_first_ranks_only(on: bool) -> None:
+    """Set whether transformers loads pretrained weights on each node's first rank only.
+
+    `from_pretrained` reads this from the environment and takes it no other way. This package reads the same
+    variable, so both do the same.
+    """
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true" if on else "false"
+
+
+def _join(dataclasses: Any) -> None:
+    """Make the plugin a child of accelerate's class of this name: `Accelerator(fsdp_plugin=...)` asks for one."""
+    ours, theirs = FullyShardedDataParallelPlugin, dataclasses.FullyShardedDataParallelPlugin
+    if not issubclass(ours, theirs):
+        ours.__bases__ = (*ours.__bases__, theirs)
+
+
 once_imported("accelerate.utils.dataclasses", _join)
-
-
-def _wrap_name(policy: Any) -> Any:
-    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
-    return next((name for name, own in _POLICIES.items() if own is policy), policy)

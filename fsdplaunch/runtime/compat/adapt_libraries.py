@@ -27,6 +27,89 @@ from fsdplaunch.runtime.sharding_watch import ever_sharded, on_sharding
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, files_of_ranks
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
+_HUGGING_FACE = ("accelerate", "transformers", "peft", "diffusers", "huggingface_hub")
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
+    """Adapt torch now, and other libraries if and when the script imports them.
+
+    Args:
+        config: The worker's.
+        on_cpu: Whether it computes on the CPU.
+    """
+    adapt = functools.partial(_adapt_hugging_face, keeps=config.launch.keep_global_batch, on_cpu=on_cpu)
+    for package in _HUGGING_FACE:
+        before_import(package, adapt)
+    for package in _LIGHTNING if on_cpu else ():
+        before_import(package, adapt_lightning_to_cpu)
+    checkpoint_with_all_ranks()
+    _adapt_fsdp1_when_built(on_cpu=on_cpu)
+    answer_fsdp1_calls()
+    clear_gradients_of_shards()
+    on_sharding(watch_main_thread)  # a call that only some ranks make is told from where the others wait
+
+
+@functools.cache
+def _adapt_hugging_face(*, keeps: bool, on_cpu: bool) -> None:
+    from fsdplaunch.runtime.compat.accelerate import adapt_accelerate
+    from fsdplaunch.runtime.compat.hugging_face import adapt_hugging_face
+
+    adapt_hugging_face()
+    adapt_accelerate(keeps=keeps, on_cpu=on_cpu)
+
+
+def _adapt_fsdp1_when_built(*, on_cpu: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+
+    build = Wrapper.__init__
+
+    @functools.cache
+    def adapted() -> Any:
+        now, Wrapper.__init__ = Wrapper.__init__, build  # type: ignore[method-assign]
+        _adapt_fsdp1(on_cpu=on_cpu)
+        inner, Wrapper.__init__ = Wrapper.__init__, now  # type: ignore[method-assign]
+        return inner
+
+    wrap(Wrapper, "__init__", lambda _original, *args, **kwargs: adapted()(*args, **kwargs))
+
+
+def _adapt_fsdp1(*, on_cpu: bool) -> None:
+    from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks, shard_on_cpu, take_out_offload_to_cpu
+    from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
+
+    remember_wrappers()
+    if on_cpu:
+        take_out_offload_to_cpu()
+        shard_on_cpu()
+    gather_with_all_ranks()
+
+
+_CONNECTORS = (
+    *(
+        (f"{package}.trainer.connectors.accelerator_connector", "_AcceleratorConnector")
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
+    *((f"{package}.connector", "_Connector") for package in ("lightning.fabric", "lightning_fabric")),
+)
+"""Module and class of what checks a strategy, the Trainer's and Fabric's, under both names of the package."""
+
+
+def adapt_lightning_to_cpu() -> None:
+    """Have Lightning take its FSDP strategies on a CPU, if and when the script imports it.
+
+    `FSDPStrategy` runs there, but the connectors that choose Lightning's parts refuse it for any accelerator but
+    CUDA's. For workers whose device is the CPU, before the script runs.
+    """
+    for module, name in _CONNECTORS:
+        wrap_once_imported(module, f"{name}._check_strategy_and_fallback", _check_as_on_gpu)
+
+
+def _check_as_on_gpu(check: Any, self: Any) -> None:
+    with own_attribute(self, "_accelerator_flag", "cuda"):  # looked at for this alone
+        check(self)
+
+
 _PACKAGE = "torch.distributed.checkpoint"
 _HINT = (
     "take it, or the library's call around it, such as accelerator.load_state, out of `if rank == 0:`, for every"
@@ -203,86 +286,3 @@ def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
 
 
 _groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
-
-
-_HUGGING_FACE = ("accelerate", "transformers", "peft", "diffusers", "huggingface_hub")
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-
-
-def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
-    """Adapt torch now, and other libraries if and when the script imports them.
-
-    Args:
-        config: The worker's.
-        on_cpu: Whether it computes on the CPU.
-    """
-    adapt = functools.partial(_adapt_hugging_face, keeps=config.launch.keep_global_batch, on_cpu=on_cpu)
-    for package in _HUGGING_FACE:
-        before_import(package, adapt)
-    for package in _LIGHTNING if on_cpu else ():
-        before_import(package, adapt_lightning_to_cpu)
-    checkpoint_with_all_ranks()
-    _adapt_fsdp1_when_built(on_cpu=on_cpu)
-    answer_fsdp1_calls()
-    clear_gradients_of_shards()
-    on_sharding(watch_main_thread)  # a call that only some ranks make is told from where the others wait
-
-
-@functools.cache
-def _adapt_hugging_face(*, keeps: bool, on_cpu: bool) -> None:
-    from fsdplaunch.runtime.compat.accelerate import adapt_accelerate
-    from fsdplaunch.runtime.compat.hugging_face import adapt_hugging_face
-
-    adapt_hugging_face()
-    adapt_accelerate(keeps=keeps, on_cpu=on_cpu)
-
-
-def _adapt_fsdp1_when_built(*, on_cpu: bool) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
-
-    build = Wrapper.__init__
-
-    @functools.cache
-    def adapted() -> Any:
-        now, Wrapper.__init__ = Wrapper.__init__, build  # type: ignore[method-assign]
-        _adapt_fsdp1(on_cpu=on_cpu)
-        inner, Wrapper.__init__ = Wrapper.__init__, now  # type: ignore[method-assign]
-        return inner
-
-    wrap(Wrapper, "__init__", lambda _original, *args, **kwargs: adapted()(*args, **kwargs))
-
-
-def _adapt_fsdp1(*, on_cpu: bool) -> None:
-    from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks, shard_on_cpu, take_out_offload_to_cpu
-    from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
-
-    remember_wrappers()
-    if on_cpu:
-        take_out_offload_to_cpu()
-        shard_on_cpu()
-    gather_with_all_ranks()
-
-
-_CONNECTORS = (
-    *(
-        (f"{package}.trainer.connectors.accelerator_connector", "_AcceleratorConnector")
-        for package in ("lightning.pytorch", "pytorch_lightning")
-    ),
-    *((f"{package}.connector", "_Connector") for package in ("lightning.fabric", "lightning_fabric")),
-)
-"""Module and class of what checks a strategy, the Trainer's and Fabric's, under both names of the package."""
-
-
-def adapt_lightning_to_cpu() -> None:
-    """Have Lightning take its FSDP strategies on a CPU, if and when the script imports it.
-
-    `FSDPStrategy` runs there, but the connectors that choose Lightning's parts refuse it for any accelerator but
-    CUDA's. For workers whose device is the CPU, before the script runs.
-    """
-    for module, name in _CONNECTORS:
-        wrap_once_imported(module, f"{name}._check_strategy_and_fallback", _check_as_on_gpu)
-
-
-def _check_as_on_gpu(check: Any, self: Any) -> None:
-    with own_attribute(self, "_accelerator_flag", "cuda"):  # looked at for this alone
-        check(self)

@@ -54,65 +54,6 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
 
 
-def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> SplitPlan | None:
-    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none.
-
-    Raises:
-        ShardingError: The plan does not fit the model, or names what is ignored.
-    """
-    axis = tensor_mesh(mesh)
-    if axis is None:
-        return None
-    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
-    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
-    ignored = [plan.names[module] for module in plan.modules if module in out.below()]
-    if ignored:
-        msg = f"{listed(ignored, 3)} cannot be split and ignored"
-        raise ShardingError(
-            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
-        )
-    feature(TENSOR_FORWARD).split_forwards(plan)
-    return plan
-
-
-def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
-    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
-    if axis is None:
-        return None
-    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
-    if strategy != "allgather":
-        messages.say(
-            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
-            " see sharding.context_parallel_attention"
-        )
-    apply: Any = feature(SEQUENCES)
-    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
-    return made
-
-
-def begin_passes(
-    model: nn.Module,
-    split: SplitPlan | None,
-    sequences: SplitSequences | None,
-    device: torch.device,
-    computes_in: torch.dtype | None,
-) -> None:
-    """Let the first passes of the model show that ranks which split something compute what one would.
-
-    Args:
-        model: Sharded.
-        split: How its layers are split.
-        sequences: How its sequences are.
-        device: Where this worker computes.
-        computes_in: The dtype that parameters are gathered in; None for their own.
-    """
-    if sequences is not None:
-        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
-    if split is not None:
-        feature(TENSOR_SCALING).agree_on_overflows()
-        split.expect_same_inputs(model, device, computes_in)
-
-
 Defer = Callable[..., Materializer]
 """What makes a Materializer for a model, its settings, and what every Materializer is given."""
 
@@ -183,34 +124,6 @@ def shard_model(
     return sharded
 
 
-def _cut(
-    model: nn.Module,
-    units: Units,
-    settings: Settings,
-    place: ShardTarget,
-    out: IgnoredParts,
-    materializer: Materializer,
-) -> nn.Module:
-    """Shard a model by its FSDP version, and fill it."""
-    shard: Callable[..., nn.Module] = fsdp2.shard
-    if settings.version == 1:
-        from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
-
-        shard = fsdp1.shard
-    with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
-        sharded = shard(
-            model,
-            units,
-            materializer=materializer,
-            settings=settings,
-            mesh=place.mesh,
-            out=out,
-            device=place.device,
-        )
-    materializer.fill(sharded)
-    return sharded
-
-
 def _units(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
     skipped = {id(param) for param in out.parameters()}
     units = plan_units(model, settings, out.below())
@@ -251,3 +164,90 @@ def _materializer(
         materializer.materialize(module)
     materializer.materialize_scalars()
     return materializer
+
+
+def _cut(
+    model: nn.Module,
+    units: Units,
+    settings: Settings,
+    place: ShardTarget,
+    out: IgnoredParts,
+    materializer: Materializer,
+) -> nn.Module:
+    """Shard a model by its FSDP version, and fill it."""
+    shard: Callable[..., nn.Module] = fsdp2.shard
+    if settings.version == 1:
+        from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
+
+        shard = fsdp1.shard
+    with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
+        sharded = shard(
+            model,
+            units,
+            materializer=materializer,
+            settings=settings,
+            mesh=place.mesh,
+            out=out,
+            device=place.device,
+        )
+    materializer.fill(sharded)
+    return sharded
+
+
+def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> SplitPlan | None:
+    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none.
+
+    Raises:
+        ShardingError: The plan does not fit the model, or names what is ignored.
+    """
+    axis = tensor_mesh(mesh)
+    if axis is None:
+        return None
+    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
+    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
+    ignored = [plan.names[module] for module in plan.modules if module in out.below()]
+    if ignored:
+        msg = f"{listed(ignored, 3)} cannot be split and ignored"
+        raise ShardingError(
+            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
+        )
+    feature(TENSOR_FORWARD).split_forwards(plan)
+    return plan
+
+
+def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
+    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
+    if axis is None:
+        return None
+    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
+    if strategy != "allgather":
+        messages.say(
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
+        )
+    apply: Any = feature(SEQUENCES)
+    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
+    return made
+
+
+def begin_passes(
+    model: nn.Module,
+    split: SplitPlan | None,
+    sequences: SplitSequences | None,
+    device: torch.device,
+    computes_in: torch.dtype | None,
+) -> None:
+    """Let the first passes of the model show that ranks which split something compute what one would.
+
+    Args:
+        model: Sharded.
+        split: How its layers are split.
+        sequences: How its sequences are.
+        device: Where this worker computes.
+        computes_in: The dtype that parameters are gathered in; None for their own.
+    """
+    if sequences is not None:
+        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
+    if split is not None:
+        feature(TENSOR_SCALING).agree_on_overflows()
+        split.expect_same_inputs(model, device, computes_in)
