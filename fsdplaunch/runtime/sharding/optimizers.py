@@ -198,7 +198,6 @@ _FUNCTIONS = (
     *("nadam", "radam", "rmsprop", "rprop", "sgd"),
 )
 """Each in a module of its name: it gets lists of parameters, gradients and state, and goes by element."""
-_MODULES = frozenset(f"torch.optim.{name}" for name in _FUNCTIONS)
 
 
 @contextmanager
