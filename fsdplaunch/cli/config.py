@@ -248,15 +248,10 @@ def _check(path: Path, *, strict: bool) -> tuple[tuple[Problem, ...], tuple[Prob
     return (in_order([*problems, *notes]), ()) if strict else (problems, notes)
 
 
-def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Output) -> int:
+def explain(word: str | None, *, file: Path | None, as_json: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
     from fsdplaunch.config import docs as texts
 
-    if markdown:
-        from fsdplaunch.config.docs import reference
-
-        out.data(reference().rstrip())
-        return 0
     specs = all_keys() if word is None else texts.keys_named(word)
     loaded: LoadedConfig | None = None
     with suppress(ConfigError):  # an explanation needs no file
