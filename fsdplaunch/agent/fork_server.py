@@ -7,6 +7,9 @@ that out, it becomes a fresh interpreter, `python .../agent/fork_server.py`, and
 A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
 child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
 GPU when they are imported therefore rule out forking.
+
+multiprocessing's forkserver with its preload is not enough: its children share the server's standard streams,
+outlive a killed agent, and report no memory; and nothing says whether what was preloaded may be forked.
 """
 
 import sys
@@ -29,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.agent.forked_process import WorkerRequest, become_worker, leave_files, share_modules, show_as
+from fsdplaunch.agent.forked_process import become_worker, leave_files, share_modules, show_as
 from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
@@ -66,8 +69,7 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
     gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
     try:
         for name in names:
-            note = _import(name)
-            notes += [note] if note else []
+            notes += _import(name)
             obstacle = obstacle or _obstacle(name)
     finally:
         if collecting:
@@ -82,16 +84,15 @@ def freeze() -> None:
     gc.freeze()
 
 
-def _import(name: str) -> str | None:
+def _import(name: str) -> list[str]:
     try:
         importlib.import_module(name)
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a module may even raise SystemExit; the script will see it
-        return (
-            f"launch.preload: importing {name} failed ({type(error).__name__}: {error}); workers go on without it"
-        )
-    return None
+        failed = f"launch.preload: importing {name} failed ({type(error).__name__}: {error})"
+        return [f"{failed}; workers go on without it"]
+    return []
 
 
 def _obstacle(name: str) -> str | None:
@@ -107,18 +108,11 @@ def uses_gpu() -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
-    return any(target.startswith("/dev/nvidia") for target in _open_files())
-
-
-def _open_files() -> list[str]:
-    folder = Path("/proc/self/fd")
-    targets = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            targets.append(str(entry.readlink()))
-        except OSError:
-            continue  # the descriptor of this very listing
-    return targets
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the descriptor of this very listing
+            if str(entry.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
 
 
 def fork() -> int:
@@ -180,19 +174,6 @@ _AGENT_SECONDS = 3.0
 """How long the agent may take to end its workers, after their grace, once its launcher has gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """A fork server that its agent lets go at the end of the run: an interpreter with everything imported.
-
-    Attributes:
-        seconds: How long it may stay.
-        loaded: What came of the imports.
-    """
-
-    seconds: float
-    loaded: Preloaded
-
-
 class ForkServerProcess:
     """Serves one agent, over one channel, and ends it where it outlives its launcher."""
 
@@ -208,7 +189,7 @@ class ForkServerProcess:
 
     def serve(
         self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
-    ) -> WorkerRequest | Released:
+    ) -> list[str] | float:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
 
         Args:
@@ -217,8 +198,8 @@ class ForkServerProcess:
             obstacle: Why this fork server, a fresh one, does not fork; only to be told.
 
         Returns:
-            In a worker: what it is to be. Its process is set up for that. In the fork server itself, when
-            the agent lets it go, that it is released.
+            In a worker, what it is to run; its process is set up for that. In the fork server itself, when the
+            agent lets it go, how many seconds it may stay.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
@@ -244,7 +225,7 @@ class ForkServerProcess:
         )
         os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
 
-    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest | Released:
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> list[str] | float:
         share_modules()
         freeze()
         self._watch_children()
@@ -254,11 +235,12 @@ class ForkServerProcess:
             if received is None:
                 self._end()
             elif seconds := received[0].get("released"):
-                return self._release(float(seconds), loaded)
+                self._release()
+                return float(seconds)
             else:
-                request = self._start(*received, loaded)
-                if request is not None:
-                    return request
+                argv = self._start(*received, loaded)
+                if argv is not None:
+                    return argv
 
     def _watch_children(self) -> None:
         """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
@@ -307,8 +289,7 @@ class ForkServerProcess:
                     {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
                 )
 
-    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
-        request = WorkerRequest.from_message(message, loaded.changes)
+    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> list[str] | None:
         parent = os.getpid()
         # A signal may be passed on to the worker before it has given up the server's way to treat it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
@@ -316,8 +297,8 @@ class ForkServerProcess:
         if pid == 0:
             self._leave()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            become_worker(request, streams=files, parent=parent)
-            return request
+            become_worker(message, changes=loaded.changes, streams=files, parent=parent)
+            return list(message["argv"])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._children.add(pid)
         for file in files:
@@ -342,13 +323,12 @@ class ForkServerProcess:
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 
-    def _release(self, seconds: float, loaded: Preloaded) -> Released:
+    def _release(self) -> None:
         """Let go of the run's files, so that nobody waits for the end of its output, and of the agent."""
         self._kill_workers()
         leave_files()
         self._tell({"released": True})
         self._leave()
-        return Released(seconds=seconds, loaded=loaded)
 
     def _end(self) -> None:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""

@@ -8,13 +8,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.errors import EXIT_SAVED, LaunchError, MachineError, UsageError
+from fsdplaunch.errors import EXIT_SAVED, LaunchError, UsageError
+from fsdplaunch.launch.schedulers.remote_launchers import LateError, ask
 from fsdplaunch.run_dir import GROUP_RUN, LOST
 
 UNFINISHED = frozenset(
@@ -24,7 +24,6 @@ UNFINISHED = frozenset(
 """States of a job that may still do something."""
 _STRAGGLER_SECONDS = 30.0
 """Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
-_PATIENCE = 60
 
 
 def submit(script: str) -> str:
@@ -52,17 +51,25 @@ def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
         return {}
     found = {}
     for job in jobs:  # one by one: squeue refuses a list with one number that is too old
-        done = _run(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"])
-        states = _listed(done.stdout) if not done.returncode else {}
-        if states := states or _accounted(job):
+        if states := _listed(job) or _accounted(job):
             found[job] = states
     return found
 
 
-def _listed(text: str) -> dict[str, str]:
+def _said(words: Sequence[str]) -> list[str]:
+    """Return the lines that a command prints; none where it is not there, or refuses."""
+    try:
+        return _ask(words).splitlines()
+    except LateError:
+        raise
+    except LaunchError:
+        return []
+
+
+def _listed(job: str) -> dict[str, str]:
     """Return the states out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
     states = {}
-    for line in text.splitlines():
+    for line in _said(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"]):
         name, state, reason = line.strip().split("|", 2)
         waits = state == "PENDING" and reason not in ("", "None")
         states[name.partition("_")[2]] = f"{state} ({reason})" if waits else state
@@ -71,12 +78,8 @@ def _listed(text: str) -> dict[str, str]:
 
 def _accounted(job: str) -> dict[str, str]:
     """Return the states in SLURM's accounting, which many sites do not have."""
-    if not shutil.which("sacct"):
-        return {}
-    done = _run(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
-    if done.returncode:
-        return {}
-    lines = (line.partition("|")[::2] for line in done.stdout.splitlines() if "|" in line)
+    said = _said(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
+    lines = (line.partition("|")[::2] for line in said if "|" in line)
     return {name.partition("_")[2]: state.split()[0] for name, state in lines if state.strip()}
 
 
@@ -107,25 +110,13 @@ def srun_words(config: Config, environ: Mapping[str, str], nodes: int) -> list[s
 
 
 def _ask(words: Sequence[str]) -> str:
-    if shutil.which(words[0]) is None:
-        msg = f"there is no {words[0]} here"
-        raise MachineError(msg, hint="run this on a node of the SLURM cluster, or load its module")
-    done = _run(words)
-    if done.returncode:
-        answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        msg = f"{words[0]} refused: {answer}"
-        raise LaunchError(msg, hint="see slurm: in the configuration, and sinfo")
-    return done.stdout
-
-
-def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=_PATIENCE, check=False, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        msg = f"{words[0]} has not answered within {_PATIENCE} s"
-        raise LaunchError(msg, hint="is SLURM's controller up? scontrol ping") from None
+    return ask(
+        words,
+        seconds=60,
+        missing="run this on a node of the SLURM cluster, or load its module",
+        late="is SLURM's controller up? scontrol ping",
+        refused="see slurm: in the configuration, and sinfo",
+    )
 
 
 def in_job() -> bool:
