@@ -69,10 +69,6 @@ class StopRequest:
         """Return whether the grace has been used up."""
         return self.number is not None and time.monotonic() - self.since > self.grace
 
-    def forget(self) -> None:
-        """Forget a warning that the run has outlived."""
-        self.number = None
-
 
 def stop_status(number: int, codes: list[int | None]) -> int | None:
     """Return the launcher's status after a request to stop.

@@ -7,7 +7,7 @@ connections: the launcher's own until the run starts, then one in the background
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -132,8 +132,12 @@ class JoinPhase:
         for place, node in enumerate(present):  # each is told of those that it tries, and not of all
             node.send(kind="try", nodes=[rows[other] for other in targets(len(rows), place)])
         mine = [rows[other] for other in targets(len(rows), present.index(self._server.own))]
-        threading.Thread(target=self._try_own, args=(mine,), daemon=True).start()
         end, own = time.monotonic() + _REACH_SECONDS, self._server.own
+
+        def try_own() -> None:
+            own.reached = try_to_reach(mine)
+
+        threading.Thread(target=try_own, daemon=True).start()
         waiting = set(present)
         while waiting and time.monotonic() < end:
             changed = [*self._server.turn(0.05), own]
@@ -142,9 +146,6 @@ class JoinPhase:
         if len(reached) < self._requirements.least:
             reached |= {node.name: None for node in present if node.is_closed}
         return unreachable(reached)
-
-    def _try_own(self, nodes: list[Message]) -> None:
-        self._server.own.reached = try_to_reach(nodes)
 
     def _refuse(self, findings: Sequence[Finding]) -> MachineError:
         """Tell every node what is wrong, and return it."""
@@ -162,15 +163,15 @@ class JoinPhase:
         own = self._server.own
         address = own.node_info.address if own.node_info else ""
         address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
-        store_host = self._store_host(nodes[1:], address)
+        came_to = {node.came_to for node in nodes[1:]} or {address}
+        store_host = came_to.pop() if len(came_to) == 1 else ALL_ADDRESSES
         held_port = self._hold_store_port(store_host)
         run = _start_message(self._server, nodes, notes)
         for node in nodes[1:]:
             node.send(**run, rank=node.rank)
         self._server.running = True
-        names = [node.name for node in nodes]
         return RunAssignment.from_message(
-            {**run, "rank": own.rank, "names": names},
+            {**run, "rank": own.rank, "names": [node.name for node in nodes]},
             store_host=store_host,
             address=address,
             secret=self._requirements.secret,
@@ -178,11 +179,7 @@ class JoinPhase:
         )
 
     def _hold_store_port(self, host: str) -> socket.socket:
-        """Bind the port that the others are about to be told: a free one, which is nobody's `main_process_port`.
-
-        Raises:
-            MachineError: No port of that address is free; every node has been told.
-        """
+        """Bind the port that the others are about to be told: a free one, nobody's `main_process_port`."""
         try:
             held_port = held(host)
         except OSError as error:
@@ -192,25 +189,11 @@ class JoinPhase:
         self._server.store_port = int(held_port.getsockname()[1])
         return held_port
 
-    @staticmethod
-    def _store_host(others: Sequence[NodeConnection], address: str) -> str:
-        """Return where the store is to listen: where the others came to; everywhere where they came to several."""
-        found = {node.came_to for node in others}
-        if not found:
-            return address
-        return found.pop() if len(found) == 1 else ALL_ADDRESSES
-
 
 def _start_message(
     server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
 ) -> Message:
-    """Return the message that starts a node, but for its rank: as long for many nodes as for two.
-
-    Args:
-        server: The coordinator's.
-        nodes: All that take part, by rank.
-        notes: What the user of every node is to be told.
-    """
+    """Return the message that starts a node, but for its rank: as long for many nodes as for two."""
     more = [f"and {len(notes) - _SAID} more notes"] if len(notes) > _SAID else []
     return {
         "kind": "go",
@@ -374,9 +357,8 @@ class Coordinator:
     def _check_done(self) -> None:
         if self._final is None and self._server.own.outcome is not None and not self._server.awaited:
             self._final = self._merged()
-            self._server.broadcast(
-                kind="final", final=self._final | {"workers": []}
-            )  # the cause is enough for them
+            told = self._final | {"workers": []}  # the cause is enough for them
+            self._server.broadcast(kind="final", final=told)
             self._server.flush()
             self._done.set()
 
@@ -392,18 +374,17 @@ class Coordinator:
 
     def _take(self, node: NodeConnection, message: Message) -> None:
         """Handle what a node sends."""
-        handlers: dict[str, Callable[[], None]] = {
-            "hello": lambda: self._admit(node, message),
-            "reached": lambda: setattr(node, "reached", message["failed"]),
-            "stop": lambda: self._stop_all(message["number"], message["count"], node),
-            "outcome": lambda: self._take_outcome(node, message["outcome"]),
-            "ping": lambda: None,
-        }
-        if (node.node_info is None) != (message["kind"] == "hello"):
-            raise ProtocolError  # who has not presented itself has no say, and nobody does so twice
-        if message["kind"] == "outcome" and node.outcome is not None:
-            raise ProtocolError
-        handlers[message["kind"]]()
+        kind = message["kind"]
+        if (node.node_info is None) != (kind == "hello") or (kind == "outcome" and node.outcome is not None):
+            raise ProtocolError  # who has not presented itself has no say, and nobody does anything twice
+        if kind == "hello":
+            self._admit(node, message)
+        elif kind == "reached":
+            node.reached = message["failed"]
+        elif kind == "stop":
+            self._stop_all(message["number"], message["count"], node)
+        elif kind == "outcome":
+            self._take_outcome(node, message["outcome"])
 
     def _admit(self, node: NodeConnection, message: Message) -> None:
         name, run_id = self._server.own.name, self._requirements.run_id

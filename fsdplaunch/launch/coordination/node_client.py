@@ -3,7 +3,7 @@
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
@@ -80,32 +80,28 @@ class NodeClient:
             MachineError: Nothing answered in time, or what did does not take this node.
         """
         why = "no answer"
-        while progress.seconds < self._seconds:
-            try:
-                left = max(0.1, self._seconds - progress.seconds)
-                sock = connected(*self._place, min(CONNECT_SECONDS, left))
-            except OSError as error:
-                why = reason(error)
-                progress.show(f"waiting for node 0 at {self._address} ({why})")
-            else:
-                address = plain_address(sock.getsockname())
-                if self._is_taken(Connection(sock, TO_NODE), progress):
-                    progress.end()
-                    return address
-                why = "it ended the connection"
-            time.sleep(_RETRY_SECONDS)
-        progress.end()
+        try:
+            while progress.seconds < self._seconds:
+                try:
+                    left = max(0.1, self._seconds - progress.seconds)
+                    sock = connected(*self._place, min(CONNECT_SECONDS, left))
+                except OSError as error:
+                    why = reason(error)
+                    progress.show(f"waiting for node 0 at {self._address} ({why})")
+                else:
+                    address = plain_address(sock.getsockname())
+                    if self._is_taken(Connection(sock, TO_NODE), progress.seconds):
+                        return address
+                    why = "it ended the connection"
+                time.sleep(_RETRY_SECONDS)
+        finally:
+            progress.end()
         msg = f"node 0 could not be reached at {self._address} within {self._seconds:.0f} s: {why}"
-        raise MachineError(
-            msg, hint=_HINTS.get(why, "is it the right address, and does a firewall let it through?")
-        )
+        hint = _HINTS.get(why, "is it the right address, and does a firewall let it through?")
+        raise MachineError(msg, hint=hint)
 
-    def _is_taken(self, connection: Connection, progress: JoinProgress) -> bool:
-        """Prove to node 0 that this node belongs to the run, and have it prove the same; False is for try again.
-
-        Raises:
-            MachineError: What answered is no node 0, or not that of this run.
-        """
+    def _is_taken(self, connection: Connection, waited: float) -> bool:
+        """Prove to node 0 that this node belongs to the run, and have it prove the same; False: try again."""
         patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
             opening = _await_line(connection, patience)
@@ -122,12 +118,12 @@ class NodeClient:
             msg = f"node 0 at {self._address} speaks {error}, and this node {PROTOCOL}"
             raise MachineError(msg, hint="install the same version everywhere") from None
         except ProtocolError:
-            progress.end()
-            raise self._no_answer() from None
+            msg = f"what listens at {self._address} is not fsdplaunch launch"
+            hint = "choose another port with main_process_port, the same on every node"
+            raise MachineError(msg, hint=hint) from None
         connection.close()
-        if self._secret.may_change(progress.seconds):
+        if self._secret.may_change(waited):
             return False
-        progress.end()
         raise self._secret.refused(self._address)
 
     def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
@@ -156,10 +152,6 @@ class NodeClient:
             progress.end()
         msg = f"node 0 at {self._address} has gone before the run started"
         raise MachineError(msg, hint="see its output")
-
-    def _no_answer(self) -> MachineError:
-        msg = f"what listens at {self._address} is not fsdplaunch launch"
-        return MachineError(msg, hint="choose another port with main_process_port, the same on every node")
 
     def _negotiate(self, message: Message, node_info: NodeInfo, progress: JoinProgress) -> RunAssignment | None:
         kind = message["kind"]
@@ -254,17 +246,14 @@ class NodeClient:
     def _obey(self, message: Message) -> None:
         if message["kind"] == "stop":
             self._note_stop(message["number"])
-        actions: dict[str, Callable[[], None]] = {
-            "stop": lambda: self.actions.stop(message["number"], message["count"]),
-            "end": lambda: self.actions.end(message["at_once"]),
-            "lost": self.actions.change,
-            "final": lambda: self._hear_final(message["final"]),
-        }
-        actions.get(message["kind"], lambda: None)()
-
-    def _hear_final(self, final: Message) -> None:
-        self._final = final
-        self._done.set()
+            self.actions.stop(message["number"], message["count"])
+        elif message["kind"] == "end":
+            self.actions.end(message["at_once"])
+        elif message["kind"] == "lost":
+            self.actions.change()
+        elif message["kind"] == "final":
+            self._final = message["final"]
+            self._done.set()
 
     def _turn(self) -> list[Message]:
         connection = self._connection
@@ -278,11 +267,7 @@ class NodeClient:
 
 
 def _await_line(connection: Connection, seconds: float) -> str | None:
-    """Wait for a line of the handshake; None when the other side says nothing, or has gone.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Wait for a line of the handshake; None when the other side says nothing, or has gone."""
     end = time.monotonic() + seconds
     while connection.open and (left := end - time.monotonic()) > 0:
         with selectors.DefaultSelector() as selector:
