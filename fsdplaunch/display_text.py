@@ -16,7 +16,7 @@ _UNSAFE = re.compile(
     "\U000e0000-\U000e007f\ud800-\udfff]"
 )
 # The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line. What is kept is
-# the first group; a byte of C1 alone is no UTF-8, but steers terminals that know none.
+# the first group; a byte of C1 alone is not UTF-8, but steers terminals that know none.
 _STEERS = re.compile(
     rb"\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
     rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."

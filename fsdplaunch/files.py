@@ -37,7 +37,7 @@ _LIST, _TABLE, _EMPTY_TABLE, _TEXT, _ITEM = 96, 200, 64, 56, 40
 
 
 class JsonError(ValueError):
-    """The text is no JSON, or none that this program reads."""
+    """The text is not JSON, or not one that this program reads."""
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -55,7 +55,7 @@ def parse_json(text: bytes | str) -> Any:
     except RecursionError:
         msg = "it is nested too deeply"
         raise JsonError(msg) from None
-    except ValueError as error:  # also numbers of thousands of digits, and bytes that are no text
+    except ValueError as error:  # also numbers of thousands of digits, and bytes that are not text
         raise JsonError(str(error)) from None
 
 

@@ -126,7 +126,7 @@ def open_file(path: Path) -> BinaryIO:
     """Open a run's file for reading.
 
     Raises:
-        OSError: It cannot be read, or is no regular file: a named pipe would be waited for.
+        OSError: It cannot be read, or is not a regular file: a named pipe would be waited for.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -44,7 +44,7 @@ def _known(host: str) -> Iterator[None]:
     try:
         yield
     except UnicodeError:
-        msg = f"{host[:80]!r} is no name of a host"
+        msg = f"{host[:80]!r} is not the name of a host"
         raise socket.gaierror(socket.EAI_NONAME, msg) from None
 
 

@@ -1,6 +1,6 @@
 """The agent's handle on its fork server, the process that its workers are forked from.
 
-There is always one, also when workers start as fresh interpreters or are no Python at all: then the fork server
+There is always one, also when workers start as fresh interpreters or are not Python at all: then the fork server
 executes them. So every worker is watched, signalled and, when the agent is killed, ended in the same way.
 """
 
@@ -56,7 +56,7 @@ class EndedWorker:
 
 
 class ForkServer:
-    """Starts workers and tells how they ended."""
+    """Starts workers and reports how they ended."""
 
     _channel: Channel
     _pid: int

@@ -44,7 +44,7 @@ class Preloaded:
 
     Attributes:
         obstacle: Why workers cannot be forked from this process, or None when they can.
-        notes: What the user should be told once.
+        notes: What the user should read once.
         before: The variables as they were before anything was imported.
         changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
             fresh interpreter would have changed them, too.
@@ -195,7 +195,7 @@ class ForkServerProcess:
         Args:
             preload: Imports what is to be imported.
             parent: Process id of the agent.
-            obstacle: Why this fork server, a fresh one, does not fork; only to be told.
+            obstacle: Why this fork server, a fresh one, does not fork; only to be passed on.
 
         Returns:
             In a worker, what it is to run; its process is set up for that. In the fork server itself, when the
@@ -354,7 +354,7 @@ def fresh_command(
         lifeline: The launcher's pipe, inherited.
         parent: Process id of the agent.
         obstacle: Why it does not fork.
-        notes: What the agent should tell the user.
+        notes: What the agent should print.
     """
     about = json.dumps({"obstacle": obstacle, "notes": list(notes), "lifeline": lifeline})
     return [sys.executable, "-u", __file__, str(channel), str(parent), about]

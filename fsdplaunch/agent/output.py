@@ -261,7 +261,7 @@ class OutputRelay:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it; a reader that has gone away is no reason to stop the training."""
+    """Write all of it; a reader that has gone away is not a reason to stop the training."""
     view = memoryview(data)
     while view:
         try:

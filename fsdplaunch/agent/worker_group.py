@@ -96,7 +96,7 @@ _FRAMES = 3
 
 
 def last_words(lines: list[str], most: int = 20) -> list[str]:
-    """Return the last lines of an error output, and of a crash those that tell of it: stacks fill the end.
+    """Return the last lines of an error output, and of a crash those that describe it: stacks fill the end.
 
     Args:
         lines: The end of the error output.
@@ -249,7 +249,7 @@ class WorkerGroup:
         return f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
 
     def say(self, note: str) -> None:
-        """Tell the user something, now and in the record."""
+        """Print something, now and in the record."""
         self.notes.append(note)
         self.relay.say(note)
 

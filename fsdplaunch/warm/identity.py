@@ -191,7 +191,7 @@ def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        msg = f"{path} is no folder of its own ({error.strerror})"
+        msg = f"{path} is not a folder ({error.strerror})"
         raise UnsafeFolderError(msg) from None
     try:
         found = os.fstat(folder)

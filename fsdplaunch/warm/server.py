@@ -1,4 +1,4 @@
-"""The warm interpreter: wait for a launch, fork its agent, tell how that ended, and leave in time.
+"""The warm interpreter: wait for a launch, fork its agent, report how that ended, and leave in time.
 
 It has one thread, no GPU and no code of a script in it. Everything a launch brings, its variables and files among
 it, is taken over by the fork alone, which becomes what a fresh agent would be.
@@ -143,7 +143,7 @@ class WarmServer:
             name: The name to listen under.
             record: What was imported.
             seconds: How long to stay after the last run.
-            about: What to tell those who ask, beside what is known here.
+            about: What to answer those who ask, beside what is known here.
 
         Raises:
             OSError: It cannot listen.

@@ -40,7 +40,7 @@ from fsdplaunch.launch.root_cause import WARNINGS, signal_name
 from fsdplaunch.sockets import held
 
 _SAID = 8
-"""Most findings that every node is told of."""
+"""Most findings that are sent to every node."""
 _REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
 TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
@@ -60,7 +60,7 @@ class JoinPhase:
         """Wait for the nodes, compare them, have them try each other, and start them.
 
         Raises:
-            MachineError: Not enough came, or they cannot run together; every one that came has been told.
+            MachineError: Not enough came, or they cannot run together; every one that came knows why.
         """
         try:
             self._await_nodes(progress)
@@ -148,7 +148,7 @@ class JoinPhase:
         return unreachable(reached)
 
     def _refuse(self, findings: Sequence[Finding]) -> MachineError:
-        """Tell every node what is wrong, and return it."""
+        """Send every node what is wrong, and return it."""
         message = "; ".join(one.message for one in findings[:_SAID])
         if len(findings) > _SAID:
             message += f"; and {len(findings) - _SAID} more"
@@ -240,7 +240,7 @@ class Coordinator:
         """Wait for the nodes, and start them.
 
         Raises:
-            MachineError: Not enough came, or they cannot run together; every one that came has been told.
+            MachineError: Not enough came, or they cannot run together; every one that came knows why.
         """
         self.assignment = JoinPhase(self._server).gather(progress)
         return self.assignment
@@ -263,7 +263,7 @@ class Coordinator:
         seconds = None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS
         if not self._done.wait(seconds):
             for node in self._server.awaited:
-                self._note_loss(f"lost {node.name}: it did not say how it ended")
+                self._note_loss(f"lost {node.name}: it did not report how it ended")
         return self._merged(outcome) if self._final is None else self._final
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Coordinator:
                         self._lose(node, "its launcher has gone")
                 self._look_after_nodes()
             self._server.flush()
-        except Exception as error:  # without this thread nobody hears of the others: that is no success
+        except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"node 0 lost track of the others: {error!r}")
             self._done.set()
             self.actions.end(True)

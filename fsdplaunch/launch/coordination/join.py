@@ -112,13 +112,13 @@ def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str]
         address: Node 0's, where the configuration does not say it.
 
     Raises:
-        UsageError: What is given is no secret, or others may read the file.
+        UsageError: What is given is not a secret, or others may read the file.
     """
     name = proof("", place.host or address, str(place.port))[:12]
     shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
     if given := environ.get(SECRET):
         if not is_secret(given):
-            msg = f"{SECRET} is no secret of a run: at least 32 hexadecimal digits"
+            msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
             raise UsageError(msg, hint="make one with: openssl rand -hex 32")
         return SecretSource(given, shared)
     file = config.launch.secret_file
@@ -148,7 +148,7 @@ def read_secret_file(path: Path) -> str:
         raise UsageError(msg, hint=f"chmod 600 {named}")
     found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
     if not is_secret(found):
-        msg = f"launch.secret_file: {path} holds no secret: one line of at least 32 hexadecimal digits"
+        msg = f"launch.secret_file: {path} does not hold a secret: one line of at least 32 hexadecimal digits"
         raise UsageError(msg, hint="make one with: openssl rand -hex 32")
     return found
 
@@ -234,7 +234,7 @@ def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     if not takes_in_others(place):
         return _as_node_client(spec, progress, tell)
     if _is_elsewhere(place.host):
-        tell(f"this is node 0, but {place.host} is no address of its own: right behind address translation only")
+        tell(f"this is node 0, but {place.host} is not its address: right behind address translation only")
     return _as_coordinator(spec, progress, tell)
 
 

@@ -202,7 +202,7 @@ class NodeClient:
     def _attend(self) -> None:
         try:
             self._attend_until_done()
-        except Exception as error:  # without this thread nobody hears of the others: that is no success
+        except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"this node lost track of the others: {error!r}")
             self._done.set()
             self.actions.end(True)

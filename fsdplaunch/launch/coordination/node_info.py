@@ -103,13 +103,13 @@ def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Finding]:
         if count > 1:
             names = " and ".join(one.name for one in arrived if one.rank == rank)
             yield Finding(
-                message=f"{names} both say that they are node {rank}",
+                message=f"{names} are both configured as node {rank}",
                 hint="give each node a rank of its own (--machine-rank), or none: it is then assigned",
             )
         elif rank >= most:
             name = next(one.name for one in arrived if one.rank == rank)
             yield Finding(
-                message=f"{name} says that it is node {rank}, but there are {most}",
+                message=f"{name} is configured as node {rank}, but there are {most}",
                 hint="nodes count from 0",
             )
 

@@ -154,7 +154,7 @@ def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int |
 def _configured_rank(text: str) -> int:
     rank = _decimal(text)
     if rank is None:
-        msg = f"{_RANK_VARIABLE} is {text!r}, which is no node's rank"
+        msg = f"{_RANK_VARIABLE} is {text!r}, which is not a node's rank"
         raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
     return rank
 

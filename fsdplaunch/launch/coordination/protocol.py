@@ -137,7 +137,7 @@ def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
 
 
 def _refuse_constant(word: str) -> None:
-    msg = f"{word} is no number"
+    msg = f"{word} is not a number"
     raise ValueError(msg)
 
 
@@ -168,7 +168,7 @@ class CoordinatorHandshake:
         """Return whether a node's line proves that it belongs to the run, and the line to send it.
 
         Raises:
-            ProtocolError: It is no node at all.
+            ProtocolError: It is not a node at all.
         """
         if line == NONE:
             return False, REFUSED
@@ -191,7 +191,7 @@ class NodeHandshake:
 
         Raises:
             VersionError: It speaks another version.
-            ProtocolError: It is no coordinator.
+            ProtocolError: It is not a coordinator.
         """
         version, _, nonce = opening.partition(" ")
         if not version.startswith("fsdplaunch-") or not _NONCE.fullmatch(nonce):

@@ -72,7 +72,7 @@ def test_variable_goes_before_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "text", "said"),
-    [(0o644, GIVEN, "others may read"), (0o600, "hunter2", "holds no secret"), (None, "", "no such file")],
+    [(0o644, GIVEN, "others may read"), (0o600, "hunter2", "does not hold a secret"), (None, "", "no such file")],
 )
 def test_file_that_is_no_secret_is_refused(tmp_path, mode, text, said):
     path = tmp_path / "secret"
@@ -84,7 +84,7 @@ def test_file_that_is_no_secret_is_refused(tmp_path, mode, text, said):
 
 
 def test_variable_that_is_no_secret_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="FSDPLAUNCH_SECRET is no secret"):
+    with pytest.raises(UsageError, match="FSDPLAUNCH_SECRET is not a run's secret"):
         sources(tmp_path, {SECRET: "hunter2"})
 
 
@@ -92,7 +92,7 @@ def test_variable_that_is_no_secret_is_refused(tmp_path):
     ("secret", "node_hears", "coordinator_says"),
     [
         ("cd" * 32, "has another secret than this node: it is not the same run", "came with another secret"),
-        ("", "asks for the run's secret, and this node has none", "came with no secret"),
+        ("", "asks for the run's secret, and this node has none", "came without a secret"),
     ],
 )
 def test_node_without_the_secret_and_the_coordinator_are_told(secret, node_hears, coordinator_says):
@@ -150,7 +150,7 @@ def test_secret_file_that_is_no_file_of_this_users_alone_is_refused(tmp_path, mo
     monkeypatch.undo()
     for text in ("", "ab", "xy" * 32, good[:-1] + "\u0661", f"{good}\n{good}", "\x00" * 64, "ab" * 5000):
         path.write_text(text)
-        with pytest.raises(UsageError, match="holds no secret"):
+        with pytest.raises(UsageError, match="does not hold a secret"):
             read_secret_file(path)
 
 
@@ -167,7 +167,7 @@ def test_secret_file_of_another_user_is_refused(tmp_path):
 def test_secret_file_that_would_be_waited_for_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    cases = {"pipe": "holds no secret", "loop": "symbolic links", "": "is a directory", "no": "no such"}
+    cases = {"pipe": "does not hold a secret", "loop": "symbolic links", "": "is a directory", "no": "no such"}
     for name, said in cases.items():
         with pytest.raises(UsageError, match=said):
             read_secret_file(tmp_path / name)
