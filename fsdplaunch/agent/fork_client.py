@@ -118,18 +118,17 @@ class ForkServer:
             for end in self._unneeded:
                 end.close()
             signal.signal(signal.SIGINT, interrupt)
-            return ForkServerProcess(there, self._lifeline).serve(
-                lambda: self._import_all((*first, *then)), parent=parent
-            )
+
+            def preload() -> Preloaded:
+                with self._noting():
+                    return import_all((*first, *then), before=self._environ)
+
+            return ForkServerProcess(there, self._lifeline).serve(preload, parent=parent)
         gc.enable()
         there.close()
         if first and has_threads():
             self.obstacle = f"importing {first[-1]} started threads"
         return None
-
-    def _import_all(self, names: Sequence[str]) -> Preloaded:
-        with self._noting():
-            return import_all(names, before=self._environ)
 
     def wait_until_ready(self) -> None:
         """Wait for the preloading to finish. A server that dies of it is replaced by one that imports nothing."""

@@ -70,7 +70,10 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
     try:
         for name in names:
             notes += _import(name)
-            obstacle = obstacle or _obstacle(name)
+            if uses_gpu():
+                obstacle = obstacle or f"importing {name} opened the GPU"
+            elif has_threads():
+                obstacle = obstacle or f"importing {name} started threads"
     finally:
         if collecting:
             gc.enable()
@@ -93,14 +96,6 @@ def _import(name: str) -> list[str]:
         failed = f"launch.preload: importing {name} failed ({type(error).__name__}: {error})"
         return [f"{failed}; workers go on without it"]
     return []
-
-
-def _obstacle(name: str) -> str | None:
-    if uses_gpu():
-        return f"importing {name} opened the GPU"
-    if has_threads():
-        return f"importing {name} started threads"
-    return None
 
 
 def uses_gpu() -> bool:
@@ -228,7 +223,9 @@ class ForkServerProcess:
     def _work(self, loaded: Preloaded, obstacle: str | None) -> list[str] | float:
         share_modules()
         freeze()
-        self._watch_children()
+        wake_with_parent()  # the agent's end shows as the end of the channel
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         self._tell({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
         while True:
             received = self._next_message()
@@ -241,12 +238,6 @@ class ForkServerProcess:
                 argv = self._start(*received, loaded)
                 if argv is not None:
                     return argv
-
-    def _watch_children(self) -> None:
-        """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
-        wake_with_parent()
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
 
     def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
         while True:

@@ -178,7 +178,9 @@ class AgreedRendezvous(RendezvousHandler):
         if agreed.rank == 0:
             place = self._serve(0) if self.attempt else RendezvousStoreInfo(agreed.host, agreed.port)
             store.set("port", str(place.master_port))
-        self._wait_for_all(store)
+        if store.add("here", 1) == agreed.nodes:
+            store.set("all", "here")
+        self._wait_until(lambda: bool(store.check(["all"])), "not all nodes began the attempt")
         place = RendezvousStoreInfo(agreed.host, int(store.get("port")))
         watched: Any = _WatchedStore(store, self._is_stopped, agreed.nodes)
         return RendezvousInfo(watched, agreed.rank, agreed.nodes, place)
@@ -222,11 +224,6 @@ class AgreedRendezvous(RendezvousHandler):
             self.attempt = max(self.attempt, self._current(control))
         else:
             control.compare_set("attempt", "", "0")
-
-    def _wait_for_all(self, store: Store) -> None:
-        if store.add("here", 1) == self._agreed.nodes:
-            store.set("all", "here")
-        self._wait_until(lambda: bool(store.check(["all"])), "not all nodes began the attempt")
 
     def _wait_until(self, condition: Callable[[], bool], why_not: str) -> None:
         poll(condition, self._is_stopped, self._agreed.join_seconds, why_not, self._agreed.nodes)

@@ -249,11 +249,7 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
 
 
 def _check_open_files(workers: int) -> Iterator[Finding]:
-    """Check that a process may open as many files as a run does: torch waits long for a connection it cannot open.
-
-    Args:
-        workers: On this node.
-    """
+    """Check that a process may open as many files as a run does: torch waits long for one that it cannot open."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * workers
     if 0 <= limit < needed:
         message = f"a process here may open {limit} files, and {workers} workers need {needed}"

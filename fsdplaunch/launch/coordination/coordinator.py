@@ -70,7 +70,8 @@ class JoinPhase:
         self._learn_address()
         found = find_incompatibilities(self._server.node_infos, most=self._requirements.most)
         if not any(one.fatal for one in found):
-            self._assign_ranks()
+            for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
+                node.rank = rank
             found += self._try_each_other()
         if fatal := [one for one in found if one.fatal]:
             raise self._refuse(fatal)
@@ -120,10 +121,6 @@ class JoinPhase:
             hint=f"start the same command there; can they reach port {self._server.port} of "
             f"{self._server.own.name}?",
         )
-
-    def _assign_ranks(self) -> None:
-        for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
-            node.rank = rank
 
     def _try_each_other(self) -> list[Finding]:
         """Have every node connect to others, as the workers will."""
