@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     announce,
     check_script,
@@ -18,7 +19,6 @@ from fsdplaunch.cli.launch.single_node import (
     report,
     signal_teller,
 )
-from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import size_words

@@ -34,7 +34,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
 ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
 NotedOption = Annotated[list[str] | None, typer.Option("--noted", hidden=True)]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")]
 LogDirOption = Annotated[
     Path | None,
     typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
@@ -148,7 +147,7 @@ def to_fsdp2(
     "Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
-@does("launch.dispatch:launch_script")
+@does("launch:launch_script")
 def launch(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to run on every rank, and its arguments")] = None,
@@ -265,7 +264,7 @@ def merge_weights(
 @app.command(
     "estimate",
     epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
-    "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact --html memory.html.",
+    "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact.",
 )
 @does("estimate:estimate")
 def estimate(
@@ -297,7 +296,6 @@ def estimate(
     exact: Annotated[
         bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
     ] = False,
-    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
@@ -385,7 +383,7 @@ def warm(
 
 @app.command(
     "tune",
-    epilog="Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml --html tune.html "
+    epilog="Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml "
     "train.py; fsdplaunch tune --try fsdp_reshard_after_forward=true,false train.py. "
     "Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
@@ -431,7 +429,6 @@ def tune(
     ] = False,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
-    html: HtmlOption = None,
     resume: Annotated[
         str | None, typer.Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")
     ] = None,

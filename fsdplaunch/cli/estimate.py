@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import LoadedConfig, load_config
-from fsdplaunch.config.render import write_text_atomically
 from fsdplaunch.config.resolve import uses_xla
-from fsdplaunch.display_text import printable, quoted
+from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup, ranks_of, training_setup
 from fsdplaunch.estimate.model import (
@@ -24,7 +22,7 @@ from fsdplaunch.estimate.model import (
     read_json_file,
     read_sizes,
 )
-from fsdplaunch.estimate.report import Report, make_report
+from fsdplaunch.estimate.report import Report, make_report, text_report
 from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 from fsdplaunch.probe.model_files import (
@@ -56,7 +54,6 @@ def estimate(
     source: str | None,
     file: Path | None,
     overrides: Sequence[str],
-    html: Path | None,
     as_json: bool,
     out: Output,
     **wanted: Any,
@@ -72,18 +69,10 @@ def estimate(
     loaded = load_config(file, overrides=overrides)
     hardware = read_hardware(os.environ)
     report = _report(loaded, hardware, _read_source(source), out, **wanted)
-    if html is not None:
-        from fsdplaunch.estimate.html_report import html_report
-
-        write_text_atomically(html, printable(html_report(report)))
     if as_json:
         out.json(report.to_dict())
     else:
-        from fsdplaunch.estimate.report import text_report
-
-        out.data("\n".join(text_report(report, width=shutil.get_terminal_size().columns)))
-    if html is not None:
-        out.say(f"wrote {html}")
+        out.data("\n".join(text_report(report)))
     return 0
 
 
