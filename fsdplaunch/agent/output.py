@@ -1,8 +1,10 @@
-"""What of a shown rank's error output is kept from the terminal; the rank's file has all of it. In the agent.
+"""Where the workers' output goes: every rank's to its files, the shown ranks' to the terminal too. In the agent.
 
-The traceback of a failed rank, between marks that the bootstrap sets: the report says it in fewer words. And lines
-by which torch complains of connections that other ranks have closed because they were done: held back, and shown
-only if the attempt fails.
+A rank that is not shown writes straight into its files, so nothing can hold it up. A shown rank writes into pipes,
+or into a terminal of its own where the launcher's output is one; one thread copies what arrives.
+
+Some of its error output is kept from the terminal: the traceback of a failed rank, which the report says in fewer
+words, and lines by which torch complains about connections that other ranks have closed because they were done.
 """
 
 import fcntl

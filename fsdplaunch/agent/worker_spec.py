@@ -1,4 +1,9 @@
-"""Which streams of which ranks reach the terminal. Pure."""
+"""What an agent starts on its node: the configuration, turned into what each worker gets. In the agent.
+
+Its command and variables, which of its streams reach the terminal, and the processors near its GPU. Torch's
+own binding to processors is private, needs CUDA in the process that binds, and binds no worker without a GPU: here
+/sys is read, without torch, CUDA or numactl.
+"""
 
 import os
 import socket

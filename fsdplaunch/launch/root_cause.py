@@ -1,4 +1,4 @@
-"""Which worker failed first: the others' ends usually follow from it. Pure; used by the agent and by the report.
+"""Which worker failed first, and where in the user's code: the others' ends usually follow from it. Pure.
 
 A worker is described by the plain data the agent records of it: rank, local_rank, pid, code (-n for signal n),
 sent (signals the launcher sent to it), ended_ns, error (message, traceback, time_ns; or None) and tail (last lines
