@@ -26,6 +26,8 @@ _STEERS = re.compile(
 _MAY_GO_ON = re.compile(
     rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
+MIB = 1024**2
+GIB = 1024**3
 
 
 def printable(text: str) -> str:
@@ -86,10 +88,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as problem:
         return f"<its text cannot be made: {type(problem).__name__}>"
-
-
-MIB = 1024**2
-GIB = 1024**3
 
 
 def size_words(count: float) -> str:

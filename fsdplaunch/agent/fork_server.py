@@ -37,6 +37,11 @@ from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
+_AGENT_SECONDS = 3.0
+"""How long the agent may take to end its workers, after their grace, once its launcher has gone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preloaded:
@@ -160,13 +165,6 @@ def exists(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
-
-_AGENT_SECONDS = 3.0
-"""How long the agent may take to end its workers, after their grace, once its launcher has gone."""
 
 
 class ForkServerProcess:

@@ -30,6 +30,13 @@ from fsdplaunch.parent_death import die_with_parent
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 """What a shell answers for a command that is not there or cannot be executed."""
+_INJECTING = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+"""Variables that load profilers and checkers into a process; they may count on the C library's exit."""
+_ENDING_IN_C = ("mpi4py.MPI",)
+"""Modules whose last handler only the interpreter's complete end calls (Py_AtExit)."""
+_shared: dict[str, ModuleType] = {}
+_status: list[int] = []
+"""The status this process is about to end with, once that is known."""
 
 
 def become_worker(
@@ -140,15 +147,6 @@ def show_as(argv: Sequence[str]) -> None:
         if start and text:
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, text, len(text))
-
-
-_INJECTING = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""Variables that load profilers and checkers into a process; they may count on the C library's exit."""
-_ENDING_IN_C = ("mpi4py.MPI",)
-"""Modules whose last handler only the interpreter's complete end calls (Py_AtExit)."""
-_shared: dict[str, ModuleType] = {}
-_status: list[int] = []
-"""The status this process is about to end with, once that is known."""
 
 
 def register_last() -> None:

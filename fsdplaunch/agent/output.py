@@ -33,6 +33,11 @@ _ALARM = re.compile(
 )
 _MAY_BEGIN = (b"[W", b"[E", b"[rank")
 _GOES_ON = (b"frame #", b"Exception raised from", b"\n")
+CHUNK = 1 << 16
+LONGEST_LINE = 1 << 16
+"""Bytes of an unfinished line that are held back at most, in the hope of its end."""
+_HELD_SECONDS = 1.0
+"""How long an unfinished line is held back at most."""
 
 
 class OutputFilter:
@@ -100,13 +105,6 @@ def _without_start_of(mark: bytes, text: bytes) -> tuple[bytes, bytes]:
         if mark.startswith(text[-size:]):
             return text[:-size], text[-size:]
     return text, b""
-
-
-CHUNK = 1 << 16
-LONGEST_LINE = 1 << 16
-"""Bytes of an unfinished line that are held back at most, in the hope of its end."""
-_HELD_SECONDS = 1.0
-"""How long an unfinished line is held back at most."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -51,6 +51,13 @@ _ASKED_PER_SECOND = 500
 _WAITING_PER_SECOND = 2000
 """How often they may ask together while all wait for the last one."""
 _LOCAL = "127.0.0.1"
+ELASTIC_BACKEND = "fsdplaunch-elastic"
+_PORT_KEY = "fsdplaunch/workers-port"
+_MAC_BYTES = sha256().digest_size
+_HOLD_SECONDS = 2.0
+"""How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
+_Node: Any = node_description_class() or object
+_Handler: Any = DynamicRendezvousHandler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,11 +267,6 @@ class AgreedRendezvous(RendezvousHandler):
         return True
 
 
-ELASTIC_BACKEND = "fsdplaunch-elastic"
-_PORT_KEY = "fsdplaunch/workers-port"
-_MAC_BYTES = sha256().digest_size
-
-
 class SignedBackend(C10dRendezvousBackend):
     """Signs the state that it writes, and hands on none that another has written."""
 
@@ -378,12 +380,6 @@ def elastic_rendezvous(
         raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
     return WatchedRendezvous(handler, is_stopped, seconds)
-
-
-_HOLD_SECONDS = 2.0
-"""How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
-_Node: Any = node_description_class() or object
-_Handler: Any = DynamicRendezvousHandler
 
 
 class _NumberedNode(_Node):  # type: ignore[misc]

@@ -26,6 +26,15 @@ from fsdplaunch.run_secret import worker_store
 
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
+_CRASH = "Fatal Python error"  # as faulthandler begins
+_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
+_FRAMES = 3
+"""How many lines of the script are kept, the innermost first."""
+_DRAIN_SECONDS = 1.0
+"""How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
+KILL_SECONDS = 10.0
+"""How long a killed worker may take to die; one that hangs in a driver does not die at all."""
+POLL_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -87,12 +96,6 @@ def stop_status(number: int, codes: list[int | None]) -> int | None:
     if not codes or any(code is None or -code == number for code in codes):
         return 128 + number
     return None
-
-
-_CRASH = "Fatal Python error"  # as faulthandler begins
-_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
-_FRAMES = 3
-"""How many lines of the script are kept, the innermost first."""
 
 
 def last_words(lines: list[str], most: int = 20) -> list[str]:
@@ -183,13 +186,6 @@ def _read_error(path: Path) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-_DRAIN_SECONDS = 1.0
-"""How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
-KILL_SECONDS = 10.0
-"""How long a killed worker may take to die; one that hangs in a driver does not die at all."""
-POLL_SECONDS = 0.01
 
 
 class WorkerGroup:

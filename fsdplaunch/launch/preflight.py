@@ -24,6 +24,11 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_po
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Gpu
 
+_LITTLE_SPACE = GIB
+_NO_SPACE = 64 * MIB
+FILES, _FILES_PER_WORKER = 64, 8
+"""Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -99,12 +104,6 @@ def _listeners(name: str, port: int) -> Iterator[str]:
             words = line.split()
             if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # LISTEN, proc(5)
                 yield words[9]
-
-
-_LITTLE_SPACE = GIB
-_NO_SPACE = 64 * MIB
-FILES, _FILES_PER_WORKER = 64, 8
-"""Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:

@@ -37,6 +37,16 @@ from fsdplaunch.warm.identity import (
 from fsdplaunch.warm.import_record import ImportRecord
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+LOOK_SECONDS = 2.0
+"""How often an idle one looks whether it is still wanted."""
+_READ_SECONDS = 1.0
+_GO_SECONDS = 5.0
+_FILES_SECONDS = 60.0
+_SHORT_OF_MEMORY = 0.05
+"""It ends when less than this part of the machine's memory is available."""
+_FIRST_TO_GO = "800"
+"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
+_FILES = (5, 6)
 
 
 def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: str | None) -> list[str]:
@@ -106,18 +116,6 @@ def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
             with suppress(OSError, ValueError):  # the C library keeps two for itself
                 signal.signal(number, wanted)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-LOOK_SECONDS = 2.0
-"""How often an idle one looks whether it is still wanted."""
-_READ_SECONDS = 1.0
-_GO_SECONDS = 5.0
-_FILES_SECONDS = 60.0
-_SHORT_OF_MEMORY = 0.05
-"""It ends when less than this part of the machine's memory is available."""
-_FIRST_TO_GO = "800"
-"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
-_FILES = (5, 6)
 
 
 class WarmServer:

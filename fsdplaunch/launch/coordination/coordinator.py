@@ -45,6 +45,10 @@ _REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
 TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
 """How many nodes are told, and how often, how many are here: a thousand hear it less often, not more is sent."""
+LOOK_SECONDS = 0.1
+"""How often to look whether nodes have gone silent."""
+LINGER_SECONDS = 15.0
+"""How long the others may take, after their grace, to end when one node has failed."""
 
 
 class JoinPhase:
@@ -202,12 +206,6 @@ def _start_message(
         "silence": server.requirements.silence,
         "notes": [*notes[:_SAID], *more],
     }
-
-
-LOOK_SECONDS = 0.1
-"""How often to look whether nodes have gone silent."""
-LINGER_SECONDS = 15.0
-"""How long the others may take, after their grace, to end when one node has failed."""
 
 
 class Coordinator:

@@ -41,6 +41,10 @@ _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
 _NAME = ".join-"
 _HOW = f"use the command that node 0 printed, or set {SECRET}, or launch.secret_file, alike on every node"
+_LAST_CALL_SECONDS = 10.0
+"""How long an elastic run waits for more nodes once it has the least."""
+_ATTEMPTS = 3
+"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
 class SecretSource:
@@ -193,10 +197,6 @@ def _read_private(path: Path) -> str:
             return ""
         text = file.read(_LONGEST).decode(errors="replace").strip()
     return text if is_secret(text) else ""
-
-
-_LAST_CALL_SECONDS = 10.0
-"""How long an elastic run waits for more nodes once it has the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,10 +405,6 @@ def _configured_address(config: Config) -> str | None:
 def _bindable(address: str) -> str:
     """Return where a probe can listen: behind address translation, others use an address that is not here."""
     return address if network.is_own(address) else ""
-
-
-_ATTEMPTS = 3
-"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
 def provisional_config(config: Config, place: NodePlacement, *, address: str) -> Config:

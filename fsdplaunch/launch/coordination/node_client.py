@@ -43,6 +43,12 @@ ANSWER_SECONDS = 5.0
 """How long the coordinator may take to answer first; another program never does, or says something else."""
 _FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""
+_HINTS = {
+    "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
+    "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
+    "no route to host": "the node is down or not on this network: is main_process_ip right?",
+    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
+}
 
 
 class NodeClient:
@@ -276,11 +282,3 @@ def _await_line(connection: Connection, seconds: float) -> str | None:
         if (line := connection.receive_line()) is not None:
             return line
     return None
-
-
-_HINTS = {
-    "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
-    "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
-    "no route to host": "the node is down or not on this network: is main_process_ip right?",
-    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
-}

@@ -13,6 +13,9 @@ from fsdplaunch.launch.preflight import Finding
 
 _NAMED = 3
 """How many differing keys to name."""
+FULL_MESH = 16
+"""Up to so many nodes, every one tries every other; beyond, the one after it and node 0."""
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +172,6 @@ def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
             hint="copy it there again",
             fatal=False,
         )
-
-
-FULL_MESH = 16
-"""Up to so many nodes, every one tries every other; beyond, the one after it and node 0."""
-_AT_ONCE = 16
 
 
 def reachability_targets(nodes: Sequence[tuple[int, NodeInfo]]) -> list[Message]:

@@ -24,6 +24,19 @@ from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
 _LARGEST = 2**63
+PROTOCOL = "fsdplaunch-4"
+"""First word that a coordinator says; another version's launchers are named instead of misread."""
+_LINE_BYTES = 256
+"""Longest line before the proof."""
+NONE, REFUSED = "none", "no"
+_NONCE = re.compile(r"[0-9a-f]{32}")
+MAX_BYTES = 8 * 1024**2
+"""Longest line that is read: an outcome holds the last lines of every worker of a node."""
+_CHUNK, _PLENTY = 65536, 4096
+_WAITING_BYTES = 4 * MAX_BYTES
+"""Most that waits to be sent to a side that does not read."""
+_TURN_BYTES = 2 * 1024**2
+"""Most that is read of one connection before the others get their turn."""
 
 
 class ProtocolError(Exception):
@@ -141,14 +154,6 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(msg)
 
 
-PROTOCOL = "fsdplaunch-4"
-"""First word that a coordinator says; another version's launchers are named instead of misread."""
-_LINE_BYTES = 256
-"""Longest line before the proof."""
-NONE, REFUSED = "none", "no"
-_NONCE = re.compile(r"[0-9a-f]{32}")
-
-
 class VersionError(ProtocolError):
     """The coordinator speaks another version; its text is that version."""
 
@@ -212,15 +217,6 @@ class NodeHandshake:
         if not is_proof(line, self._secret, "coordinator", self._own, self._theirs):
             raise ProtocolError
         return True
-
-
-MAX_BYTES = 8 * 1024**2
-"""Longest line that is read: an outcome holds the last lines of every worker of a node."""
-_CHUNK, _PLENTY = 65536, 4096
-_WAITING_BYTES = 4 * MAX_BYTES
-"""Most that waits to be sent to a side that does not read."""
-_TURN_BYTES = 2 * 1024**2
-"""Most that is read of one connection before the others get their turn."""
 
 
 class Connection:

@@ -29,6 +29,12 @@ PAUSE_SECONDS = 1.5
 """A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
 Tell = Callable[[str], None]
 """Shows one line to the user."""
+Outcome = Mapping[str, Any]
+_INSIST_SECONDS = 1.5
+"""After so long a second signal counts as insisting, and kills (launch.stop)."""
+_ECHO_SECONDS = 5.0
+KILL_SECONDS = 4.0
+"""After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +174,6 @@ class JoinProgress:
             self.live("")
 
 
-Outcome = Mapping[str, Any]
-
-
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return what to report about this node.
 
@@ -296,13 +299,6 @@ def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_no
         "error": error,
         "lost": list(final["lost"]),
     }
-
-
-_INSIST_SECONDS = 1.5
-"""After so long a second signal counts as insisting, and kills (launch.stop)."""
-_ECHO_SECONDS = 5.0
-KILL_SECONDS = 4.0
-"""After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
 
 class SignalRelay:

@@ -17,6 +17,7 @@ from fsdplaunch.errors import LaunchError, MachineError
 from fsdplaunch.launch.plan import LaunchTarget
 
 _OWN_KEYS = ("machine_rank", "local_address", "launch.local_address")
+_CHUNK = 1 << 16
 
 
 def launch_words(
@@ -87,9 +88,6 @@ def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, l
         msg = f"{name} refused: {answer}"
         raise LaunchError(msg, hint=refused)
     return done.stdout
-
-
-_CHUNK = 1 << 16
 
 
 def stream_for(screen: TextIO | None) -> int | None:

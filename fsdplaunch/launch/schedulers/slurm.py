@@ -24,6 +24,47 @@ UNFINISHED = frozenset(
 """States of a job that may still do something."""
 _STRAGGLER_SECONDS = 30.0
 """Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
+OUTPUT, _ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
+_LOST_TIMES = 20
+"""How often a job goes back into the queue because a node was lost: a network may be broken for good."""
+_PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
+"""Folder of this part of the run, inside the run's own: one per task of an array and per start."""
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
+_BODY = """\
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number of the last task is also the whole array's
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+warned=0
+warn() {
+    warned=1
+    echo "fsdplaunch: SLURM announces the end of job $job: asking the workers to save" >&2
+    scancel --signal=TERM "$job"
+}
+trap warn USR1
+
+srun @SRUN@ \\
+    @COMMAND@ &
+step=$!
+while :; do  # a trapped signal ends wait early
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+"""
+_REQUEUE = """
+preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
+lost() {  # the launchers notice a lost node long before SLURM does; but not for ever
+    [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
+    find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
+}
+if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
+    echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
+    if scontrol requeue "$job"; then
+        sleep 60  # until SLURM ends this script
+    fi
+fi
+"""
 
 
 def submit(script: str) -> str:
@@ -122,50 +163,6 @@ def _ask(words: Sequence[str]) -> str:
 def in_job() -> bool:
     """Return whether this process belongs to a SLURM job."""
     return "SLURM_JOB_ID" in os.environ
-
-
-OUTPUT, _ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
-_LOST_TIMES = 20
-"""How often a job goes back into the queue because a node was lost: a network may be broken for good."""
-_PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
-"""Folder of this part of the run, inside the run's own: one per task of an array and per start."""
-_PLAIN = re.compile(r"[^\x00-\x1f\x7f]*")
-
-_BODY = """\
-job=$SLURM_JOB_ID
-if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # the number of the last task is also the whole array's
-    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-fi
-warned=0
-warn() {
-    warned=1
-    echo "fsdplaunch: SLURM announces the end of job $job: asking the workers to save" >&2
-    scancel --signal=TERM "$job"
-}
-trap warn USR1
-
-srun @SRUN@ \\
-    @COMMAND@ &
-step=$!
-while :; do  # a trapped signal ends wait early
-    wait "$step"
-    code=$?
-    kill -0 "$step" 2>/dev/null || break
-done
-"""
-_REQUEUE = """
-preempted() { scontrol show job -o "$job" | grep -q ' PreemptTime=[0-9]'; }
-lost() {  # the launchers notice a lost node long before SLURM does; but not for ever
-    [ "${SLURM_RESTART_COUNT:-0}" -lt @TIMES@ ] || return
-    find @RUNS@/"$@GROUP@" -maxdepth 2 -name @LOST@ | grep -q .
-}
-if [ "$code" = @SAVED@ ] || { [ "$code" != 0 ] && { [ "$warned" = 1 ] || preempted || lost; }; }; then
-    echo "fsdplaunch: the workers have stopped ($code): back into the queue" >&2
-    if scontrol requeue "$job"; then
-        sleep 60  # until SLURM ends this script
-    fi
-fi
-"""
 
 
 def batch_script(
