@@ -22,7 +22,7 @@ from fsdplaunch.launch.coordination.node_info import (
     try_to_reach,
     unreachable,
 )
-from fsdplaunch.launch.coordination.protocol import Message, ProtocolError, encode
+from fsdplaunch.launch.coordination.protocol import Message, ProtocolError
 from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
     JoinProgress,
@@ -43,8 +43,8 @@ _SAID = 8
 """Most findings that are sent to every node."""
 _REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
-TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
-"""How many nodes are told, and how often, how many are here: a thousand hear it less often, not more is sent."""
+NEWS_SECONDS = 1.0
+"""How often nodes hear how many are here."""
 LOOK_SECONDS = 0.1
 """How often to look whether nodes have gone silent."""
 LINGER_SECONDS = 15.0
@@ -58,7 +58,6 @@ class JoinPhase:
         self._server = server
         self._requirements = server.requirements
         self._last_news = 0.0
-        self._to_be_told: list[NodeConnection] = []
 
     def gather(self, progress: JoinProgress) -> RunAssignment:
         """Wait for the nodes, compare them, have them try each other, and start them.
@@ -93,18 +92,10 @@ class JoinPhase:
             progress.show(f"{here} of {required.least} nodes here")
             if now - self._last_news > NEWS_SECONDS:
                 self._last_news = now
-                self._spread_news(kind="waiting", here=here, of=required.least)
+                self._server.broadcast(kind="waiting", here=here, of=required.least)
             self._server.turn()
             for node, node_info in self._server.take_late():  # one that was there may have left again
                 self._server.let_in(node, node_info)
-
-    def _spread_news(self, **message: Any) -> None:
-        """Send a message to those that have waited longest for one."""
-        waiting = self._to_be_told or self._server.present
-        line = encode(message)
-        for node in waiting[:TOLD_AT_ONCE]:
-            node.send_line(line)
-        self._to_be_told = waiting[TOLD_AT_ONCE:]
 
     def _learn_address(self) -> None:
         """Take the address that the others connected to as our own: the workers can reach it as well."""

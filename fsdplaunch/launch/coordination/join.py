@@ -3,7 +3,6 @@
 A node finds the run's secret in a variable, in a file, or in the folder that the nodes share.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -52,14 +51,13 @@ class SecretSource:
 
     Without a variable or a file of the user's, node 0 makes a secret and leaves it, for as long as nodes may join,
     in a file (0600) in the folder of runs. Nodes that share that folder need nothing else; others get it from the
-    user.
+    user. What a killed launcher has left there is the secret of a run that is over.
     """
 
     def __init__(self, given: str, shared: Path) -> None:
         self.is_given = bool(given)
         self._secret, self._shared = given, shared
         self._wrote: tuple[int, int] | None = None
-        self._lock: int | None = None
 
     def offer(self) -> str:
         """Return the secret, on node 0: the given one, or a new one that nodes with the same folder find."""
@@ -68,9 +66,9 @@ class SecretSource:
         if not self.is_given and self._wrote is None:
             with suppress(OSError):  # nobody shares what cannot be written
                 self._shared.parent.mkdir(parents=True, exist_ok=True)
-                _remove_abandoned(self._shared.parent)
                 with atomic_file(self._shared) as part:
-                    self._lock = _write_locked(part, self._secret)
+                    part.touch(0o600)
+                    part.write_text(f"{self._secret}\n", encoding="ascii")
                     self._wrote = _identity(part)
         return self._secret
 
@@ -79,9 +77,6 @@ class SecretSource:
         with suppress(OSError):
             if self._wrote is not None and _identity(self._shared) == self._wrote:
                 self._shared.unlink()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def wait(self) -> str:
         """Return the secret, on another node, which has connected to node 0; empty when there is none here."""
@@ -155,29 +150,6 @@ def read_secret_file(path: Path) -> str:
         msg = f"launch.secret_file: {path} does not hold a secret: one line of at least 32 hexadecimal digits"
         raise UsageError(msg, hint="make one with: openssl rand -hex 32")
     return found
-
-
-def _write_locked(path: Path, text: str) -> int:
-    """Write a private file, and return the descriptor that keeps it locked for as long as this process lives."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(descriptor, f"{text}\n".encode())
-    return descriptor
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove files with secrets that killed launchers of this user's have left there."""
-    for path in [*folder.glob(f"{_NAME}*"), *folder.glob(f".{_NAME}*")]:
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                found = os.fstat(descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    path.unlink()
-            finally:
-                os.close(descriptor)
 
 
 def _identity(path: Path) -> tuple[int, int]:

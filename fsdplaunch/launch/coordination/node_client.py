@@ -18,7 +18,6 @@ from fsdplaunch.launch.coordination.protocol import (
     ProtocolError,
     VersionError,
     WakeUp,
-    wait_for,
 )
 from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
@@ -76,8 +75,6 @@ class NodeClient:
     @property
     def _address(self) -> str:
         return f"{self._place[0]}:{self._place[1]}"
-
-    # -- joining ------------------------------------------------------------------------------------------
 
     def connect(self, progress: JoinProgress) -> str:
         """Connect to node 0, however long it takes to start; return this node's address on the way there.
@@ -174,11 +171,10 @@ class NodeClient:
             message, store_host=self._place[0], address=node_info.address, secret=self._secret.wait()
         )
 
-    # -- the run ----------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Go on listening in the background."""
-        self._heard = time.monotonic()
+        self._heard, self._last_ping = time.monotonic(), 0.0
+        self._pause = OwnPause(PAUSE_SECONDS)
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
@@ -207,7 +203,8 @@ class NodeClient:
 
     def _attend(self) -> None:
         try:
-            self._attend_until_done()
+            while not self._closing and not self._done.is_set():
+                self._look_after_run()
         except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"this node lost track of the others: {error!r}")
             self._done.set()
@@ -215,23 +212,21 @@ class NodeClient:
         finally:
             self._connection.close()
 
-    def _attend_until_done(self) -> None:
-        last_ping, pause = 0.0, OwnPause(PAUSE_SECONDS)
-        while not self._closing and not self._done.is_set():
-            try:
-                for message in self._turn():
-                    self._obey(message)
-            except ProtocolError:
-                self._connection.close()
-            for action in self._mail.collect():
-                action()
-            now = time.monotonic()
-            if now - last_ping > min(2.0, self._silence / 4):
-                last_ping = now
-                self._connection.send(kind="ping")
-            silent = not pause.has_just_ended() and now - self._heard > self._silence
-            if (silent or not self._connection.open) and not self._done.is_set():
-                self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
+    def _look_after_run(self) -> None:
+        try:
+            for message in self._turn():
+                self._obey(message)
+        except ProtocolError:
+            self._connection.close()
+        for action in self._mail.collect():
+            action()
+        now = time.monotonic()
+        if now - self._last_ping > min(2.0, self._silence / 4):
+            self._last_ping = now
+            self._connection.send(kind="ping")
+        silent = not self._pause.has_just_ended() and now - self._heard > self._silence
+        if (silent or not self._connection.open) and not self._done.is_set():
+            self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
 
     def _lose(self, why: str) -> None:
         """End this node: without the coordinator there is no store, and nothing can go on.
@@ -262,9 +257,14 @@ class NodeClient:
             self._done.set()
 
     def _turn(self) -> list[Message]:
+        """Wait for messages, and for what other threads post; return the messages."""
         connection = self._connection
-        if connection not in wait_for([connection] if connection.open else [], self._mail, TURN_SECONDS):
-            return []
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._mail.reader, selectors.EVENT_READ)
+            if connection.open:
+                selector.register(connection.sock, connection.wants, connection)
+            if connection not in [key.data for key, _ in selector.select(TURN_SECONDS)]:
+                return []
         connection.flush()
         messages = connection.receive()
         if messages:
@@ -277,7 +277,7 @@ def _await_line(connection: Connection, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     while connection.open and (left := end - time.monotonic()) > 0:
         with selectors.DefaultSelector() as selector:
-            selector.register(connection.fileno(), selectors.EVENT_READ)
+            selector.register(connection.sock, selectors.EVENT_READ)
             selector.select(left)
         if (line := connection.receive_line()) is not None:
             return line

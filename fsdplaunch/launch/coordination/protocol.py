@@ -15,7 +15,7 @@ import re
 import secrets
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -254,10 +254,6 @@ class Connection:
         self._ended = ended
         selector.register(self.sock, self.wants, data)
 
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self.sock.fileno()
-
     @property
     def wants(self) -> int:
         """Return what to wait for, in `selectors`' terms."""
@@ -384,18 +380,3 @@ class WakeUp:
             while self.reader.recv(_PLENTY):
                 pass
         return [self._posted.pop(0) for _ in range(len(self._posted))]
-
-
-def wait_for(waiters: Iterable[Connection], mail: WakeUp, seconds: float) -> set[Connection]:
-    """Wait until one of them can be read from or sent to, or until there is mail; return those that can.
-
-    Args:
-        waiters: Connections that are open.
-        mail: Ends the wait as well.
-        seconds: How long to wait at most.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(mail.reader, selectors.EVENT_READ)
-        for waiter in waiters:
-            selector.register(waiter.fileno(), waiter.wants, waiter)
-        return {key.data for key, _ in selector.select(seconds) if key.data is not None}

@@ -2,8 +2,6 @@
 
 import os
 import shlex
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -171,30 +169,3 @@ def test_secret_file_that_would_be_waited_for_is_refused_at_once(tmp_path):
     for name, said in cases.items():
         with pytest.raises(UsageError, match=said):
             read_secret_file(tmp_path / name)
-
-
-LEAVES_ONE = """
-import os, sys
-from pathlib import Path
-from fsdplaunch.launch.coordination.join import SecretSource
-SecretSource("", Path(sys.argv[1], ".join-killed")).offer()
-print("there", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_secret_that_a_killed_launcher_left_goes_with_the_next_one(tmp_path):
-    command = [sys.executable, "-c", LEAVES_ONE, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout.readline() == "there\n"
-        first = SecretSource("", tmp_path / ".join-first")
-        first.offer()
-        assert {path.name for path in tmp_path.iterdir()} == {".join-killed", ".join-first"}
-        launcher.kill()
-    (tmp_path / ".join-pipe").symlink_to("/etc/passwd")
-    second = SecretSource("", tmp_path / ".join-second")
-    second.offer()
-    assert {path.name for path in tmp_path.iterdir()} == {".join-first", ".join-pipe", ".join-second"}
-    first.withdraw()
-    second.withdraw()
-    assert {path.name for path in tmp_path.iterdir()} == {".join-pipe"}
