@@ -17,7 +17,7 @@ from fsdplaunch.cli.single_node import (
     pass_checks,
     plan_for_this_node,
     report,
-    signal_teller,
+    signal_printer,
 )
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
@@ -115,7 +115,7 @@ def check(
         status = _compare(plan, tolerance, as_json=as_json, out=out)
         remember(asked, target, equal=not status)
         return status
-    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
+    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_printer(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
 
 
@@ -135,7 +135,7 @@ def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
 
     with recording(plan):
         run_plain(plan, out)
-        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_teller(plan, out))
+        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_printer(plan, out))
         if result.failure is not None or result.stopped_by is not None:
             report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED

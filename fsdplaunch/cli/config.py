@@ -43,7 +43,7 @@ def write_config(
     words = _script_words(script)
     start_from = _starting_point(preset, source)
     if source is not None:
-        _tell_ineffective_keys(source, out)
+        _note_ineffective_keys(source, out)
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
     result = run_wizard(
@@ -113,7 +113,7 @@ def _starting_point(preset: str | None, source: Path | None) -> Path | None:
     return preset_folder() / f"{find_preset(preset).name}.yaml" if preset is not None else source
 
 
-def _tell_ineffective_keys(source: Path, out: Output) -> None:
+def _note_ineffective_keys(source: Path, out: Output) -> None:
     """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
     from fsdplaunch.config.convert import keys_ignored_by_accelerate
 
@@ -122,7 +122,7 @@ def _tell_ineffective_keys(source: Path, out: Output) -> None:
 
 
 def _can_ask(*, no_input: bool) -> bool:
-    """Tell whether there is a person to ask."""
+    """Return whether there is a person to ask."""
     forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
 
@@ -130,7 +130,7 @@ def _can_ask(*, no_input: bool) -> bool:
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
-    _tell(loaded, out)
+    _print_notes(loaded, out)
     if as_json:
         out.json(_values(loaded, origin=origin))
     elif origin:
@@ -142,7 +142,7 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     return 0
 
 
-def _tell(loaded: LoadedConfig, out: Output) -> None:
+def _print_notes(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:

@@ -165,7 +165,7 @@ class TuneJob:
 
     @property
     def fingerprint(self) -> str:
-        """Return what tells whether the configuration is the same as when a search began; no value shows in it."""
+        """Return a hash of the configuration, to compare with when a search began; no value shows in it."""
         return hashlib.sha256(repr(identity(self.loaded.config, self.plan.workers)).encode()).hexdigest()
 
     def new_folder(self) -> Path:
