@@ -2,7 +2,7 @@
 
 It only builds containers, numbers, texts and the records a caller declares; every other opcode or name is refused
 by name. Memory is bounded by a small multiple of the file's own size. A subclass of `pickle.Unpickler` can refuse
-names, but not count what containers take, nor see a key before it is hashed: a short nest of tuples hashes for ever.
+names, but not count what containers take, nor see a key before it is hashed: a nest of tuples hashes for ever.
 """
 
 import pickle
