@@ -72,7 +72,7 @@ def run_jobs(shares: Sequence[Share], work: Callable[[Share, ProgressMeter], Non
 
     Args:
         shares: What there is to do.
-        work: Does one share, telling the given meter.
+        work: Does one share, and counts with the given meter.
         meter: Shows what all of them have done.
 
     Raises:

@@ -195,10 +195,10 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
         number: The model's number.
 
     Returns:
-        By the flat parameter's name; empty without a manifest that tells.
+        By the flat parameter's name; empty without a manifest that says it.
 
     Raises:
-        InvalidFileError: What it says is no layout.
+        InvalidFileError: What it says is not a layout.
     """
     flat = model_entry(folder, number).get("flat_parameters")
     try:

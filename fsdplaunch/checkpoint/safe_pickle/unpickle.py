@@ -5,7 +5,6 @@ by name. Memory is bounded by a small multiple of the file's own size. A subclas
 names, but not count what containers take, nor see a key before it is hashed: a nest of tuples hashes for ever.
 """
 
-import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,18 +45,27 @@ class PickledCallable:
 
 
 class PickledRecord:
-    """An object of ours that a pickle may fill in."""
+    """An object of ours that a pickle may fill in. A file may ask for millions: subclasses have slots."""
 
     __slots__ = ()
-    weight = OBJECT
+    weight: int = OBJECT
     """Bytes that it takes."""
     takes_state = False
     """Whether all that its state held is in fields of its own, so that the state is of no further use."""
+    stands_for = "an object"
+    """What messages call it."""
+    known: tuple[str, ...] = ()
+    """The fields that its pickled state may have."""
 
     def __setstate__(self, state: Any) -> None:
         """Take over the pickled state, checked field by field."""
-        msg = f"{type(self).__name__} takes no state, got {type(state).__name__}"
-        raise InvalidFileError(msg)
+        if type(state) is not dict or not all(key in self.known for key in state):
+            msg = f"{self.stands_for} has a state that is not its own"
+            raise InvalidFileError(msg)
+        self.fill(state)
+
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Take over the fields of a state; here none are of use."""
 
 
 class PickledDict(dict[Any, Any], PickledRecord):
@@ -318,49 +326,48 @@ def _text(width: int, *, decode: bool = True) -> Handler:
     return push
 
 
-# The opcodes that torch's writers use, under the names of `pickle`; any other is refused.
-_HANDLERS: dict[bytes, Handler] = {
-    pickle.PROTO: _check_protocol,
-    pickle.FRAME: lambda m: m.take(8),
-    pickle.NONE: lambda m: m.stack.append(None),
-    pickle.NEWTRUE: lambda m: m.stack.append(True),
-    pickle.NEWFALSE: lambda m: m.stack.append(False),
-    pickle.BININT1: _number("<B"),
-    pickle.BININT2: _number("<H"),
-    pickle.BININT: _number("<i"),
-    pickle.BINFLOAT: _number(">d"),
-    pickle.LONG1: _long,
-    pickle.SHORT_BINUNICODE: _text(1),
-    pickle.BINUNICODE: _text(4),
-    pickle.BINUNICODE8: _text(8),
-    pickle.SHORT_BINBYTES: _text(1, decode=False),
-    pickle.BINBYTES: _text(4, decode=False),
-    pickle.MARK: _mark,
-    pickle.EMPTY_LIST: _container(list),
-    pickle.EMPTY_DICT: _container(dict),
-    pickle.EMPTY_TUPLE: lambda m: m.stack.append(()),
-    pickle.TUPLE: lambda m: _tuple(m, m.pop_mark()),
-    pickle.TUPLE1: lambda m: _tuple(m, m.pop_many(1)),
-    pickle.TUPLE2: lambda m: _tuple(m, m.pop_many(2)),
-    pickle.TUPLE3: lambda m: _tuple(m, m.pop_many(3)),
-    pickle.APPEND: lambda m: m.extend(m.pop_many(1)),
-    pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
-    pickle.SETITEM: lambda m: m.store(m.pop_many(2)),
-    pickle.SETITEMS: lambda m: m.store(m.pop_mark()),
-    pickle.MEMOIZE: lambda m: m.memo.append(m.top()),
-    pickle.BINPUT: lambda m: m.remember(m.take(1)[0]),
-    pickle.LONG_BINPUT: lambda m: m.remember(int.from_bytes(m.take(4), "little")),
-    pickle.BINGET: lambda m: m.recall(m.take(1)[0], 2),
-    pickle.LONG_BINGET: lambda m: m.recall(int.from_bytes(m.take(4), "little"), 5),
-    pickle.GLOBAL: lambda m: m.find(m.line(), m.line()),
-    pickle.STACK_GLOBAL: _stack_global,
-    pickle.REDUCE: _reduce,
-    pickle.NEWOBJ: _newobj,
-    pickle.BUILD: _build,
-    pickle.BINPERSID: _persistent,
+# The opcodes that torch's writers use; any other is refused. A merge does without the module `pickle`.
+_HANDLERS: dict[int, Handler] = {
+    0x80: _check_protocol,  # PROTO
+    0x95: lambda m: m.take(8),  # FRAME
+    ord("N"): lambda m: m.stack.append(None),  # NONE
+    0x88: lambda m: m.stack.append(True),  # NEWTRUE
+    0x89: lambda m: m.stack.append(False),  # NEWFALSE
+    ord("K"): _number("<B"),  # BININT1
+    ord("M"): _number("<H"),  # BININT2
+    ord("J"): _number("<i"),  # BININT
+    ord("G"): _number(">d"),  # BINFLOAT
+    0x8A: _long,  # LONG1
+    0x8C: _text(1),  # SHORT_BINUNICODE
+    ord("X"): _text(4),  # BINUNICODE
+    0x8D: _text(8),  # BINUNICODE8
+    ord("C"): _text(1, decode=False),  # SHORT_BINBYTES
+    ord("B"): _text(4, decode=False),  # BINBYTES
+    ord("("): _mark,  # MARK
+    ord("]"): _container(list),  # EMPTY_LIST
+    ord("}"): _container(dict),  # EMPTY_DICT
+    ord(")"): lambda m: m.stack.append(()),  # EMPTY_TUPLE
+    ord("t"): lambda m: _tuple(m, m.pop_mark()),  # TUPLE
+    0x85: lambda m: _tuple(m, m.pop_many(1)),  # TUPLE1
+    0x86: lambda m: _tuple(m, m.pop_many(2)),  # TUPLE2
+    0x87: lambda m: _tuple(m, m.pop_many(3)),  # TUPLE3
+    ord("a"): lambda m: m.extend(m.pop_many(1)),  # APPEND
+    ord("e"): lambda m: m.extend(m.pop_mark()),  # APPENDS
+    ord("s"): lambda m: m.store(m.pop_many(2)),  # SETITEM
+    ord("u"): lambda m: m.store(m.pop_mark()),  # SETITEMS
+    0x94: lambda m: m.memo.append(m.top()),  # MEMOIZE
+    ord("q"): lambda m: m.remember(m.take(1)[0]),  # BINPUT
+    ord("r"): lambda m: m.remember(int.from_bytes(m.take(4), "little")),  # LONG_BINPUT
+    ord("h"): lambda m: m.recall(m.take(1)[0], 2),  # BINGET
+    ord("j"): lambda m: m.recall(int.from_bytes(m.take(4), "little"), 5),  # LONG_BINGET
+    ord("c"): lambda m: m.find(m.line(), m.line()),  # GLOBAL
+    0x93: _stack_global,  # STACK_GLOBAL
+    ord("R"): _reduce,  # REDUCE
+    0x81: _newobj,  # NEWOBJ
+    ord("b"): _build,  # BUILD
+    ord("Q"): _persistent,  # BINPERSID
 }
-_TABLE = {opcode[0]: handler for opcode, handler in _HANDLERS.items()}
-_STOP = pickle.STOP[0]
+_STOP = ord(".")
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
@@ -407,7 +414,7 @@ def read_next(interpreter: Interpreter, where: str) -> Any:
 
 def _run(m: Interpreter) -> Any:
     """Execute until STOP and return the one object left."""
-    data, table = m.data, _TABLE
+    data, table = m.data, _HANDLERS
     while True:
         opcode = data[m.position]
         m.position += 1
