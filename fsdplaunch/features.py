@@ -1,22 +1,22 @@
-"""Features beside the road: core imports each by name, from its own folder, when it is asked for."""
+"""Features beside the road: core imports each by name, from its own folder, when it is asked for.
+
+A folder that is deleted takes its feature away and nothing else; who asks for it then gets one error. `tune` needs
+`estimate`, with which it predicts memory.
+"""
 
 from importlib import import_module
 from typing import Any
 
 from fsdplaunch.errors import LaunchError
 
-ESTIMATE_MEMORY = "fsdplaunch.estimate.memory"
-MEASURE = "fsdplaunch.tune.measure"
-RECORD = "fsdplaunch.comparison.record"
-SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
-TENSOR_FORWARD = "fsdplaunch.runtime.tensor_parallel.split_forward"
-TENSOR_PLAN = "fsdplaunch.runtime.tensor_parallel.plan"
-TENSOR_SCALING = "fsdplaunch.runtime.tensor_parallel.split_forward"
+ESTIMATE = "fsdplaunch.estimate.memory"
+TUNE_WORKER = "fsdplaunch.tune.measure"
+COMPARISON_WORKER = "fsdplaunch.comparison.record"
 XLA = "fsdplaunch.runtime.xla.set_up"
-XLA_ENTRY = "fsdplaunch.runtime.xla.set_up"
-XLA_PREPARE = "fsdplaunch.runtime.xla.prepare"
+LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
+SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
 
-_FOLDERS = {
+FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
     "fsdplaunch.comparison": "fsdplaunch check --compare",
@@ -24,22 +24,22 @@ _FOLDERS = {
     "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
     "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",
 }
-"""Folders that a package may be built without, and what each is for."""
+"""Folders that an installation may be without, and what each is for."""
 
 
 def feature(module: str) -> Any:
-    """Import a module of a feature.
+    """Import a module of a feature, or a command that needs one.
 
     Args:
         module: Its dotted name.
 
     Raises:
-        LaunchError: This installation has been built without the feature.
+        LaunchError: This installation is without the feature.
     """
     try:
         return import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name not in _FOLDERS:
+        if missing.name not in FOLDERS:
             raise
-        msg = f"this fsdplaunch was built without {_FOLDERS[missing.name]}: there is no {missing.name}"
+        msg = f"this installation is without {FOLDERS[missing.name]}: there is no {missing.name}"
         raise LaunchError(msg, hint="install the complete package") from None

@@ -13,15 +13,12 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.display_text import GIB
-from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.memory import memory_need, training_setup, verdict_of
-from fsdplaunch.estimate.model import read_architecture, read_sizes
+from fsdplaunch.errors import LaunchError, UsageError
+from fsdplaunch.features import ESTIMATE, feature
 from fsdplaunch.wizard.answers import QUESTIONS, answer_all, compose
 from fsdplaunch.wizard.model_questions import GOAL, memory_words
 from fsdplaunch.wizard.question import KEEP
 from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
-
-_LENGTH = 2048
 
 
 def step_words(state: WizardState) -> Iterator[str]:
@@ -34,26 +31,17 @@ def step_words(state: WizardState) -> Iterator[str]:
     if model is None or model.folder is None or workers is None or state.answers.get("where") == "cpu":
         return
     try:
-        shape = read_architecture(model.folder / "config.json").shape
-        config = resolve(build_config(compose(state)))
-        setup = training_setup(
-            config,
-            world=workers * state.num_nodes,
-            per_node=workers,
-            batch_size=1,
-            length=min(shape.max_length or _LENGTH, _LENGTH),
-            optimizer="adamw",
-            on_gpu=True,
-        )
-        need = memory_need(read_sizes(model.folder), shape, setup)
-    except UsageError:
-        return  # a family that is not known, or a mesh that a rule refuses in its own words
+        estimate = feature(ESTIMATE)
+        config, world = resolve(build_config(compose(state))), workers * state.num_nodes
+        need = estimate.step_need(config, model.folder, world=world, per_node=workers)
+    except LaunchError:
+        return  # a family that is not known, a mesh that a rule refuses in its own words, no estimate installed
     memory = state.run_facts.hardware.gpu_memory_bytes
-    verdict = verdict_of(need.gpu, memory)
+    verdict = estimate.verdict_of(need.gpu, memory)
     limit = f" of {memory / GIB:.0f}" if memory else ""
     fits = f" ({verdict})" if verdict != "unknown" else ""
     yield (
-        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
+        f"One step of 1 x {need.setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
         f"fsdplaunch estimate {shlex.quote(str(model.folder))} says more."
     )
 

@@ -123,6 +123,13 @@ def set_up_xla(config: Config, script: str) -> None:
         _watch(config, script)
 
 
+def prepare_on_xla(objects: Sequence[Any], plugin: Any, unsupported: dict[str, Any]) -> tuple[Any, ...]:
+    """Do what `fsdplaunch.prepare` does, on PyTorch/XLA's devices: see `prepare`."""
+    from fsdplaunch.runtime.xla.prepare import prepare_on_xla as prepare
+
+    return prepare(objects, plugin, unsupported)
+
+
 def _check_one_run(*, one_each: bool) -> None:
     """Refuse to train where PyTorch/XLA does not know the processes that were started as one run.
 
