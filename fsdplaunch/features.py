@@ -1,7 +1,6 @@
 """Features beside the road: core imports each by name, from its own folder, when it is asked for.
 
-A folder that is deleted takes its feature away and nothing else; who asks for it then gets one error. `tune` needs
-`estimate`, with which it predicts memory.
+A folder that is deleted takes its feature away and nothing else; who asks for it then gets one error.
 """
 
 from importlib import import_module
