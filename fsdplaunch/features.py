@@ -8,9 +8,12 @@ from typing import Any
 
 from fsdplaunch.errors import LaunchError
 
-ESTIMATE = "fsdplaunch.estimate.memory"
-TUNE_WORKER = "fsdplaunch.tune.measure"
 COMPARISON_WORKER = "fsdplaunch.comparison.record"
+KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
+TUNE_WORKER = "fsdplaunch.tune.measure"
+WARM_CLIENT = "fsdplaunch.warm.client"
+WARM_IMPORTS = "fsdplaunch.warm.import_record"
+WARM_SERVER = "fsdplaunch.warm.server"
 XLA = "fsdplaunch.runtime.xla.set_up"
 LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
 SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
@@ -19,6 +22,8 @@ FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
     "fsdplaunch.comparison": "fsdplaunch check --compare",
+    "fsdplaunch.warm": "interpreters that are kept warm (launch.keep_warm_seconds)",
+    KUBERNETES: "Kubernetes",
     "fsdplaunch.runtime.xla": "PyTorch/XLA",
     "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
     "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     announce,
     check_script,
     pass_checks,
     plan_for_this_node,
     report,
-    signal_teller,
+    signal_printer,
 )
-from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import size_words
@@ -115,7 +115,7 @@ def check(
         status = _compare(comparison, plan, tolerance, as_json=as_json, out=out)
         remember(asked, target, equal=not status)
         return status
-    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
+    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_printer(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
 
 
@@ -133,7 +133,7 @@ def _compare(comparison: Any, plan: LaunchPlan, tolerance: float, *, as_json: bo
     """Run the script in one process, then over the workers, and say what the comparison shows."""
     with comparison.recording(plan):
         comparison.run_plain(plan, out)
-        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_teller(plan, out))
+        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_printer(plan, out))
         if result.failure is not None or result.stopped_by is not None:
             report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED

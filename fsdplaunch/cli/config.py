@@ -40,10 +40,10 @@ def write_config(
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
-    words = script_words(script)
-    start_from = starting_point(preset, source)
+    words = _script_words(script)
+    start_from = _starting_point(preset, source)
     if source is not None:
-        tell_ineffective_keys(source, out)
+        _note_ineffective_keys(source, out)
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
     result = run_wizard(
@@ -53,7 +53,7 @@ def write_config(
         answers={name.replace("_", "-"): text for name, text in answers.items() if text is not None},
         overrides=overrides,
         start_from=start_from,
-        interactive=can_ask(no_input=no_input or as_json),
+        interactive=_can_ask(no_input=no_input or as_json),
         yes=yes,
         overwrite=overwrite,
     )
@@ -65,18 +65,14 @@ def write_config(
     if as_json:
         out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
     out.say(closing_words(result.path, result.command))
-    if words and not yes and can_ask(no_input=no_input or as_json):
+    if words and not yes and _can_ask(no_input=no_input or as_json):
         return _offer_to_measure(words, result.path, out)
     return 0
 
 
-def script_words(text: str | None) -> list[str]:
-    """Return `--script`'s script and its arguments; none where it was left out.
-
-    Raises:
-        UsageError: It is no command line, or there is no such script.
-    """
-    from fsdplaunch.cli.launch.single_node import check_script
+def _script_words(text: str | None) -> list[str]:
+    """Return `--script`'s script and its arguments; none where it was left out."""
+    from fsdplaunch.cli.single_node import check_script
 
     try:
         words = shlex.split(text or "")
@@ -90,7 +86,7 @@ def script_words(text: str | None) -> list[str]:
 
 def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
     """Ask whether to measure the script now, and do; the file that was written then says what was best."""
-    from fsdplaunch.wizard.prompts import Prompts
+    from fsdplaunch.wizard.conversation import Prompts
     from fsdplaunch.wizard.question import Choice
 
     choices = [
@@ -109,19 +105,15 @@ def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
     return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)
 
 
-def starting_point(preset: str | None, source: Path | None) -> Path | None:
-    """Return the file whose values are offered first: a preset's, another one, or none.
-
-    Raises:
-        UsageError: Both are named, or there is no such preset.
-    """
+def _starting_point(preset: str | None, source: Path | None) -> Path | None:
+    """Return the file whose values are offered first: a preset's, another one, or none."""
     if preset is not None and source is not None:
         msg = "--preset and --from both name where to start"
         raise UsageError(msg, hint="give one of them")
     return preset_folder() / f"{find_preset(preset).name}.yaml" if preset is not None else source
 
 
-def tell_ineffective_keys(source: Path, out: Output) -> None:
+def _note_ineffective_keys(source: Path, out: Output) -> None:
     """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
     from fsdplaunch.config.convert import keys_ignored_by_accelerate
 
@@ -129,8 +121,8 @@ def tell_ineffective_keys(source: Path, out: Output) -> None:
         out.note(f"{source}: without effect under accelerate launch: {line}")
 
 
-def can_ask(*, no_input: bool) -> bool:
-    """Tell whether there is a person to ask."""
+def _can_ask(*, no_input: bool) -> bool:
+    """Return whether there is a person to ask."""
     forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
 
@@ -138,7 +130,7 @@ def can_ask(*, no_input: bool) -> bool:
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
-    _tell(loaded, out)
+    _print_notes(loaded, out)
     if as_json:
         out.json(_values(loaded, origin=origin))
     elif origin:
@@ -150,7 +142,7 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     return 0
 
 
-def _tell(loaded: LoadedConfig, out: Output) -> None:
+def _print_notes(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch import __version__
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import all_keys, value_at
@@ -32,19 +32,10 @@ from fsdplaunch.run_secret import SECRET
 _ANSWER = "network.json"
 
 
-def measure_network(
+def _measure_network(
     loaded: LoadedConfig | None, checks: Sequence[Check], out: Output
 ) -> tuple[list[Check], dict[str, Any] | None]:
-    """Run the test; return what it means and what was measured.
-
-    Args:
-        loaded: The configuration; None when it could not be read.
-        checks: What was found before: nothing is started on a machine that cannot train.
-        out: Where words go.
-
-    Raises:
-        LaunchError: The test could not be started.
-    """
+    """Run the test; return what it means and what was measured."""
     if loaded is None or any(check.status == "problem" for check in checks):
         text = "not tested: solve the problems above first"
         return [Check(topic="all-reduce", status="skipped", text=text)], None
@@ -119,7 +110,7 @@ def doctor(
     checks = run_checks(facts)
     measured = None
     if network:
-        found, measured = measure_network(loaded, checks, out)
+        found, measured = _measure_network(loaded, checks, out)
         checks += found
     if paste:
         out.data(bug_report_block(facts, checks, version=__version__, settings=_settings(loaded), users=_users()))
@@ -140,7 +131,7 @@ def _load(file: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig | N
 
 def show(checks: Sequence[Check], out: Output) -> None:
     """Print one line per check, in words and marks; colour says nothing that words do not."""
-    marks = _MARKS if can_print("".join(_MARKS.values())) else _PLAIN_MARKS
+    marks = _MARKS if _can_print("".join(_MARKS.values())) else _PLAIN_MARKS
     plain = marks is _PLAIN_MARKS
     wide = max(len(check.topic) for check in checks)
     for check in checks:
@@ -151,8 +142,8 @@ def show(checks: Sequence[Check], out: Output) -> None:
     out.data(summary(checks))
 
 
-def can_print(text: str) -> bool:
-    """Tell whether standard output's encoding has these characters."""
+def _can_print(text: str) -> bool:
+    """Return whether standard output's encoding has these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -179,7 +170,7 @@ def _users() -> list[str]:
 
 
 def _plain(facts: DoctorFacts) -> dict[str, object]:
-    """Return the facts as plain data, without the configuration, which `config show --json` tells."""
+    """Return the facts as plain data, without the configuration, which `config show --json` prints."""
     found = asdict(facts)
     del found["config"]
     peers = {f"{first}-{second}": can for (first, second), can in facts.driver.peers.items()}

@@ -111,7 +111,7 @@ def _read_model(text: str) -> _Source:
 
 
 def _sized(text: str) -> _Source | None:
-    """Return a llama of a size such as 8b; None where the text is no size."""
+    """Return a llama of a size such as 8b; None where the text is not a size."""
     try:
         parameters = parse_count(text)
     except ValueError:

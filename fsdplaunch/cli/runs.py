@@ -10,7 +10,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
 from fsdplaunch.launch.schedulers.remote_launchers import Screen
 
@@ -20,16 +20,16 @@ MOST_TASKS = 16
 """An array of more tasks is one line in the list; --json has them all."""
 
 
-def folder_of(file: Path | None, log_dir: Path | None) -> Path:
+def _folder_of(file: Path | None, log_dir: Path | None) -> Path:
     """Return where the runs are: as shown, or as the configuration says."""
     return log_dir if log_dir is not None else Path(load_config(file).config.launch.log_dir)
 
 
 def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: bool, out: Output) -> int:
     """List runs, newest first."""
-    folder = folder_of(file, log_dir)
+    folder = _folder_of(file, log_dir)
     if log_dir is not None and not folder.is_dir():
-        msg = f"--log-dir {folder} is no folder"
+        msg = f"--log-dir {folder} is not a folder"
         raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
     runs = read_runs(folder, limit=limit)
     if as_json:
@@ -63,7 +63,7 @@ def show_logs(
     *, run: str, rank: int | None, stderr: bool, follow: bool, file: Path | None, log_dir: Path | None, out: Output
 ) -> int:
     """Print a run's output, or that of one rank, and go on printing when asked so."""
-    folder, stream = folder_of(file, log_dir), "stderr" if stderr else "stdout"
+    folder, stream = _folder_of(file, log_dir), "stderr" if stderr else "stdout"
     found = find_run(folder, run)
     tail = LogTail(found.dir if found.tasks else None)
     if found.route == "kubernetes" and rank is None:
@@ -88,9 +88,6 @@ def show_logs(
 
 def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
     kubernetes = feature(KUBERNETES)
-    if kubernetes is None:
-        msg = f"{run.id} runs on Kubernetes, which this installation is without"
-        raise UsageError(msg)
     if not follow:
         return int(kubernetes.show_logs(run.job))
     kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
@@ -129,6 +126,6 @@ def _follow_job(run: Run, out: Output) -> None:
 
 def cancel_run(*, run: str, file: Path | None, log_dir: Path | None, out: Output) -> int:
     """Ask a run to end."""
-    found = find_run(folder_of(file, log_dir), run)
+    found = find_run(_folder_of(file, log_dir), run)
     out.say(f"{found.id}: {cancel(found)}")
     return 0

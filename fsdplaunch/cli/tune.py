@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import LINE_SECONDS, Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     check_script,
     pass_checks,
     plan_for_this_node,
     short_path,
 )
-from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.config.load import LoadedConfig, load_config, stack
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import write_text_atomically
@@ -165,7 +165,7 @@ class TuneJob:
 
     @property
     def fingerprint(self) -> str:
-        """Return what tells whether the configuration is the same as when a search began; no value shows in it."""
+        """Return a hash of the configuration, to compare with when a search began; no value shows in it."""
         return hashlib.sha256(repr(identity(self.loaded.config, self.plan.workers)).encode()).hexdigest()
 
     def new_folder(self) -> Path:
@@ -340,12 +340,8 @@ class TuneOutputs:
     as_json: bool = False
 
 
-def check_outputs(outputs: TuneOutputs) -> None:
-    """Refuse a file that exists, or whose folder does not, before anything is measured.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+def _check_outputs(outputs: TuneOutputs) -> None:
+    """Refuse a file that exists, or whose folder does not, before anything is measured."""
     if outputs.write is not None and outputs.write.exists() and not outputs.overwrite:
         msg = f"{outputs.write} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --write FILE writes another one")
@@ -439,7 +435,7 @@ def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out:
     Raises:
         LaunchError: Before anything was started.
     """
-    check_outputs(outputs)
+    _check_outputs(outputs)
     state = find_state(resume, request.log_dir()) if resume is not None else None
     if state is not None:
         request = resumed(state, request)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import load_config
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.plan import LaunchTarget
@@ -33,11 +33,11 @@ def warm(
         msg = "--list, --stop and --start are three commands"
         raise UsageError(msg, hint="give one of them")
     if start:
-        return start_server_for(file, overrides, out)
-    return stop_servers(out) if stop else list_servers(as_json=as_json, out=out)
+        return _start_server_for(file, overrides, out)
+    return _stop_servers(out) if stop else _list_servers(as_json=as_json, out=out)
 
 
-def list_servers(*, as_json: bool, out: Output) -> int:
+def _list_servers(*, as_json: bool, out: Output) -> int:
     """Print the warm interpreters of this user."""
     found = _ask({"state": True})
     if as_json:
@@ -50,7 +50,7 @@ def list_servers(*, as_json: bool, out: Output) -> int:
     return 0
 
 
-def stop_servers(out: Output) -> int:
+def _stop_servers(out: Output) -> int:
     """End the warm interpreters of this user; runs that were forked from them go on."""
     for one in (stopped := _ask({"stop": True})):
         out.say(f"process {one['pid']} ends" + (f" with its {one['runs']} runs" if one["runs"] else ""))
@@ -59,12 +59,8 @@ def stop_servers(out: Output) -> int:
     return 0
 
 
-def start_server_for(file: Path | None, overrides: Sequence[str], out: Output) -> int:
-    """Start one for launches with this configuration.
-
-    Raises:
-        LaunchError: The configuration is wrong, or it cannot stay.
-    """
+def _start_server_for(file: Path | None, overrides: Sequence[str], out: Output) -> int:
+    """Start one for launches with this configuration."""
     loaded = load_config(file, overrides=overrides)
     target = LaunchTarget(name="train.py")
     plan = plan_for_this_node(loaded, read_hardware(os.environ), target, allow_unsharded=True)

@@ -46,7 +46,7 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
     raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")
 
 
-def default_text(spec: KeySpec) -> str:
+def _default_text(spec: KeySpec) -> str:
     """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
     if spec.default is None or spec.default in ((), {}):
         return "left out"
@@ -76,7 +76,7 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
 
 def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
     """Return a paragraph about one key; with a loaded file, its value and where that came from."""
-    head = f"{spec.dotted}    default: {default_text(spec)}"
+    head = f"{spec.dotted}    default: {_default_text(spec)}"
     if loaded is not None:
         value = value_at(loaded.config, spec.path)
         shown = "left out" if value is None else flow_text(plain_value(spec, value))
@@ -222,7 +222,7 @@ def _key(spec: KeySpec) -> Iterator[str]:
     only = f"; only `fsdp_version: {spec.key.versions[0]}`" if len(spec.key.versions) == 1 else ""
     yield f"### `{spec.name}`\n"
     yield spec.key.text + "\n"
-    yield f"* {spec.key.kind.expects}; default: `{default_text(spec)}`{only}"
+    yield f"* {spec.key.kind.expects}; default: `{_default_text(spec)}`{only}"
     yield f"* environment: `{spec.env}`"
     if spec.key.aliases:
         yield f"* also written {', '.join(f'`{alias}`' for alias in spec.key.aliases)}"

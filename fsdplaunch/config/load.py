@@ -93,7 +93,7 @@ def load_config(
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
         assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
-        noted: Notes about options that are no key's.
+        noted: Notes about options that are not keys.
 
     Raises:
         ConfigError: With every problem of every layer.
@@ -120,7 +120,7 @@ def stack(
         ConfigError: With every problem of every layer.
     """
     layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
-    values, problems = _merge([_scheduler_layer(assumed), *layers])
+    values, problems = _merge([flag_layer(assumed, name="env", source="scheduler"), *layers])
     broken = set().union(*(layer.broken for layer in layers))
     if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
@@ -141,17 +141,6 @@ def stack(
         notes=notes,
         aliases=MappingProxyType(layers[0].aliases),
     )
-
-
-def _scheduler_layer(assumed: Sequence[str]) -> Layer:
-    layer = flag_layer(assumed)
-    for path, one in layer.values.items():
-        layer.values[path] = SetValue(
-            value=one.value,
-            place=TextPosition(source="scheduler"),
-            origin=ValueOrigin(layer="env", text="scheduler"),
-        )
-    return layer
 
 
 def check(config: Config) -> tuple[Problem, ...]:
@@ -191,8 +180,8 @@ def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Probl
 def _add_variables(layer: Layer, values: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
     spec = keys_by_path()["launch", "env"]
     table = {**(values[spec.path].value if spec.path in values else {}), **layer.variables}
-    extra = Layer()
-    extra.take(spec, table, TextPosition(source="command line"), ValueOrigin(layer="flag", text="command line"))
+    extra = Layer("flag")
+    extra.take(spec, table, TextPosition(source="command line"))
     values.update(extra.values)
     problems += extra.problems
 
@@ -202,7 +191,7 @@ def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]
     if _VERSION in values:
         return dict(values)
     old = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
-    one = SetValue(value=1, origin=old[0].origin, place=old[0].place) if old else None
+    one = replace(old[0], value=1) if old else None
     return {**values, _VERSION: one} if one else dict(values)
 
 
@@ -214,9 +203,9 @@ def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
     xla, size, policy = values.get(_XLA), values.get(_SIZE), values.get(POLICY)
     if xla is None or not xla.value or size is None or not size.value:
         return values
-    if policy is not None and (policy.origin.text != BY_WORD or _NAMES in values):
+    if policy is not None and (policy.place.source != BY_WORD or _NAMES in values):
         return values
-    return {**values, POLICY: SetValue(value="SIZE_BASED_WRAP", origin=size.origin, place=size.place)}
+    return {**values, POLICY: replace(size, value="SIZE_BASED_WRAP")}
 
 
 def _located(

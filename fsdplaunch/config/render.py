@@ -79,7 +79,7 @@ def _pinned(config: Config, spec: KeySpec) -> bool:
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Tell whether a key says how to shard where nothing is sharded."""
+    """Return whether a key says how to shard where nothing is sharded."""
     shards_nothing = not shards_models(config) and not spec.key.leftover
     return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
 

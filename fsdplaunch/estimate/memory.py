@@ -6,7 +6,6 @@ Activations are an approximation for the families of `families`; the exact way i
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from fsdplaunch.config.resolve import CPU_WORKERS, KEEPS_GATHERED, mesh_sizes, workers_per_node, world_size
@@ -14,7 +13,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.families import ActivationShape
-from fsdplaunch.estimate.model import ModelSizes, TensorSize, UnitSize, read_architecture, read_sizes
+from fsdplaunch.estimate.model import ModelSizes, TensorSize, UnitSize
 from fsdplaunch.probe.memory_plan import ITEMSIZES, STATES, kept_bytes
 
 LENGTH = 2048
@@ -589,23 +588,3 @@ class MemoryCase:
     def need(self, setup: TrainingSetup) -> MemoryNeed:
         """Return what a setup needs."""
         return memory_need(self.sizes, self.shape, setup)
-
-
-def step_need(config: Config, folder: Path, *, world: int, per_node: int) -> MemoryNeed:
-    """Return what one sequence per rank needs in training with AdamW on GPUs, activations included.
-
-    Args:
-        config: Resolved.
-        folder: The model's, with weights and a `config.json`.
-        world: Ranks over all nodes.
-        per_node: Ranks on each node.
-
-    Raises:
-        UsageError: The model's family is not known, or the mesh does not fit the ranks.
-    """
-    described = read_architecture(folder / "config.json")
-    length = min(described.shape.max_length or LENGTH, LENGTH)
-    setup = training_setup(
-        config, world=world, per_node=per_node, batch_size=1, length=length, optimizer="adamw", on_gpu=True
-    )
-    return memory_need(read_sizes(folder), described.shape, setup)

@@ -179,7 +179,7 @@ def _notes(facts: SuggestionFacts) -> list[str]:
 
 
 def _offload_notes(facts: SuggestionFacts) -> list[str]:
-    """Tell whether offloading is enough, on the GPU and on the host."""
+    """Return whether offloading is enough, on the GPU and on the host."""
     model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
     if model is None or memory is None:
         return []
@@ -231,7 +231,7 @@ class WizardState:
 
     @property
     def _is_old(self) -> bool:
-        """Tell whether the edited file means FSDP1 without setting fsdp_version."""
+        """Return whether the edited file means FSDP1 without setting fsdp_version."""
         if not self.editing:
             return False
         versions = [keys_by_path()[path].key.versions for path in self.base]

@@ -19,7 +19,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 
 def test_prompts_show_names_without_escapes(monkeypatch):
-    prompts = pytest.importorskip("fsdplaunch.wizard.prompts")
+    prompts = pytest.importorskip("fsdplaunch.wizard.conversation")
     from fsdplaunch.wizard.question import Choice
 
     shown: dict[str, object] = {}

@@ -155,7 +155,7 @@ def _fit(item: Any, place: ShardTarget) -> Any:
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model with FSDP2 over a mesh, in place, the rest as the launch's configuration says.
 
-    What has values on no rank and no module can initialise stays on the meta device, sharded: it gets them from
+    What has values on no rank and no module can initialize stays on the meta device, sharded: it gets them from
     `DistModule.load_state_dict` or `fsdp2_load_full_state_dict`.
     """
     if is_sharded(model):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     LaunchRequest,
     check_script,
@@ -16,7 +17,6 @@ from fsdplaunch.cli.launch.single_node import (
     show_plan,
     with_verdict,
 )
-from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
@@ -65,11 +65,11 @@ def launch_script(
         loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
-        return launch_elsewhere(request, out)
+        return _launch_elsewhere(request, out)
     hardware = read_hardware(os.environ)
     place = find_placement(loaded.config, os.environ)
     if place.is_several:
-        from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
+        from fsdplaunch.cli.multi_node import NodeLaunch, launch_on_node
 
         return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
@@ -111,25 +111,21 @@ def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
     return "slurm" if slurm else "kubernetes" if kubernetes else None
 
 
-def launch_elsewhere(request: LaunchRequest, out: Output) -> int:
-    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh.
-
-    Raises:
-        LaunchError: Before anything was started.
-    """
+def _launch_elsewhere(request: LaunchRequest, out: Output) -> int:
+    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
     ssh, route = request.config.ssh, request.options.route
     if route is not None and (ssh.hosts or ssh.hostfile):
         named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
         msg = f"--{route} hands the run over, and {named} names nodes to start it on"
         raise UsageError(msg, hint=f"leave out --{route}, or {named}")
     if route == "kubernetes":
-        from fsdplaunch.cli.launch.handoff import launch_on_kubernetes
+        from fsdplaunch.cli.handoff import launch_on_kubernetes
 
         return launch_on_kubernetes(request, out)
     if route is None:
-        from fsdplaunch.cli.launch.handoff import launch_over_ssh
+        from fsdplaunch.cli.handoff import launch_over_ssh
 
         return launch_over_ssh(request, out)
-    from fsdplaunch.cli.launch.handoff import launch_on_slurm
+    from fsdplaunch.cli.handoff import launch_on_slurm
 
     return launch_on_slurm(request, out)

@@ -5,9 +5,9 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 
-from fsdplaunch.cli.launch import single_node
-from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
+from fsdplaunch.cli import single_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import LaunchError, MachineError, UsageError
@@ -27,7 +27,7 @@ from fsdplaunch.run_secret import SECRET, make_secret
 
 _NAMED = 16
 HOPELESS_SECONDS = 5.0
-"""How long a node that cannot start tries to tell the others."""
+"""How long a node that cannot start tries to reach the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ def _run_without_joining(part: NodeLaunch, plan: LaunchPlan, out: Output) -> int
 def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first: bool, out: Output) -> RunControl:
     config = part.request.config
     obstacles = _obstacles(part, plan, is_first=is_first)
-    if obstacles:  # try to tell the others, but not for long
+    if obstacles:  # try to let the others know, but not for long
         launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
         config = replace(config, launch=launch)
     spec = join.NodeSpec(
@@ -168,7 +168,7 @@ def _obstacles(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool) -> list[La
     """Return what keeps this node from starting.
 
     Raises:
-        MachineError: Nobody could be told of it: this is node 0, and not where it was configured to be.
+        MachineError: Nobody could be informed: this is node 0, and not where it was configured to be.
     """
     found = [finding.error for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
     try:
