@@ -234,7 +234,7 @@ def is_in_pass(module: nn.Module) -> bool:
 
 
 def pass_look(module: Any) -> Callable[[], bool]:
-    """Return what tells at any later time whether a unit is in a pass, at the least cost.
+    """Return a function that returns at any later time whether a unit is in a pass, at the least cost.
 
     One that is shown as it was before it was sharded is in none.
     """

@@ -121,7 +121,7 @@ def scripted_as(instead: Any, original: Any) -> None:
 
 
 def not_scripted(instead: Any) -> None:
-    """Forget what `scripted_as` was told."""
+    """Undo what `scripted_as` has done."""
     builtins: Any = torch.jit._builtins
     builtins._get_builtin_table().pop(id(instead), None)
 
