@@ -43,7 +43,14 @@ def feature(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name not in FOLDERS:
-            raise
-        msg = f"this installation is without {FOLDERS[missing.name]}: there is no {missing.name}"
-        raise LaunchError(msg, hint="install the complete package") from None
+        if (error := built_without(missing)) is not None:
+            raise error from None
+        raise
+
+
+def built_without(missing: ModuleNotFoundError) -> LaunchError | None:
+    """Return a failed import of a feature that this installation is without, as an error of ours."""
+    if missing.name not in FOLDERS:
+        return None
+    msg = f"this installation is without {FOLDERS[missing.name]}: there is no {missing.name}"
+    return LaunchError(msg, hint="install the complete package")

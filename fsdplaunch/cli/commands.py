@@ -566,7 +566,6 @@ def config_validate(
 def config_explain(
     word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
     file: ConfigOption = None,
-    markdown: Annotated[bool, Option("--markdown", help="The whole key reference as Markdown")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key does, its values, its default and yours."""
