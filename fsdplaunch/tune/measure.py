@@ -1,18 +1,155 @@
-"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it."""
+"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it.
 
+What the script writes stays in the folder of its run, which is made of links to the user's files. A file that is
+opened for writing there is first made a copy; a path anywhere else is refused before anything is written, except
+temporary files and caches. Python's audit events come before every such call; torch and safetensors write some
+files from C++ and Rust and are asked as well. What a program does that the script starts is not seen.
+"""
+
+import os
+import shutil
+import site
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import PROCESS, read_size
 from fsdplaunch.run_dir import MEASURED, write_json
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.rank import own_folder
-from fsdplaunch.tune.write_guard import install_guard
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_EVENTS = {
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.rename": 2,
+    "os.link": 2,
+    "os.symlink": 2,
+}
+"""Events of calls that change a folder, and how many of their arguments, from the first, are paths."""
+_LINKED = ("os.link", "os.symlink")
+"""Of these the first path is only read."""
+
+
+class WriteRefusedError(PermissionError):
+    """A measured script was about to write outside of its folder."""
+
+
+class WriteGuard:
+    """Where a measured script may write.
+
+    Args:
+        scratch: The folder of the measured runs: free.
+        source: The folder that the user started from: never, outside of `scratch`.
+        free: Further folders that are free: temporary files, caches.
+    """
+
+    def __init__(self, scratch: str, source: str, free: tuple[str, ...]) -> None:
+        self._scratch, self._source = os.path.realpath(scratch), os.path.realpath(source)
+        self._free = tuple(map(os.path.realpath, free))
+        self._busy = False
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Look at one audit event.
+
+        Raises:
+            WriteRefusedError: It is about to write where nothing may be written.
+        """
+        if event == "open":
+            if isinstance(args[2], int) and args[2] & _WRITES:
+                self.before_write(args[0])
+        elif event in _EVENTS and not self._busy:
+            paths = args[: _EVENTS[event]]
+            for path in paths[1:] if event in _LINKED else paths:
+                self._check_folder(path, new_folder=event == "os.mkdir")
+
+    def before_write(self, path: Any) -> None:
+        """Make a link in the scratch folder a copy, or refuse a path outside.
+
+        Raises:
+            WriteRefusedError: The path is outside.
+        """
+        if self._busy or not isinstance(path, str | bytes | os.PathLike):
+            return
+        text = os.fsdecode(path)
+        self._check_folder(text)
+        if Path(text).is_symlink() and not self._may_write(os.path.realpath(text)):
+            self._busy = True
+            try:
+                _make_copy(text)
+            finally:
+                self._busy = False
+
+    def _check_folder(self, path: Any, *, new_folder: bool = False) -> None:
+        if isinstance(path, int):
+            return
+        text = os.fsdecode(path)
+        if new_folder and Path(text).is_dir():
+            return  # exist_ok: nothing happens
+        folder, name = os.path.split(Path.cwd() / text)
+        real = f"{os.path.realpath(folder)}{os.sep}{name}"
+        if not self._may_write(real):
+            msg = f"{text} is outside of the folder that a measured run may write to"
+            raise WriteRefusedError(msg)
+
+    def _may_write(self, real: str) -> bool:
+        if _is_in(real, self._scratch):
+            return True
+        return not _is_in(real, self._source) and any(_is_in(real, folder) for folder in self._free)
+
+
+def install_guard() -> None:
+    """Keep the script's writes where the launcher says, until the process ends; nothing where it says nothing."""
+    scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
+    if not scratch or not source:
+        return
+    import torch
+    from safetensors import torch as safe
+
+    guard = WriteGuard(scratch, source, _caches())
+    sys.addaudithook(guard.audit)
+    for owner, name in ((torch, "save"), (safe, "serialize_file")):
+        setattr(owner, name, _asking(getattr(owner, name), guard))
+
+
+def _asking(write: Callable[..., Any], guard: WriteGuard) -> Callable[..., Any]:
+    def ask_and_write(*args: Any, **kwargs: Any) -> Any:
+        guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
+        return write(*args, **kwargs)
+
+    return ask_and_write
+
+
+def _caches() -> tuple[str, ...]:
+    """Return where libraries keep what they compile and download, and where temporary files go."""
+    named = [value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))]
+    named += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
+    home = [str(path) for path in Path.home().glob(".*") if path.is_dir()]
+    own = [sys.prefix, *site.getsitepackages()]
+    return (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc", *own, *home, *named)  # noqa: S108
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _make_copy(link: str) -> None:
+    """Put a copy in the place of a link; other ranks may do the same meanwhile."""
+    part = f"{link}.{os.getpid()}"
+    shutil.copyfile(link, part)
+    os.replace(part, link)  # noqa: PTH105  (a text all the way)
+
 
 _measurements: list["Measurement"] = []
 

@@ -363,9 +363,8 @@ def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parame
     from fsdplaunch.runtime.collectives.rank_group import RankGroup
     from fsdplaunch.runtime.inspection.parameters import model_tensors
 
-    sizes, axis = accelerator.parallelism_config, accelerator.torch_device_mesh[TENSOR]
-    configured, shards = dict(decode().sharding.tensor_parallel_plan), sizes.dp_shard_size * sizes.cp_size
-    plan: SplitPlan = feature(LAYERS).split_layers(model, configured, axis, shards=shards)
+    axis = accelerator.torch_device_mesh[TENSOR]
+    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(decode().sharding.tensor_parallel_plan), axis)
     ranks = RankGroup()
     for entry in model_tensors(model):
         old = entry.tensor

@@ -40,7 +40,7 @@ from fsdplaunch.runtime.sharding.compute import (
 from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, shard_group, tensor_mesh
+from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, tensor_mesh
 from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes, note_full_parameters
 from fsdplaunch.runtime.sharding.registry import ShardedModel, keep_equal, register_model
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -201,8 +201,7 @@ def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: Ig
     axis = tensor_mesh(mesh)
     if axis is None:
         return None
-    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
-    plan: SplitPlan = feature(LAYERS).split_layers(model, configured, axis, shards=shards, ignored=out.below())
+    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(settings.tensor_plan), axis, out.below())
     return plan
 
 

@@ -30,8 +30,6 @@ def split_layers(
     model: nn.Module,
     configured: Mapping[str, str],
     axis: DeviceMesh,
-    *,
-    shards: int,
     ignored: Collection[nn.Module] = (),
 ) -> SplitPlan:
     """Decide how a model's layers are split, and give each one a forward of its own.
@@ -42,13 +40,12 @@ def split_layers(
         model: Not sharded yet.
         configured: The configuration's plan; empty for the model's own.
         axis: The ranks that split them.
-        shards: Ranks that each part is sharded over.
         ignored: Modules that stay as they are.
 
     Raises:
         ShardingError: The plan does not fit the model or names what is ignored, or the ranks do not divide it.
     """
-    plan = build_plan(model, configured, axis, shards=shards)
+    plan = build_plan(model, configured, axis)
     if names := [plan.names[module] for module in plan.modules if module in ignored]:
         msg = f"{listed(names, 3)} cannot be split and ignored"
         raise ShardingError(
