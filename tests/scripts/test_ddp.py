@@ -36,7 +36,7 @@ def replicated(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def _without_us(forks: Forks, script: Path, folder: Path, ranks: int, *arguments: str) -> Run:
     """Run a script in plain torch: some of gloo's ranks hang or are aborted by torch itself at their exit."""
     for attempt in range(4):
-        done = forks.run(script, folder / str(attempt), *arguments, ranks=ranks, torchrun=True, timeout=45)
+        done = forks.run(script, folder / str(attempt), *arguments, ranks=ranks, torchrun=True)
         if not any(done.codes):
             break
     assert not any(done.codes), done.err
