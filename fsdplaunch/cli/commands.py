@@ -6,7 +6,6 @@ command is called, and gets the options by their names, so `fsdplaunch --help` t
 
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -18,6 +17,7 @@ from typer import Argument, Option
 from fsdplaunch import __version__
 from fsdplaunch.cli.options import group, number, script_argument, size, whole
 from fsdplaunch.cli.output import Output
+from fsdplaunch.features import feature
 
 ConfigOption = Annotated[
     Path | None,
@@ -82,7 +82,7 @@ def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[.
             for option, hint in get_type_hints(declared).items():
                 if option in options and _takes_list(hint):
                     options[option] = tuple(options[option] or ())
-            function = getattr(import_module(f"fsdplaunch.cli.{module}"), name)
+            function = getattr(feature(f"fsdplaunch.cli.{module}"), name)
             raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
 
         return command

@@ -16,35 +16,28 @@ from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
 def check_python(facts: DoctorFacts) -> Iterator[Check]:
     """Check the interpreter; that it is new enough is known by the time this runs."""
-    yield Check(topic="python", status="ok", text=facts.python)
+    yield Check("python", "ok", facts.python)
 
 
 def check_torch(facts: DoctorFacts) -> Iterator[Check]:
     """Check that there is a torch that can be imported, new enough, with torch.distributed and gloo."""
     torch = facts.torch
     if torch is None:
-        yield Check(topic="torch", status="skipped", text="not asked (--no-torch)")
+        yield Check("torch", "skipped", "not asked (--no-torch)")
         return
     if torch.error:
-        yield Check(topic="torch", status="problem", text=f"cannot be used: {torch.error}", hint=how_to_install())
+        yield Check("torch", "problem", f"cannot be used: {torch.error}", how_to_install())
         return
     found = mismatch(torch.version)
     if found is not None:
-        yield Check(
-            topic="torch", status="problem" if found.is_fatal else "warning", text=found.message, hint=found.hint
-        )
+        yield Check("torch", "problem" if found.is_fatal else "warning", found.message, found.hint)
     elif not (torch.has_distributed and torch.has_gloo):
         lacks = "torch.distributed" if not torch.has_distributed else "gloo"
-        yield Check(
-            topic="torch",
-            status="problem",
-            text=f"{torch.version} lacks {lacks}",
-            hint="install an official build",
-        )
+        yield Check("torch", "problem", f"{torch.version} lacks {lacks}", "install an official build")
     else:
         built = f", CUDA {torch.cuda}" if torch.cuda else ", CPU only"
         nccl = f", NCCL {torch.nccl}" if torch.nccl else ""
-        yield Check(topic="torch", status="ok", text=f"{torch.version}{built}{nccl}")
+        yield Check("torch", "ok", f"{torch.version}{built}{nccl}")
 
 
 def check_driver(facts: DoctorFacts) -> Iterator[Check]:
@@ -53,48 +46,48 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     if not driver.version:
         if facts.wants_gpus and torch is not None and torch.cuda:
             hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
-            yield Check(topic="driver", status="warning", text="no NVIDIA driver, but torch has CUDA", hint=hint)
+            yield Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
         else:
-            yield Check(topic="driver", status="skipped", text="no NVIDIA driver: runs use the CPU and gloo")
+            yield Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
         return
     runs = f", runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
     if torch is None or torch.error:
-        yield Check(topic="driver", status="ok", text=f"{driver.version}{runs}")
+        yield Check("driver", "ok", f"{driver.version}{runs}")
     elif not torch.cuda:
         hint = "pip install a CUDA build of torch, or set use_cpu: true"
         text = f"{driver.version}{runs}, but torch {torch.version} was built without CUDA"
-        yield Check(topic="driver", status="problem" if facts.wants_gpus else "warning", text=text, hint=hint)
+        yield Check("driver", "problem" if facts.wants_gpus else "warning", text, hint)
     elif driver.cuda and (parse(torch.cuda) or (0, 0))[0] > driver.cuda[0]:
         hint = "install a newer driver, or a torch built for an older CUDA"
         text = f"{driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}, torch needs {torch.cuda}"
-        yield Check(topic="driver", status="problem", text=text, hint=hint)
+        yield Check("driver", "problem", text, hint)
     elif facts.gpus and torch.sees_gpus < len(facts.gpus):
         text = f"the driver shows {len(facts.gpus)} GPUs, torch can use {torch.sees_gpus}"
-        yield Check(topic="driver", status="problem", text=text, hint="nvidia-smi, then a fresh process, say more")
+        yield Check("driver", "problem", text, "nvidia-smi, then a fresh process, say more")
     else:
-        yield Check(topic="driver", status="ok", text=f"{driver.version}{runs}")
+        yield Check("driver", "ok", f"{driver.version}{runs}")
 
 
 def check_nccl(facts: DoctorFacts) -> Iterator[Check]:
     """Check that torch has NCCL, which GPU runs need."""
     torch = facts.torch
     if torch is None or torch.error or not facts.gpus:
-        yield Check(topic="nccl", status="skipped", text="no GPUs here: gloo is used")
+        yield Check("nccl", "skipped", "no GPUs here: gloo is used")
     elif not torch.nccl:
         hint = "install an official CUDA build of torch"
-        yield Check(topic="nccl", status="problem", text=f"torch {torch.version} has no NCCL", hint=hint)
+        yield Check("nccl", "problem", f"torch {torch.version} has no NCCL", hint)
     else:
-        yield Check(topic="nccl", status="ok", text=torch.nccl)
+        yield Check("nccl", "ok", torch.nccl)
 
 
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     """Check how many there are, and whether they are alike."""
     for note in facts.driver.notes:
-        yield Check(topic="gpus", status="warning", text=note)
+        yield Check("gpus", "warning", note)
     if not facts.gpus:
         required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
         text = "no NVIDIA GPU is visible"
-        yield Check(topic="gpus", status="problem" if required else "skipped", text=text)
+        yield Check("gpus", "problem" if required else "skipped", text)
         return
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:
@@ -103,9 +96,9 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
         hint = "choose equal ones with gpu_ids: the slowest sets the pace, the smallest the size"
-        yield Check(topic="gpus", status="warning", text=f"unlike GPUs: {text}", hint=hint)
+        yield Check("gpus", "warning", f"unlike GPUs: {text}", hint)
     else:
-        yield Check(topic="gpus", status="ok", text=text)
+        yield Check("gpus", "ok", text)
 
 
 def check_busy(facts: DoctorFacts) -> Iterator[Check]:
@@ -113,53 +106,42 @@ def check_busy(facts: DoctorFacts) -> Iterator[Check]:
     for number, gpu in enumerate(facts.gpus):
         for pid, used in gpu.busy:
             text = f"GPU {number} is used by {describe_process(pid)}, {used / GIB:.1f} GiB"
-            yield Check(topic="gpus", status="warning", text=text, hint="choose others with gpu_ids, or end it")
+            yield Check("gpus", "warning", text, "choose others with gpu_ids, or end it")
 
 
 def check_links(facts: DoctorFacts) -> Iterator[Check]:
     """Check that pairs of GPUs can read each other's memory."""
     if len(facts.gpus) < 2:  # noqa: PLR2004
-        yield Check(topic="links", status="skipped", text="fewer than two GPUs")
+        yield Check("links", "skipped", "fewer than two GPUs")
         return
     slow = [pair for pair, can in facts.driver.peers.items() if not can]
-    linked = sum(1 for count in facts.driver.nvlinks.values() if count)
     if slow:
         first, second = slow[0]
         pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
         text = f"{pairs} go through host memory, GPU {first} and {second} first"
-        yield Check(topic="links", status="warning", text=text, hint="NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
-    elif linked == len(facts.gpus):
-        yield Check(topic="links", status="ok", text="NVLink on every GPU")
+        yield Check("links", "warning", text, "NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
     else:
-        yield Check(topic="links", status="ok", text="all pairs read each other's memory over PCIe")
+        yield Check("links", "ok", "all pairs read each other's memory")
 
 
 def check_health(facts: DoctorFacts) -> Iterator[Check]:
     """Check that no GPU has lost data in its memory."""
     for number, errors in facts.driver.bad_memory.items():
         text = f"GPU {number} has {errors} uncorrected memory errors since the driver was loaded"
-        yield Check(
-            topic="memory errors", status="problem", text=text, hint="reset or replace it, or leave it out"
-        )
+        yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
 
 
 def check_dtypes(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the GPUs compute in the configured dtype, and that torch has code for them."""
     if not facts.gpus:
         return
-    wanted = facts.config.precision.param if facts.config else None
-    eight = facts.config is not None and facts.config.mixed_precision == "fp8"
+    config = facts.config
+    wanted = "" if config is None else "fp8" if config.mixed_precision == "fp8" else str(config.precision.param)
     for number, gpu in enumerate(facts.gpus):
-        if eight and not gpu.has_fp8:
-            yield Check(
-                topic="dtypes", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute fp8",
-                hint="set mixed_precision to bf16",
-            )  # fmt: skip
-        elif wanted == "bf16" and not gpu.has_bf16:
-            yield Check(
-                topic="dtypes", status="problem", text=f"GPU {number} ({gpu.name}) cannot compute bf16",
-                hint="set mixed_precision to fp16",
-            )  # fmt: skip
+        if (wanted == "fp8" and not gpu.has_fp8) or (wanted == "bf16" and not gpu.has_bf16):
+            text = f"GPU {number} ({gpu.name}) cannot compute {wanted}"
+            hint = f"set mixed_precision to {'bf16' if wanted == 'fp8' else 'fp16'}"
+            yield Check("dtypes", "problem", text, hint)
     archs = facts.torch.archs if facts.torch else ()
     majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
     for number, gpu in enumerate(facts.gpus):
@@ -167,7 +149,7 @@ def check_dtypes(facts: DoctorFacts) -> Iterator[Check]:
             text = (
                 f"torch has no code for GPU {number} (sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]})"
             )
-            yield Check(topic="dtypes", status="problem", text=text, hint="install another build of torch")
+            yield Check("dtypes", "problem", text, "install another build of torch")
 
 
 def _arch(gpu: Gpu) -> str:
@@ -190,36 +172,36 @@ def check_processors(facts: DoctorFacts) -> Iterator[Check]:
     text = f"{facts.cpus} usable (affinity and container limits counted)"
     if facts.cpus < workers:
         hint = "give the container more processors, or start fewer workers"
-        yield Check(topic="processors", status="warning", text=f"{text} for {workers} workers", hint=hint)
+        yield Check("processors", "warning", f"{text} for {workers} workers", hint)
     else:
-        yield Check(topic="processors", status="ok", text=text)
+        yield Check("processors", "ok", text)
 
 
 def check_memory(facts: DoctorFacts) -> Iterator[Check]:
     """Check how much host memory this process may use."""
     if facts.memory is None:
-        yield Check(topic="memory", status="skipped", text="not known")
+        yield Check("memory", "skipped", "not known")
         return
     text = f"{facts.memory / GIB:.1f} GiB usable"
     status: Status = "warning" if facts.memory < _LITTLE_MEMORY else "ok"
     hint = "loading weights and offloading need more" if status == "warning" else ""
-    yield Check(topic="memory", status=status, text=text, hint=hint)
+    yield Check("memory", status, text, hint)
 
 
 def check_shared_memory(facts: DoctorFacts) -> Iterator[Check]:
     """Check the size of /dev/shm, through which data loaders' workers, and NCCL within a node, pass data."""
     size = facts.shared_memory
     if size is None:
-        yield Check(topic=SHARED, status="warning", text="there is none", hint="mount a tmpfs there")
+        yield Check(SHARED, "warning", "there is none", "mount a tmpfs there")
         return
     text = f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
     hint = "run the container with --shm-size=8g, or with --ipc=host"
     if size <= _NO_SHARED and len(facts.gpus) > 1:
-        yield Check(topic=SHARED, status="problem", text=f"{text}: NCCL needs more", hint=hint)
+        yield Check(SHARED, "problem", f"{text}: NCCL needs more", hint)
     elif size < _LITTLE_SHARED:
-        yield Check(topic=SHARED, status="warning", text=f"{text}: data loaders may need more", hint=hint)
+        yield Check(SHARED, "warning", f"{text}: data loaders may need more", hint)
     else:
-        yield Check(topic=SHARED, status="ok", text=text)
+        yield Check(SHARED, "ok", text)
 
 
 def check_limits(facts: DoctorFacts) -> Iterator[Check]:
@@ -229,13 +211,12 @@ def check_limits(facts: DoctorFacts) -> Iterator[Check]:
     if 0 <= soft < _FEW_FILES:
         raised = f"ulimit -n {hard}" if hard > soft else "ask the administrator for a higher hard limit"
         status: Status = "problem" if soft < _NO_FILES and len(facts.gpus) > 1 else "warning"
-        yield Check(topic="limits", status=status, text=text, hint=raised)
+        yield Check("limits", status, text, raised)
     else:
-        yield Check(topic="limits", status="ok", text=text)
-    locked = facts.locked_memory
-    if locked >= 0 and facts.gpus and facts.nodes > 1:
-        text = f"locked memory is limited to {locked / MIB:.0f} MiB: RDMA registers more"
-        yield Check(topic="limits", status="warning", text=text, hint="ulimit -l unlimited")
+        yield Check("limits", "ok", text)
+    if facts.locked_memory >= 0 and facts.gpus and facts.nodes > 1:
+        text = f"locked memory is limited to {facts.locked_memory / MIB:.0f} MiB: RDMA registers more"
+        yield Check("limits", "warning", text, "ulimit -l unlimited")
 
 
 def check_disks(facts: DoctorFacts) -> Iterator[Check]:
@@ -245,31 +226,19 @@ def check_disks(facts: DoctorFacts) -> Iterator[Check]:
         text = f"{disk.use} in {disk.path}: {disk.free / GIB:.1f} GiB free{kind}"
         if not disk.writable:
             hint = "choose another folder"
-            yield Check(topic="disk", status="problem", text=f"{disk.path} cannot be written to", hint=hint)
+            yield Check("disk", "problem", f"{disk.path} cannot be written to", hint)
         elif disk.free < _NO_SPACE:
-            yield Check(topic="disk", status="problem", text=text, hint="make room")
+            yield Check("disk", "problem", text, "make room")
         elif disk.free < _LITTLE_SPACE:
-            yield Check(topic="disk", status="warning", text=text, hint="checkpoints of large models need more")
+            yield Check("disk", "warning", text, "checkpoints of large models need more")
         elif facts.nodes > 1 and not disk.kind.startswith(_SHARED_KINDS) and disk.kind:
             hint = "all nodes must see the same folder for checkpoints"
-            yield Check(topic="disk", status="warning", text=f"{text}, on this node only", hint=hint)
+            yield Check("disk", "warning", f"{text}, on this node only", hint)
         elif disk.kind in _FLEETING_KINDS and disk.use == "checkpoints":
             hint = "mount a disk, or set checkpoint.dir"
-            yield Check(topic="disk", status="warning", text=f"{text}: gone when the container ends", hint=hint)
+            yield Check("disk", "warning", f"{text}: gone when the container ends", hint)
         else:
-            yield Check(topic="disk", status="ok", text=text)
-
-
-def check_clock(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that the clock is synchronised: nodes whose clocks differ write logs that cannot be compared."""
-    if facts.clock_synchronised is None:
-        yield Check(topic="clock", status="skipped", text="the kernel does not say whether it is synchronised")
-    elif facts.clock_synchronised:
-        yield Check(topic="clock", status="ok", text="synchronised")
-    else:
-        status: Status = "warning" if facts.nodes > 1 else "skipped"
-        hint = "start chrony or systemd-timesyncd" if status == "warning" else ""
-        yield Check(topic="clock", status=status, text="not synchronised", hint=hint)
+            yield Check("disk", "ok", text)
 
 
 _UNLIKELY = ("docker*", "veth*", "br-*", "virbr*", "cni*", "flannel*", "cali*", "tun*", "tap*")
@@ -283,11 +252,11 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
         if wanted and not any(_named(each.name, wanted) for each in facts.interfaces):
             there = ", ".join(each.name for each in facts.interfaces) or "none"
             text = f"{name}={wanted} names no interface that is up; there are {there}"
-            yield Check(topic="network", status="problem", text=text, hint="correct the variable, or unset it")
+            yield Check("network", "problem", text, "correct the variable, or unset it")
     if not usable:
         status: Status = "problem" if facts.nodes > 1 else "ok"
         text = "only this node itself can be reached"
-        yield Check(topic="network", status=status, text=text)
+        yield Check("network", status, text)
         return
     gloo, nccl = chosen(facts, "GLOO_SOCKET_IFNAME"), chosen(facts, "NCCL_SOCKET_IFNAME")
     text = f"gloo takes {_words(gloo)}" + (f", NCCL takes {_words(nccl)}" if facts.gpus else "")
@@ -295,9 +264,9 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
     virtual = gloo is not None and any(fnmatch(gloo.name, pattern) for pattern in _UNLIKELY)
     if facts.nodes > 1 and (virtual or gloo is None or gloo.name == "lo"):
         hint = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface between the nodes"
-        yield Check(topic="network", status="warning", text=text, hint=hint)
+        yield Check("network", "warning", text, hint)
     else:
-        yield Check(topic="network", status="ok", text=text)
+        yield Check("network", "ok", text)
 
 
 def chosen(facts: DoctorFacts, variable: str) -> NetworkInterface | None:
@@ -343,41 +312,39 @@ def check_name(facts: DoctorFacts) -> Iterator[Check]:
         status: Status = "problem" if facts.nodes > 1 else "warning"
         hint = f"add {facts.hostname} to /etc/hosts with an address of this node"
         text = f"{facts.hostname} resolves to no address"
-        yield Check(topic="name", status=status, text=text, hint=hint)
+        yield Check("name", status, text, hint)
     elif facts.nodes > 1 and facts.own_address.startswith("127."):
         hint = "remove the line from /etc/hosts, or set GLOO_SOCKET_IFNAME"
         text = f"{facts.hostname} resolves to {facts.own_address}, which other nodes cannot reach"
-        yield Check(topic="name", status="warning", text=text, hint=hint)
+        yield Check("name", "warning", text, hint)
     else:
-        yield Check(topic="name", status="ok", text=f"{facts.hostname} is {facts.own_address}")
+        yield Check("name", "ok", f"{facts.hostname} is {facts.own_address}")
 
 
 def check_port(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the port the nodes meet at is free."""
     if not facts.port:
-        yield Check(topic="port", status="ok", text="any free one: the run is on one node")
+        yield Check("port", "ok", "any free one: the run is on one node")
     elif facts.port_holder is None:
-        yield Check(topic="port", status="ok", text=f"{facts.port} is free")
+        yield Check("port", "ok", f"{facts.port} is free")
     else:
         status: Status = "problem" if facts.nodes > 1 else "warning"
         text = f"{facts.port} is in use by {facts.port_holder}"
-        yield Check(topic="port", status=status, text=text, hint="set main_process_port to a free one")
+        yield Check("port", status, text, "set main_process_port to a free one")
 
 
 def check_config(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the configuration is right, and that this node can do what it configures."""
     for error in facts.config_errors:
-        yield Check(
-            topic="config", status="problem", text=error, hint="fsdplaunch config validate shows all of it"
-        )
+        yield Check("config", "problem", error, "fsdplaunch config validate shows all of it")
     if facts.config is None:
         return
     seen = False
     for text, hint, fatal in facts.obstacles:
         seen = True
-        yield Check(topic="config", status="problem" if fatal else "warning", text=text, hint=hint)
+        yield Check("config", "problem" if fatal else "warning", text, hint)
     if not seen:
-        yield Check(topic="config", status="ok", text=facts.config_path)
+        yield Check("config", "ok", facts.config_path)
 
 
 CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
@@ -395,7 +362,6 @@ CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
     check_shared_memory,
     check_limits,
     check_disks,
-    check_clock,
     check_interfaces,
     check_name,
     check_port,
@@ -443,10 +409,10 @@ def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:
     for rank, sizes in measured["wrong"].items():
         text = f"rank {rank} on {hosts[int(rank)]} got a wrong sum for {sizes[0]} elements"
         hint = "test this node's memory, GPU and network card; NCCL_DEBUG=INFO says which way data went"
-        yield Check(topic="all-reduce", status="problem", text=text, hint=hint)
+        yield Check("all-reduce", "problem", text, hint)
     if not measured["wrong"]:
         text = f"right on all {world} ranks, {speed(measured['all_reduce'])} per link ({measured['backend']})"
-        yield Check(topic="all-reduce", status="ok", text=text)
+        yield Check("all-reduce", "ok", text)
     kinds: dict[bool, dict[str, float]] = {False: {}, True: {}}
     for pair, rate in measured["pairs"].items():
         first, second = map(int, pair.split("-"))
@@ -457,7 +423,7 @@ def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:
     slow = slowest_rank(measured["pairs"])
     if slow is not None:
         text = f"rank {slow} on {hosts[slow]} is slow with every peer"
-        yield Check(topic="links", status="warning", text=text, hint="look at that node's network and load")
+        yield Check("links", "warning", text, "look at that node's network and load")
 
 
 def _of_kind(pairs: Mapping[str, float], hosts: list[str], *, crosses: bool) -> Check:
@@ -469,10 +435,8 @@ def _of_kind(pairs: Mapping[str, float], hosts: list[str], *, crosses: bool) -> 
     text = f"{place}: {speed(middle)} in the middle of {len(pairs)}, slowest {speed(pairs[name])}"
     text += f" (rank {first} and {second}, {where})"
     if len(pairs) >= _FEWEST and pairs[name] < SLOW * middle:
-        return Check(
-            topic="links", status="warning", text=text, hint="cable, switch port or interface of that link"
-        )
-    return Check(topic="links", status="ok", text=text)
+        return Check("links", "warning", text, "cable, switch port or interface of that link")
+    return Check("links", "ok", text)
 
 
 def slowest_rank(pairs: Mapping[str, float]) -> int | None:

@@ -1,6 +1,5 @@
 """What is known about a node before it trains, as plain values: read once, and made safe for a bug report."""
 
-import ctypes
 import json
 import os
 import platform
@@ -8,7 +7,6 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ from fsdplaunch.probe.hardware import Gpu, driver_is_installed, read_hardware
 Status = Literal["ok", "warning", "problem", "skipped"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """What one check found.
 
@@ -80,7 +78,6 @@ class DriverFacts:
         version: For example `580.126`; empty without a driver.
         cuda: The newest CUDA it runs, `(13, 0)`.
         peers: For each pair of GPUs, whether one can read the other's memory.
-        nvlinks: Active NVLinks by GPU.
         bad_memory: GPUs with uncorrected memory errors, and how many.
         notes: What it complained about.
     """
@@ -88,7 +85,6 @@ class DriverFacts:
     version: str = ""
     cuda: tuple[int, int] | None = None
     peers: Mapping[tuple[int, int], bool] = field(default_factory=dict)
-    nvlinks: Mapping[int, int] = field(default_factory=dict)
     bad_memory: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -147,7 +143,6 @@ class DoctorFacts:
         own_address: What that name resolves to; empty when it does not.
         port_holder: Who listens on the port the nodes meet at; None when it is free.
         port: That port, 0 for any.
-        clock_synchronised: Whether the kernel says so; None when it cannot be asked.
         environ: Variables that change how training communicates.
         config: The configuration; None when it could not be read.
         config_path: Its file, in words.
@@ -170,7 +165,6 @@ class DoctorFacts:
     own_address: str = ""
     port_holder: str | None = None
     port: int = 0
-    clock_synchronised: bool | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Config | None = None
     config_path: str = ""
@@ -190,7 +184,6 @@ class DoctorFacts:
 
 VARIABLES = ("NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_NUM_THREADS", "UCX_", "FI_", "PYTORCH_", "FSDP")
 """Variables that change how training runs."""
-_UNSYNCHRONISED = 0x0040
 
 
 def collect_facts(
@@ -236,7 +229,6 @@ def collect_facts(
         own_address=_own_address(),
         port=port if config is None or opens_port(config) else 0,
         port_holder=find_holder(port) if config is None or opens_port(config) else None,
-        clock_synchronised=_clock(),
         environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
         config=config,
         config_path=str(loaded.path) if loaded and loaded.path else "none, built-in defaults",
@@ -279,10 +271,8 @@ def _ask(nvml: Any) -> DriverFacts:
         with suppress(nvml.NVMLError):
             handles.append((index, nvml.nvmlDeviceGetHandleByIndex(index)))
     peers: dict[tuple[int, int], bool] = {}
-    links: dict[int, int] = {}
     errors: dict[int, int] = {}
     for index, handle in handles:
-        links[index] = sum(1 for link in range(18) if _link_is_up(nvml, handle, link))
         with suppress(nvml.NVMLError):
             count = nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -297,16 +287,8 @@ def _ask(nvml: Any) -> DriverFacts:
         version=version.decode() if isinstance(version, bytes) else version,
         cuda=(newest // 1000, newest % 1000 // 10),
         peers=peers,
-        nvlinks=links,
         bad_memory=errors,
     )
-
-
-def _link_is_up(nvml: Any, handle: Any, link: int) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
-    except nvml.NVMLError:
-        return False
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> Iterator[NetworkInterface]:
@@ -373,19 +355,6 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, words[2]
     return kind
-
-
-def _clock() -> bool | None:
-    """Ask the kernel whether something keeps its clock right: adjtimex(2) with nothing to adjust."""
-    buffer = ctypes.create_string_buffer(256)
-    try:
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
-    except (OSError, AttributeError):
-        return None
-    if state < 0:
-        return None
-    status = struct.unpack_from("i", buffer, 40)[0]  # struct timex on 64-bit Linux: modes, then four longs
-    return not status & _UNSYNCHRONISED
 
 
 TIMEOUT_SECONDS = 120

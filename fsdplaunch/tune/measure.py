@@ -1,28 +1,156 @@
-"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it."""
+"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it.
 
+What the script writes stays in the folder of its run, which is made of links to the user's files. A file that is
+opened for writing there is first made a copy; a path anywhere else is refused before anything is written, except
+temporary files and caches. Python's audit events come before every such call; torch and safetensors write some
+files from C++ and Rust and are asked as well. What a program does that the script starts is not seen.
+"""
+
+import os
+import shutil
+import site
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import PROCESS, read_size
 from fsdplaunch.run_dir import MEASURED, write_json
 from fsdplaunch.runtime.check_run import stop_after
-from fsdplaunch.runtime.inspection.named_models import NamedModels
-from fsdplaunch.runtime.inspection.parameters import named_parameters
-from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.rank import own_folder
-from fsdplaunch.runtime.state_dict.full_state import full_shapes
-from fsdplaunch.runtime.torch_internals.modules import watch_batches
-from fsdplaunch.tune.write_guard import install_guard
 
-_SEQUENCES = 2
-"""Dimensions of a batch of token ids: rows, and tokens in each."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_EVENTS = {
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.rename": 2,
+    "os.link": 2,
+    "os.symlink": 2,
+}
+"""Events of calls that change a folder, and how many of their arguments, from the first, are paths."""
+_LINKED = ("os.link", "os.symlink")
+"""Of these the first path is only read."""
+
+
+class WriteRefusedError(PermissionError):
+    """A measured script was about to write outside of its folder."""
+
+
+class WriteGuard:
+    """Where a measured script may write.
+
+    Args:
+        scratch: The folder of the measured runs: free.
+        source: The folder that the user started from: never, outside of `scratch`.
+        free: Further folders that are free: temporary files, caches.
+    """
+
+    def __init__(self, scratch: str, source: str, free: tuple[str, ...]) -> None:
+        self._scratch, self._source = os.path.realpath(scratch), os.path.realpath(source)
+        self._free = tuple(map(os.path.realpath, free))
+        self._busy = False
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Look at one audit event.
+
+        Raises:
+            WriteRefusedError: It is about to write where nothing may be written.
+        """
+        if event == "open":
+            if isinstance(args[2], int) and args[2] & _WRITES:
+                self.before_write(args[0])
+        elif event in _EVENTS and not self._busy:
+            paths = args[: _EVENTS[event]]
+            for path in paths[1:] if event in _LINKED else paths:
+                self._check_folder(path, new_folder=event == "os.mkdir")
+
+    def before_write(self, path: Any) -> None:
+        """Make a link in the scratch folder a copy, or refuse a path outside.
+
+        Raises:
+            WriteRefusedError: The path is outside.
+        """
+        if self._busy or not isinstance(path, str | bytes | os.PathLike):
+            return
+        text = os.fsdecode(path)
+        self._check_folder(text)
+        if Path(text).is_symlink() and not self._may_write(os.path.realpath(text)):
+            self._busy = True
+            try:
+                _make_copy(text)
+            finally:
+                self._busy = False
+
+    def _check_folder(self, path: Any, *, new_folder: bool = False) -> None:
+        if isinstance(path, int):
+            return
+        text = os.fsdecode(path)
+        if new_folder and Path(text).is_dir():
+            return  # exist_ok: nothing happens
+        folder, name = os.path.split(Path.cwd() / text)
+        real = f"{os.path.realpath(folder)}{os.sep}{name}"
+        if not self._may_write(real):
+            msg = f"{text} is outside of the folder that a measured run may write to"
+            raise WriteRefusedError(msg)
+
+    def _may_write(self, real: str) -> bool:
+        if _is_in(real, self._scratch):
+            return True
+        return not _is_in(real, self._source) and any(_is_in(real, folder) for folder in self._free)
+
+
+def install_guard() -> None:
+    """Keep the script's writes where the launcher says, until the process ends; nothing where it says nothing."""
+    scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
+    if not scratch or not source:
+        return
+    import torch
+    from safetensors import torch as safe
+
+    guard = WriteGuard(scratch, source, _caches())
+    sys.addaudithook(guard.audit)
+    for owner, name in ((torch, "save"), (safe, "serialize_file")):
+        setattr(owner, name, _asking(getattr(owner, name), guard))
+
+
+def _asking(write: Callable[..., Any], guard: WriteGuard) -> Callable[..., Any]:
+    def ask_and_write(*args: Any, **kwargs: Any) -> Any:
+        guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
+        return write(*args, **kwargs)
+
+    return ask_and_write
+
+
+def _caches() -> tuple[str, ...]:
+    """Return where libraries keep what they compile and download, and where temporary files go."""
+    named = [value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))]
+    named += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
+    home = [str(path) for path in Path.home().glob(".*") if path.is_dir()]
+    own = [sys.prefix, *site.getsitepackages()]
+    return (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc", *own, *home, *named)  # noqa: S108
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _make_copy(link: str) -> None:
+    """Put a copy in the place of a link; other ranks may do the same meanwhile."""
+    part = f"{link}.{os.getpid()}"
+    shutil.copyfile(link, part)
+    os.replace(part, link)  # noqa: PTH105  (a text all the way)
+
+
 _measurements: list["Measurement"] = []
 
 
@@ -60,23 +188,13 @@ class Measurement:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._marks: dict[int, list[Any]] = {}
-        self._optimizers: dict[int, Optimizer] = {}
-        self._batch: tuple[int, int] | None = None
-        self._start = 0 if on_gpu else _own_memory("VmRSS")
+        self._marks: dict[Optimizer, list[Any]] = {}
 
     def install(self) -> None:
         """Begin to measure, until the process ends."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        watch_batches(self.note_batch)
         register_optimizer_step_post_hook(self.mark)
-
-    def note_batch(self, batch: Any) -> None:
-        """Note rows and tokens per row of a batch of token ids; other batches are ignored."""
-        tensor = first_tensor(batch)
-        if tensor is not None and tensor.dim() == _SEQUENCES and not tensor.is_floating_point():
-            self._batch = (tensor.shape[0], tensor.shape[1])
 
     def mark(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that a step has ended; on a GPU nothing waits for it."""
@@ -84,19 +202,16 @@ class Measurement:
         if self._on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        self._optimizers.setdefault(id(optimizer), optimizer)
-        self._marks.setdefault(id(optimizer), []).append(moment)
+        self._marks.setdefault(optimizer, []).append(moment)
 
     def write(self) -> None:
         """Write what was measured into this rank's folder; nothing where no step was made."""
         folder = own_folder()
         if folder is None or not self._marks:
             return
-        key, marks = max(self._marks.items(), key=lambda item: len(item[1]))
-        model = {**model_facts(self._optimizers[key]), "batch": self._batch}
-        memory = torch.cuda.max_memory_allocated() if self._on_gpu else _own_memory("VmHWM")
-        facts = {"steps": len(marks), "seconds": self._seconds(marks), "memory": memory, "start": self._start}
-        write_json(folder / MEASURED, {**facts, "model": model})
+        marks = max(self._marks.values(), key=len)
+        memory = torch.cuda.max_memory_allocated() if self._on_gpu else read_size(PROCESS, "VmHWM") or 0
+        write_json(folder / MEASURED, {"steps": len(marks), "seconds": self._seconds(marks), "memory": memory})
 
     def _seconds(self, marks: list[Any]) -> list[float]:
         """Return the seconds between one end of a step and the next."""
@@ -104,50 +219,3 @@ class Measurement:
             return [after - before for before, after in pairwise(marks)]
         marks[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
-
-
-def first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor in nested lists and mappings, `input_ids` before others; None without one."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = [batch["input_ids"]] if "input_ids" in batch else batch.values()
-    elif isinstance(batch, list | tuple):
-        parts = batch
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
-
-
-def model_facts(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what `estimate` needs of the model that an optimizer trains, as plain data.
-
-    Returns:
-        `tensors`: full shape and bytes per element by name; `config`: the `config.json`, None for models that are
-        not transformers'; `optimizer`: the class's name in lower case.
-    """
-    models = NamedModels()
-    models.parameters_of(optimizer)
-    tensors: dict[str, Any] = {}
-    for root in models.roots:
-        tensors |= _tensors(root)
-    configs = [found for root in models.roots if (found := _config(root)) is not None]
-    name = type(optimizer).__name__.lower()
-    return {"tensors": tensors, "config": configs[0] if len(configs) == 1 else None, "optimizer": name}
-
-
-def _tensors(root: nn.Module) -> dict[str, Any]:
-    if fsdp1_wrappers(root):
-        width = next((param.element_size() for param in root.parameters()), 4)
-        return {name: [list(shape), width] for name, shape in full_shapes(root).items()}
-    return {name: [list(param.shape), param.element_size()] for name, param in named_parameters(root)}
-
-
-def _config(root: nn.Module) -> dict[str, Any] | None:
-    config = getattr(root, "config", None)
-    made = config.to_dict() if config is not None and hasattr(config, "to_dict") else None
-    return made if isinstance(made, dict) and isinstance(made.get("model_type"), str) else None
-
-
-def _own_memory(name: str) -> int:
-    """Return a size of this process in bytes as the kernel says it; 0 where it does not."""
-    return read_size(PROCESS, name) or 0

@@ -186,7 +186,7 @@ def test_a_norm_inside_of_split_heads_that_the_plan_forgets_is_found_at_the_firs
 
 REFUSED = {
     "no pattern": ("plain", {"layers.*.attn.query": "colwise"}, "layers.*.attn.query matches no module"),
-    "no style": ("plain", {"layers.*.up": "columnwise"}, "columnwise is no style to split a layer"),
+    "no style": ("plain", {"layers.*.up": "columnwise"}, "columnwise is not a style to split a layer"),
     "no matrix": ("plain", {"layers.*.before": "colwise"}, "is a LayerNorm, and colwise splits a linear layer"),
     "no plan": ("gpt2", {}, "GPT2LMHeadModel has no plan of how its layers can be split"),
     "nothing": (

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
+from fsdplaunch.features import LAYERS, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
@@ -363,10 +363,8 @@ def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parame
     from fsdplaunch.runtime.collectives.rank_group import RankGroup
     from fsdplaunch.runtime.inspection.parameters import model_tensors
 
-    sizes, axis = accelerator.parallelism_config, accelerator.torch_device_mesh[TENSOR]
-    configured, shards = dict(decode().sharding.tensor_parallel_plan), sizes.dp_shard_size * sizes.cp_size
-    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
-    feature(TENSOR_FORWARD).split_forwards(plan)
+    axis = accelerator.torch_device_mesh[TENSOR]
+    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(decode().sharding.tensor_parallel_plan), axis)
     ranks = RankGroup()
     for entry in model_tensors(model):
         old = entry.tensor
@@ -395,5 +393,4 @@ def _groups(prepared: list[Any]) -> Iterator[dict[str, Any]]:
 
 def _expect(plan: "SplitPlan", model: nn.Module, accelerator: Any) -> None:
     policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
-    feature(TENSOR_SCALING).agree_on_overflows()
     plan.expect_same_inputs(model, accelerator.device, getattr(policy, "param_dtype", None))

@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.config.environment import decode
-from fsdplaunch.display_text import listed
-from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import SEQUENCES, TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
+from fsdplaunch.features import LAYERS, SEQUENCES, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.describe import announce, describe
 from fsdplaunch.runtime.inspection.parameters import (
@@ -42,7 +40,7 @@ from fsdplaunch.runtime.sharding.compute import (
 from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
-from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, shard_group, tensor_mesh
+from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, tensor_mesh
 from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes, note_full_parameters
 from fsdplaunch.runtime.sharding.registry import ShardedModel, keep_equal, register_model
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -203,15 +201,7 @@ def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: Ig
     axis = tensor_mesh(mesh)
     if axis is None:
         return None
-    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
-    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
-    ignored = [plan.names[module] for module in plan.modules if module in out.below()]
-    if ignored:
-        msg = f"{listed(ignored, 3)} cannot be split and ignored"
-        raise ShardingError(
-            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
-        )
-    feature(TENSOR_FORWARD).split_forwards(plan)
+    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(settings.tensor_plan), axis, out.below())
     return plan
 
 
@@ -225,9 +215,9 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
             f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
             " see sharding.context_parallel_attention"
         )
-    apply: Any = feature(SEQUENCES)
-    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
-    return made
+    split = feature(SEQUENCES).split_blocks
+    sequences: SplitSequences = split(model, settings.block_classes, axis, settings.context_attention)
+    return sequences
 
 
 def begin_passes(
@@ -249,5 +239,4 @@ def begin_passes(
     if sequences is not None:
         feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
     if split is not None:
-        feature(TENSOR_SCALING).agree_on_overflows()
         split.expect_same_inputs(model, device, computes_in)

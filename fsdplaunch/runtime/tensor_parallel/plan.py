@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import ModelTensor, clean_name, joined
+from fsdplaunch.runtime.inspection.units import local_tensor
+from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.split_checks import FirstPass, check_first_gradients, check_first_inputs, draw_alike
 from fsdplaunch.runtime.tensor_parallel.styles import (
@@ -26,7 +28,11 @@ from fsdplaunch.runtime.tensor_parallel.styles import (
     matrix_layer,
     rope_style,
 )
-from fsdplaunch.runtime.torch_internals.distributed import silence_slow_exchanges
+from fsdplaunch.runtime.torch_internals.distributed import (
+    operator_handlers,
+    silence_slow_exchanges,
+    unscale_operator,
+)
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, untraced
 
 Place = tuple[nn.Module, str]
@@ -74,6 +80,7 @@ class SplitPlan:
 
     def expect_same_inputs(self, model: nn.Module, device: torch.device, computes_in: torch.dtype | None) -> None:
         """Let the ranks that split layers draw alike from now on, and compare their first passes."""
+        operator_handlers()[unscale_operator()] = _unscale_together
         draw_alike(self.axis)
         self.compare_first_pass(model, computes_in)
         check_first_inputs(model, self.axis, device, "split layers together (tp_size)")
@@ -102,15 +109,6 @@ class SplitPlan:
 
 
 _KEY = "sharding.tensor_parallel_plan"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedStyle:
-    """What a plan says of one module or parameter: its clean name, the pattern that matched, and the style."""
-
-    name: str
-    pattern: str
-    style: str
 
 
 def find_plan(model: nn.Module, configured: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -149,18 +147,8 @@ def _not_of_what_is_inside(module: nn.Module, name: str) -> Any:
     return module.__dict__.get(name) or (getattr(module, name) if hasattr(type(module), name) else None)
 
 
-def matches(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, list[NamedStyle]]]:
-    """Yield each pattern with what it matches: modules and parameters whose full name it is, `*` for one part."""
-    names = [clean_name(name) for name, _ in model.named_modules(remove_duplicate=False) if name]
-    names += [clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern, style in plan.items():
-        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        found = [name for name in dict.fromkeys(names) if expression.fullmatch(name)]
-        yield pattern, [NamedStyle(name=name, pattern=pattern, style=style) for name in found]
-
-
-def matched(model: nn.Module, plan: Mapping[str, str], *, strict: bool) -> dict[str, NamedStyle]:
-    """Return the style of each module or parameter that a plan names.
+def matched(model: nn.Module, plan: Mapping[str, str], *, strict: bool) -> dict[str, str]:
+    """Return the style of each module or parameter whose full name a pattern matches, `*` standing for one part.
 
     Args:
         model: Not sharded yet.
@@ -171,19 +159,23 @@ def matched(model: nn.Module, plan: Mapping[str, str], *, strict: bool) -> dict[
     Raises:
         ShardingError: A style is not known, a pattern matches nothing, or two say different things.
     """
-    found: dict[str, NamedStyle] = {}
-    for pattern, named in matches(model, plan):
-        if plan[pattern] not in (*STYLES, ROPE) and (strict or named):
-            msg = f"{pattern}: {plan[pattern]} is no style to split a layer"
+    names = [clean_name(name) for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names += [clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    patterns: dict[str, str] = {}
+    for pattern, style in plan.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        here = [name for name in dict.fromkeys(names) if expression.fullmatch(name)]
+        if style not in (*STYLES, ROPE) and (strict or here):
+            msg = f"{pattern}: {style} is not a style to split a layer"
             raise ShardingError(msg, hint=f"the styles are {', '.join(known_styles())}")
-        if strict and not named:
+        if strict and not here:
             raise _nothing_matched(model, pattern)
-        for one in named:
-            other = found.setdefault(one.name, one)
-            if other.style != one.style:
-                msg = f"{one.name} is {other.style} by {other.pattern} and {one.style} by {pattern}"
+        for name in here:
+            other = patterns.setdefault(name, pattern)
+            if plan[other] != style:
+                msg = f"{name} is {plan[other]} by {other} and {style} by {pattern}"
                 raise ShardingError(msg, hint=f"let one pattern of {_KEY} match it")
-    return found
+    return {name: plan[pattern] for name, pattern in patterns.items()}
 
 
 def _nothing_matched(model: nn.Module, pattern: str) -> ShardingError:
@@ -272,10 +264,6 @@ def _adapters(module: nn.Module, which: str) -> list[nn.Module]:
     return [] if held is None else list(held.children())
 
 
-_UNEVEN_PARTS = (2, 9)
-"""The first torch that knows where shards are of parts that they do not divide."""
-
-
 def check_kind(plan: SplitPlan, module: nn.Module, style: Style, name: str) -> None:
     """Refuse a style for a module that is of another kind than it splits."""
     wanted = {
@@ -339,25 +327,6 @@ def check_divisible(plan: SplitPlan, model: nn.Module) -> None:
         plan.modules.pop(module, None)
 
 
-def check_even(plan: SplitPlan, shards: int) -> None:
-    """Refuse what torch before 2.9 puts into the wrong places of a checkpoint: parts that shards do not divide.
-
-    Raises:
-        ShardingError: This torch is older, and the plan has such a part.
-    """
-    version = parse(torch.__version__)
-    if version is None or version >= _UNEVEN_PARTS:
-        return
-    for (module, attribute), cut in plan.cuts.items():
-        rows = getattr(module, attribute).shape[0] // plan.axis.size()
-        if cut.dim == 0 and cut.packed == 1 and rows % shards:
-            name = joined(plan.names[module], attribute)
-            msg = (
-                f"{name} has {rows} rows on each of {plan.axis.size()} ranks, which {shards} shards cannot divide"
-            )
-            raise ShardingError(msg, hint="install torch 2.9 or newer, or use sizes that divide")
-
-
 def _is_vocabulary(module: nn.Module, model: nn.Module) -> bool:
     """Return whether a layer is an embedding, or has one output for each entry of one."""
     sizes = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
@@ -387,14 +356,13 @@ def check_heads(plan: SplitPlan, model: nn.Module) -> None:
             raise ShardingError(msg, hint=f"use a tp_size that divides {heads}")
 
 
-def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh, *, shards: int) -> SplitPlan:
+def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh) -> SplitPlan:
     """Decide how a model's layers are split.
 
     Args:
         model: Not sharded yet.
         configured: The configuration's plan; empty for the model's own.
         axis: The ranks that split them.
-        shards: Ranks that each part is sharded over.
 
     Raises:
         ShardingError: The plan does not fit the model, or the ranks do not divide it.
@@ -404,18 +372,17 @@ def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh
     result = SplitPlan(axis=axis, origin=origin, strict=bool(configured))
     result.names = {module: clean_name(name) for name, module in model.named_modules()}
     modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    for name, found in matched(model, plan, strict=bool(configured)).items():
+    for name, style in matched(model, plan, strict=bool(configured)).items():
         if name in modules:
-            _add_module(result, model, modules[name], found.style)
+            _add_module(result, model, modules[name], style)
         else:
             holder, _, attribute = name.rpartition(".")
-            _add_parameter(result, modules[holder], attribute, STYLES[found.style])
+            _add_parameter(result, modules[holder], attribute, STYLES[style])
     if not configured:
         _add_inner_parameters(result)
     _follow_ties(result, model)
     check_divisible(result, model)
     check_splits(result, model)
-    check_even(result, shards)
     check_heads(result, model)
     return result
 
@@ -503,3 +470,16 @@ def _split_alike(plan: SplitPlan, places: list[Place]) -> None:
             raise ShardingError(
                 msg, hint="split an embedding with embedding_rowwise, its output layer with colwise_gather_output"
             )
+
+
+def _unscale_together(operator: Any, args: Any, _kwargs: Any) -> None:
+    """Find an overflow on all ranks that have parts of the gradients.
+
+    Torch's GradScaler asks the first gradient for the ranks that have to agree, and refuses gradients of which
+    some are split over more axes than others.
+    """
+    gradients, found, inverse_scale = args
+    operator([local_tensor(gradient) for gradient in gradients], local_tensor(found), local_tensor(inverse_scale))
+    groups = {id(group): group for gradient in gradients for group in split_groups(gradient)}
+    for group in groups.values():
+        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group=group)

@@ -252,16 +252,3 @@ def dataset_of(iterator: Any) -> Any:
 def draws_all_items(sampler: Any) -> bool:
     """Return whether a RandomSampler was made without `num_samples`."""
     return sampler._num_samples is None
-
-
-def watch_batches(seen: Callable[[Any], None]) -> None:
-    """Call `seen` with every batch that any data loader's iterator gives from now on."""
-    kind = iterator_class()
-    give = kind.__next__
-
-    def give_seen(self: Any) -> Any:
-        batch = give(self)
-        seen(batch)
-        return batch
-
-    setattr(kind, "__next__", give_seen)  # noqa: B010  (a method, for mypy)

@@ -23,7 +23,6 @@ from fsdplaunch.runtime.xla import devices
 from fsdplaunch.runtime.xla.stored import (
     NAMES,
     check_fit,
-    held_pieces,
     open_weights,
     parameter_shapes,
     read_optimizer,
@@ -138,8 +137,8 @@ def _read_model(folder: Path, model: nn.Module, index: int) -> None:
     with open_weights(folder, index) as stored, torch.no_grad():
         check_fit(stored, parameter_shapes(shapes, metadata), further)
         for name, tensor in own.items():
-            held = held_pieces(name, shapes[name], metadata)
-            tensor.copy_(values_of(held, stored, shapes[name], tensor.dtype).to(tensor.device))
+            values = values_of(name, shapes[name], tensor.dtype, metadata, stored)
+            tensor.copy_(values.to(tensor.device))
             if devices.is_spmd():
                 devices.split_largest_dim(tensor)
 

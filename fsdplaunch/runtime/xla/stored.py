@@ -40,25 +40,6 @@ class StoredWeights:
     read: Callable[[str, Region], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPiece:
-    """A rectangle of a parameter that a process holds.
-
-    Attributes:
-        name: The parameter's own name.
-        region: The elements of it.
-        sizes: Their sizes in the process's tensor.
-        strides: Their strides there, in elements.
-        start: The first one's place there, in elements.
-    """
-
-    name: str
-    region: Region
-    sizes: Shape
-    strides: Shape
-    start: int
-
-
 @contextmanager
 def open_weights(folder: Path, index: int) -> Iterator[StoredWeights]:
     """Open a model of a checkpoint, full or by ranks, of PyTorch/XLA or of torch's FSDP.
@@ -121,25 +102,6 @@ def parameter_shapes(shapes: Mapping[str, Shape], metadata: Mapping[str, Any] | 
     return full if metadata is None else full | sliced_parameters(metadata)
 
 
-def held_pieces(name: str, shape: Shape, metadata: Mapping[str, Any] | None) -> list[HeldPiece]:
-    """Return what a tensor of a process's state dict holds of which parameters.
-
-    Args:
-        name: The tensor's.
-        shape: Its shape.
-        metadata: What the slices are, and of which process; None where all tensors are full.
-    """
-    value = TensorDescription(DTYPES["float32"], shape, row_major(shape), 0, "")
-    if metadata is None or not is_slice(name):
-        found = iter([(own_name(name), shape, Region((0,) * len(shape), shape), value)])
-    else:
-        found = slice_pieces(metadata, name, value, rank=metadata["rank"], world=metadata["world_size"])
-    return [
-        HeldPiece(name=own, region=region, sizes=local.shape, strides=local.strides, start=local.start)
-        for own, _, region, local in found
-    ]
-
-
 def check_fit(stored: StoredWeights, own: Mapping[str, Shape], further: Collection[str] = ()) -> None:
     """Refuse a checkpoint of another model.
 
@@ -163,19 +125,25 @@ def check_fit(stored: StoredWeights, own: Mapping[str, Shape], further: Collecti
             raise CheckpointError(msg, hint=_AS_IT_WAS)
 
 
-def values_of(pieces: list[HeldPiece], stored: StoredWeights, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Return a process's tensor with its values, zeros where it is padding.
+def values_of(
+    name: str, shape: Shape, dtype: torch.dtype, metadata: Mapping[str, Any] | None, stored: StoredWeights
+) -> torch.Tensor:
+    """Return a tensor of a process's state dict with its values, zeros where it is padding.
 
     Args:
-        pieces: What it holds.
-        stored: Where they are read from.
+        name: The tensor's.
         shape: Its shape.
         dtype: Its dtype.
+        metadata: What the slices are, and of which process; None where all tensors are full.
+        stored: Where values are read from.
     """
+    if metadata is None or not is_slice(name):
+        return stored.read(own_name(name), Region((0,) * len(shape), shape)).to(dtype)
     values = torch.zeros(shape, dtype=dtype)
-    for piece in pieces:
-        place = values.as_strided(piece.sizes, piece.strides, piece.start)
-        place.copy_(stored.read(piece.name, piece.region))
+    here = TensorDescription(DTYPES["float32"], shape, row_major(shape), 0, "")
+    pieces = slice_pieces(metadata, name, here, rank=metadata["rank"], world=metadata["world_size"])
+    for own, _, region, local in pieces:
+        values.as_strided(local.shape, local.strides, local.start).copy_(stored.read(own, region))
     return values
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fsdplaunch.tune.decide import MOST_ROUNDS, contenders, decide
+from fsdplaunch.tune.search import MOST_ROUNDS, contenders, decide
 from fsdplaunch.tune.trial import Outcome
 
 

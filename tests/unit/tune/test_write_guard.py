@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fsdplaunch.tune.write_guard import WriteGuard, WriteRefusedError
+from fsdplaunch.tune.measure import WriteGuard, WriteRefusedError
 
 
 @pytest.fixture

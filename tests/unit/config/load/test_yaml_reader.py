@@ -80,7 +80,7 @@ def test_an_empty_text_says_nothing(text):
 def test_a_byte_order_mark_is_skipped():
     assert values("\ufeffa: 1\n".encode()) == {"a": 1}
     read = read_text("\ufeffa: [1\n".encode(), "x")
-    assert read.problems[0].line == 2
+    assert read.problems[0].place.line == 2
 
 
 @pytest.mark.parametrize(

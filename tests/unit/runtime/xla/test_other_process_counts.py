@@ -13,7 +13,6 @@ from fsdplaunch.runtime.saving.model_and_optimizer import read_sharded
 from fsdplaunch.runtime.xla.stored import (
     NAMES,
     check_fit,
-    held_pieces,
     open_weights,
     parameter_shapes,
     read_optimizer,
@@ -41,8 +40,7 @@ def loaded(folder, state, metadata):
     with open_weights(folder, 0) as stored:
         check_fit(stored, parameter_shapes(shapes, metadata))
         return {
-            name: values_of(held_pieces(name, shapes[name], metadata), stored, shapes[name], tensor.dtype)
-            for name, tensor in state.items()
+            name: values_of(name, shapes[name], tensor.dtype, metadata, stored) for name, tensor in state.items()
         }
 
 
