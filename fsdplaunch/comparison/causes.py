@@ -27,7 +27,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a cause is told by.
+    """What a cause is recognised by.
 
     Attributes:
         first: Where the runs part.

@@ -405,7 +405,7 @@ def _compared(recorder: Recorder, plain: Path) -> dict[str, Any]:
 def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
     """Return the largest difference, relative to the largest plain value where that is above 1.
 
-    What is infinite or no number in both is equal.
+    What is infinite or NaN in both is equal.
     """
     if value.shape != plain.shape:
         return None

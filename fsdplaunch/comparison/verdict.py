@@ -279,7 +279,7 @@ def _is_noise(name: str, run: RunFacts) -> bool:
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp", ".tar")
 _AT_MOST = 50_000
-"""Files looked at: a folder of images is no reason to wait."""
+"""Files looked at: a folder of images is not worth a wait."""
 
 
 def saved_since(folder: Path, began: float) -> Path | None:

@@ -173,7 +173,7 @@ class DoctorFacts:
 
     @property
     def wants_gpus(self) -> bool:
-        """Tell whether the configuration leaves the choice of GPUs open, or asks for them."""
+        """Return whether the configuration leaves the choice of GPUs open, or asks for them."""
         return self.config is None or not self.config.use_cpu
 
     @property
@@ -238,7 +238,7 @@ def collect_facts(
 
 
 def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
-    """Tell whether there is a GPU for each configured worker."""
+    """Return whether there is a GPU for each configured worker."""
     from fsdplaunch.config.resolve import workers_per_node
 
     configured = workers_per_node(config)

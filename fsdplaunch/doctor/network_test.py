@@ -53,7 +53,7 @@ def run_network_test() -> None:
 
 
 def sum_is_right(count: int, device: torch.device) -> bool:
-    """Tell whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, exact in fp32.
+    """Return whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, exact in fp32.
 
     Args:
         count: Elements.

@@ -81,7 +81,7 @@ class ConfigNumbers:
         return default
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Tell whether something is switched on."""
+        """Return whether something is switched on."""
         value = self.config.get(name)
         return default if value is None else bool(value)
 

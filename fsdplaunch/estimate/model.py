@@ -194,7 +194,7 @@ def _check_length(path: Path, header: FileHeader) -> None:
     """Raise when a file ends before its last tensor: it was cut short."""
     end = max((entry.last for entry in header.entries.values()), default=header.start)
     if header.size != end:
-        msg = f"{path} is no complete safetensors file: it has {header.size} bytes, its header says {end}"
+        msg = f"{path} is not a complete safetensors file: it has {header.size} bytes, its header says {end}"
         raise UsageError(msg, hint="download or copy it again")
 
 
@@ -217,7 +217,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         msg = f"{path} cannot be read: {reason[:1].lower()}{reason[1:]}"
         raise UsageError(msg) from None
     except JsonError as error:
-        msg = f"{path} is no JSON: {error}"
+        msg = f"{path} is not JSON: {error}"
         raise UsageError(msg) from None
     if not isinstance(found, dict):
         msg = f"{path} holds no JSON mapping"

@@ -288,7 +288,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Tell whether the configured run fits; what was traced counts more than what was calculated."""
+        """Return whether the configured run fits; what was traced counts more than what was calculated."""
         if self.exact is None:
             return self.yours.verdict
         return verdict_of(self.exact.total + self.yours.need.context, self.memory)

@@ -41,7 +41,7 @@ def build_from_script(script: Path, function: str) -> Any:
     """
     spec = importlib.util.spec_from_file_location(_NAME, script)
     if spec is None or spec.loader is None:
-        msg = f"{script} is no Python file"
+        msg = f"{script} is not a Python file"
         raise UsageError(msg)
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module

@@ -119,7 +119,7 @@ class Gpu:
 
     Attributes:
         index: Its number in the driver's order (that of the PCI bus), whatever CUDA_VISIBLE_DEVICES says.
-        memory_bytes: Memory it has, used or not; 0 where the driver does not tell.
+        memory_bytes: Memory it has, used or not; 0 where the driver does not say.
         compute_capability: For example `(9, 0)`.
         busy: Processes that use it now: (process id, bytes).
         bus_id: Its PCI address as the kernel writes it, `0000:3b:00.0`; empty where unknown.
@@ -135,17 +135,17 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Tell whether it computes bf16 in hardware (sm_80 and later)."""
+        """Return whether it computes bf16 in hardware (sm_80 and later)."""
         return self.compute_capability >= _BF16_FROM
 
     @property
     def has_fp8(self) -> bool:
-        """Tell whether it computes fp8 in hardware (sm_89 and later)."""
+        """Return whether it computes fp8 in hardware (sm_89 and later)."""
         return self.compute_capability >= _FP8_FROM
 
     @property
     def has_fp16(self) -> bool:
-        """Tell whether it computes fp16 in hardware."""
+        """Return whether it computes fp16 in hardware."""
         return self.compute_capability >= _FP16_FROM
 
 
@@ -289,7 +289,7 @@ def _named(present: tuple[Gpu, ...], entry: str) -> Gpu | None:
 
 _DEVICES = Path("/sys/bus/pci/devices")
 _OWN = ("CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")
-"""What tells a host's number, in PyTorch/XLA's order; with one launcher on each host, its process's too."""
+"""What says a host's number, in PyTorch/XLA's order; with one launcher on each host, its process's too."""
 _GOOGLE = "0x1ae0"
 _TPUS = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"})
 """PCI device numbers of TPU v2 to v7x, as in torch_xla 2.9."""
@@ -318,7 +318,7 @@ def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
     """
     processes = [address.rpartition(":")[0] for address in _listed(environ, "TPU_PROCESS_ADDRESSES")]
     hosts = _listed(environ, "TPU_WORKER_HOSTNAMES") or list(dict.fromkeys(filter(None, processes)))
-    if len(hosts) < 2:  # noqa: PLR2004  (one host is no pod)
+    if len(hosts) < 2:  # noqa: PLR2004  (one host is not a pod)
         return ()
     rank = _own_number(environ, hosts)
     return (f"num_machines={len(hosts)}", f"machine_rank={rank}", f"main_process_ip={hosts[0]}")
@@ -373,7 +373,7 @@ class Hardware:
 
     @property
     def all_have_bf16(self) -> bool:
-        """Tell whether there are GPUs and every one computes bf16."""
+        """Return whether there are GPUs and every one computes bf16."""
         return bool(self.gpus) and all(gpu.has_bf16 for gpu in self.gpus)
 
 

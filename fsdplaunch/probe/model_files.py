@@ -233,7 +233,7 @@ def file_header(path: Path) -> FileHeader:
     try:
         return read_header(path)
     except (OSError, InvalidFileError) as error:
-        msg = f"{path} is no complete safetensors file: {error}"
+        msg = f"{path} is not a complete safetensors file: {error}"
         raise UsageError(msg, hint="download or copy it again") from None
 
 
@@ -290,14 +290,14 @@ _REASONS = {
     "GatedRepoError": "the hub gives it only to those who have agreed to its terms; run hf auth login",
     "RepositoryNotFoundError": "the hub knows no such model, or it is private; run hf auth login",
     "EntryNotFoundError": "it has no config.json",
-    "NotASafetensorsRepoError": "it has no safetensors files, whose headers tell its size",
+    "NotASafetensorsRepoError": "it has no safetensors files, whose headers say its size",
 }
 """What errors of huggingface_hub mean, by the name of their class."""
 _OFF = frozenset({"1", "on", "true", "yes"})
 
 
 def is_hub_name(text: str) -> bool:
-    """Tell whether a text names a model on the hub, `org/model`, and nothing on this machine."""
+    """Return whether a text names a model on the hub, `org/model`, and nothing on this machine."""
     return bool(_NAME.fullmatch(text)) and not Path(text).exists()
 
 
@@ -382,7 +382,7 @@ def _reason(error: Exception) -> str:
 
 def _unreachable(name: str, why: str) -> UsageError:
     hint = "give a folder, or a size such as 8b"
-    return UsageError(f"{name} is no folder and not in the hub's cache on this machine, and {why}", hint=hint)
+    return UsageError(f"{name} is neither a folder nor in the hub's cache on this machine, and {why}", hint=hint)
 
 
 def _write_header(path: Path, tensors: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ _AT_ONCE = 2**22
 
 
 class FirstPass:
-    """The first pass of a model with gradients, before which it is compared; passes of the comparison are none.
+    """The first pass of a model with gradients, before which it is compared; the comparison's own do not count.
 
     Args:
         what: What is split, with the key that sets it.

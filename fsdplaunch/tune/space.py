@@ -222,7 +222,7 @@ def _assignments(text: str) -> list[tuple[KeySpec, Any]]:
     """Return the key with each of its values.
 
     Raises:
-        ConfigError: A value is none of the key's, or there is no such key.
+        ConfigError: A value is not one of the key's, or there is no such key.
         ValueError: No value is given, or the key has no part in a step.
     """
     key, equals, values = text.partition("=")

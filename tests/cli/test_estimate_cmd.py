@@ -82,7 +82,7 @@ def test_folder_in_the_working_directory_is_found(cli, folder):
         (["train.py"], "error: train.py names no function"),
         (["absent.py:build"], "error: script not found: absent.py"),
         (["other.json"], "error: other.json: the model type 'mamba' is not known to the quick estimate"),
-        (["broken.json"], "error: broken.json is no JSON: "),
+        (["broken.json"], "error: broken.json is not JSON: "),
         (["config.json", "--gpu-memory", "lots"], "error: --gpu-memory 'lots' is not a size"),
         (["config.json", "--optimizer", "lion"], "error: the optimizer 'lion' is not known"),
         (["config.json", "--world-size", "0"], "error: --world-size must be at least 1, got 0"),

@@ -54,7 +54,7 @@ def _moved(tensor: torch.Tensor, axis: DeviceMesh, before: Placement, after: Pla
 
 
 class _Itself(torch.autograd.Function):
-    """A tensor that is no view of another one: changing a view in place would lose FSDP2's hooks on it."""
+    """A tensor that is not a view of another one: changing a view in place would lose FSDP2's hooks on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -85,7 +85,7 @@ class MatrixLayer:
 
 
 def matrix_layer(module: nn.Module) -> MatrixLayer | None:
-    """Return how a layer's matrix lies, or None for a module that is no such layer.
+    """Return how a layer's matrix lies, or None for a module that is not such a layer.
 
     GPT-2's Conv1D, which is known by its name because transformers may not be installed, holds it transposed.
     """

@@ -74,7 +74,7 @@ def mesh() -> Any:
 
 
 def is_spmd() -> bool:
-    """Tell whether one process drives several devices."""
+    """Return whether one process drives several devices."""
     return bool(runtime.is_spmd())
 
 

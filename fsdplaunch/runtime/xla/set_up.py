@@ -48,7 +48,7 @@ def call_left_out(function: str) -> None:
 
 
 def _is_only_defined(function: str, source: str) -> bool:
-    """Tell whether a script defines a function at its top and names it nowhere else."""
+    """Return whether a script defines a function at its top and names it nowhere else."""
     try:
         nodes = list(ast.walk(tree := ast.parse(source)))
     except SyntaxError:  # its text has changed meanwhile

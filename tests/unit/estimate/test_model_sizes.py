@@ -59,7 +59,7 @@ def test_shard_that_was_cut_short_is_named_with_both_lengths(model_folder):
 def test_corrupt_header_is_one_error_that_names_the_file(model_folder, damage):
     folder = model_folder()
     (folder / "model-00003-of-00003.safetensors").write_bytes(damage)
-    with pytest.raises(UsageError, match=r"model-00003-of-00003\.safetensors is no complete safetensors file"):
+    with pytest.raises(UsageError, match=r"model-00003-of-00003\.safetensors is not a complete safetensors file"):
         read_sizes(folder)
 
 

@@ -57,7 +57,7 @@ def test_the_cached_snapshot_of_main_is_taken(hub):
 
 def test_a_model_that_is_nowhere_is_one_sentence(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UsageError, match="org/tiny is no folder and not in the hub's cache") as caught:
+    with pytest.raises(UsageError, match="org/tiny is neither a folder nor in the hub's cache") as caught:
         hub_folder("org/tiny")
     assert "\n" not in caught.value.message
     assert "8b" in caught.value.hint

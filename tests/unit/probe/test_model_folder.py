@@ -124,7 +124,7 @@ def test_read_model_missing_folder_is_refused(tmp_path):
 def test_read_header_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"model\.safetensors is no complete safetensors file: "):
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a complete safetensors file: "):
         file_header(path)
 
 
