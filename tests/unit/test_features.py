@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fsdplaunch
 from fsdplaunch.features import FOLDERS
 
@@ -35,16 +37,52 @@ for use in (
 """
 
 
-def test_a_package_without_them_does_the_rest_and_names_each_when_asked(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "fsdplaunch", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in FOLDERS:
-        place = tmp_path.joinpath(*folder.split("."))
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """A folder with a copy of the package that lacks the features, and a script."""
+    folder = tmp_path_factory.mktemp("without")
+    shutil.copytree(PACKAGE, folder / "fsdplaunch", ignore=shutil.ignore_patterns("__pycache__"))
+    for feature in FOLDERS:
+        place = folder.joinpath(*feature.split("."))
         shutil.rmtree(place) if place.is_dir() else place.with_suffix(".py").unlink()
-    (tmp_path / "train.py").write_text("")
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    (folder / "train.py").write_text("print('hello')\n")
+    return folder
+
+
+def test_a_package_without_them_does_the_rest_and_names_each_when_asked(without):
+    environ = {**os.environ, "PYTHONPATH": str(without), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=without, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
         f"error: this installation is without {what}: there is no {folder}" for folder, what in FOLDERS.items()
     ]
+
+
+def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "fsdplaunch", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_launch_needs_none_of_them(without):
+    done = run(without, "launch", "--cpu", "--num-processes", "1", "--allow-unsharded", "train.py")
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "--cpu", "--keep-warm", "60", "train.py"),
+        ("launch", "--kubernetes", "--dry-run", "--set", "kubernetes.image=x", "train.py"),
+        ("warm",),
+    ],
+    ids=["warm launch", "kubernetes", "warm"],
+)
+def test_who_asks_for_one_is_told(without, words):
+    done = run(without, *words)
+    assert done.returncode != 0
+    assert "error: this installation is without" in done.stderr
+    assert "Traceback" not in done.stderr
