@@ -25,26 +25,6 @@ _UNSUPPORTED = {
     errno.ETXTBSY,
 }
 
-Step = Callable[[int, int, int, int, int], int]
-
-
-def _by_copy_file_range(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
-    return os.copy_file_range(source, target, count, offset, target_offset)
-
-
-def _by_sendfile(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
-    os.lseek(target, target_offset, os.SEEK_SET)
-    return os.sendfile(target, source, offset, count)
-
-
-def _by_buffer(source: int, offset: int, target: int, target_offset: int, count: int) -> int:
-    data = os.pread(source, min(count, BUFFER), offset)
-    write_all(target, data, target_offset)
-    return len(data)
-
-
-METHODS: tuple[Step, ...] = (_by_copy_file_range, _by_sendfile, _by_buffer)
-
 
 def write_all(target: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`."""
@@ -56,10 +36,10 @@ def write_all(target: int, data: bytes | bytearray | memoryview, offset: int) ->
 
 
 class Copier:
-    """Copies runs; once a method proves unsupported here, the next one is used from then on."""
+    """Copies runs inside the kernel, as `cp` does; once that proves unsupported here, through a buffer."""
 
-    def __init__(self, methods: tuple[Step, ...] = METHODS) -> None:
-        self.methods = methods
+    def __init__(self) -> None:
+        self.in_kernel = True
 
     def copy(
         self,
@@ -97,18 +77,20 @@ class Copier:
             tick(count)
 
     def _step(self, source: int, offset: int, target: int, target_offset: int, count: int) -> int:
-        while True:
-            method, last = self.methods[0], len(self.methods) == 1
+        if self.in_kernel:
             try:
-                copied = method(source, offset, target, target_offset, count)
+                copied = os.copy_file_range(source, target, count, offset, target_offset)
             except OSError as problem:
-                if last or problem.errno not in _UNSUPPORTED:
+                if problem.errno not in _UNSUPPORTED:
                     raise
                 copied = 0
-            # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
-            if copied or last:
+            if copied:
                 return copied
-            self.methods = self.methods[1:]
+            # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
+            self.in_kernel = False
+        data = os.pread(source, min(count, BUFFER), offset)
+        write_all(target, data, target_offset)
+        return len(data)
 
 
 # So much is handed over at once: enough for large requests, little enough to keep the disk busy from the start.

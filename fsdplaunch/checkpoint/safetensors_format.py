@@ -43,26 +43,16 @@ def in_file_order(entries: Iterable[TensorHeader]) -> list[TensorHeader]:
 
 
 def header_bytes(entries: Sequence[TensorHeader], aliases: Mapping[str, str] | None = None) -> bytes:
-    """Return everything that stands before the data of a file of ours; errors as `header_with`.
+    """Return everything that stands before the data of a file of ours: length, JSON, padding.
 
     Args:
         entries: The tensors in file order, each starting where the previous one ends.
         aliases: Further names of some of them, noted as safetensors' own save_model does.
-    """
-    return header_with(entries, {**(aliases or {}), "format": "pt"})
-
-
-def header_with(entries: Sequence[TensorHeader], metadata: Mapping[str, str] | None) -> bytes:
-    """Return everything that stands before the data: length, JSON, padding.
-
-    Args:
-        entries: The tensors in file order, each starting where the previous one ends.
-        metadata: What the file says besides; None for nothing.
 
     Raises:
         CheckpointError: When the header would be larger than safetensors reads.
     """
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     position = 0
     for entry in entries:
         header[entry.name] = {

@@ -22,7 +22,7 @@ from fsdplaunch.cli.single_node import (
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import size_words
-from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.features import feature
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
@@ -88,11 +88,7 @@ def check(
     """
     if not compare and arguments[:1] == ("--compare",):  # right after the script it is this command's as well
         compare, arguments = True, arguments[1:]
-    if script is None:
-        msg = "no script given"
-        raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
-    if not module:
-        check_script(script)
+    script = check_script(script, "check", is_file=not module)
     comparison = feature("fsdplaunch.cli.compare") if compare else None
     if comparison is not None:
         comparison.check_tolerance(tolerance)

@@ -24,13 +24,6 @@ from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_dir import COMPARED_CHANGED
 
 
-def _as_lines(
-    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None
-) -> list[str]:
-    """Return the table and the words below it."""
-    return [*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)]
-
-
 def _table(plain: Sequence[StepFacts], sharded: Sequence[StepFacts], workers: int) -> list[str]:
     head = ("step", "loss, one process", f"loss, {workers} workers", "gradient norm", f"{workers} workers")
     rows = [
@@ -211,7 +204,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     if as_json:
         out.json(_as_data(plan, plain, sharded, verdict, cause, tolerance))
     else:
-        for line in _as_lines(plan, plain, sharded, verdict, cause):
+        for line in [*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)]:
             out.data(line)
     return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
 

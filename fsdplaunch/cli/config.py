@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.output import Output
+from fsdplaunch.config import docs
+from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate, to_fsdp2
+from fsdplaunch.config.layers import read_assignments
 from fsdplaunch.config.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.problems import ConfigError, Problem, in_order
-from fsdplaunch.config.render import find_preset, write_text_atomically
+from fsdplaunch.config.render import (
+    find_preset,
+    preset_files,
+    preset_summary,
+    render,
+    set_keys,
+    write_text_atomically,
+)
 from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
 
@@ -116,8 +127,6 @@ def _starting_point(preset: str | None, source: Path | None) -> Path | None:
 
 def _note_ineffective_keys(source: Path, out: Output) -> None:
     """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
-    from fsdplaunch.config.convert import keys_ignored_by_accelerate
-
     for line in keys_ignored_by_accelerate(stack(read_file(source, Path.cwd()), path=source)):
         out.note(f"{source}: without effect under accelerate launch: {line}")
 
@@ -137,8 +146,6 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     elif origin:
         out.data("\n".join(_origin_lines(loaded)))
     else:
-        from fsdplaunch.config.render import render
-
         out.data(render(loaded.config, full=True, comments=False).rstrip())
     return 0
 
@@ -152,8 +159,6 @@ def _print_notes(loaded: LoadedConfig, out: Output) -> None:
 
 def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
     """Return every key by section; with `origin`, as {"value", "layer", "from"}."""
-    from fsdplaunch.config.yaml_text import plain_value
-
     tree: dict[str, Any] = {}
     for spec in all_keys():
         place = tree
@@ -168,8 +173,6 @@ def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
 
 
 def _origin_lines(loaded: LoadedConfig) -> list[str]:
-    from fsdplaunch.config.yaml_text import flow_text, plain_value
-
     rows = []
     for spec in all_keys():
         value, source = value_at(loaded.config, spec.path), loaded.origins[spec.path]
@@ -181,14 +184,11 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
-    from fsdplaunch.config.layers import read_assignments
-    from fsdplaunch.config.render import set_keys, write_text_atomically
-
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
     changes = read_assignments(assignments)
     changed = set_keys(text, changes, source=str(path))
-    stack(_read(changed, path), path=path)
+    stack(read_text(changed, str(path)), path=path)
     if changed != text:
         write_text_atomically(path, changed)
     out.say(
@@ -203,12 +203,6 @@ def _text_of(path: Path) -> str:
     if read.problems:
         raise ConfigError(read.problems)
     return path.read_bytes().decode("utf-8")
-
-
-def _read(text: str, path: Path) -> Any:
-    from fsdplaunch.config.yaml_text import read_text
-
-    return read_text(text, str(path))
 
 
 def validate(files: Sequence[Path], *, strict: bool = False, as_json: bool, out: Output) -> int:
@@ -250,34 +244,28 @@ def _check(path: Path, *, strict: bool) -> tuple[tuple[Problem, ...], tuple[Prob
 
 def explain(word: str | None, *, file: Path | None, as_json: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
-    from fsdplaunch.config import docs as texts
-
-    specs = all_keys() if word is None else texts.keys_named(word)
+    specs = all_keys() if word is None else docs.keys_named(word)
     loaded: LoadedConfig | None = None
     with suppress(ConfigError):  # an explanation needs no file
         loaded = load_config(file)
     loaded = loaded if loaded is not None and loaded.path is not None else None
     if as_json:
-        out.json([texts.describe(spec, loaded) for spec in specs])
+        out.json([docs.describe(spec, loaded) for spec in specs])
     elif word is None or len(specs) > 1:
-        out.data(texts.list_keys(specs))
+        out.data(docs.list_keys(specs))
     else:
-        out.data(texts.explain(specs[0], loaded))
+        out.data(docs.explain(specs[0], loaded))
     return 0
 
 
 def schema(*, out: Output) -> int:
     """Print the JSON Schema of the file."""
-    from fsdplaunch.config.docs import json_schema
-
-    out.json(json_schema())
+    out.json(docs.json_schema())
     return 0
 
 
 def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     """List the presets, or print one."""
-    from fsdplaunch.config.render import preset_files, preset_summary
-
     paths = list(preset_files().values()) if name is None else [find_preset(name)]
     found = [{"name": path.stem, "summary": preset_summary(path)} for path in paths]
     if name is not None:
@@ -298,9 +286,6 @@ def convert(
     source: Path, target: Path | None, *, to: str, overwrite: bool, out: Output, as_json: bool = False
 ) -> int:
     """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
-    from fsdplaunch.config.convert import to_accelerate, to_fsdp2
-    from fsdplaunch.config.render import write_text_atomically
-
     if to not in ("fsdp2", "accelerate"):
         msg = f"{to} is nothing to convert to"
         raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
@@ -309,10 +294,8 @@ def convert(
         msg = f"{target} exists"
         raise UsageError(msg, hint="name another file, or add --overwrite")
     text = _text_of(source)
-    if to == "fsdp2":
-        result = to_fsdp2(text, source=str(source))
-    else:
-        result = to_accelerate(stack(_read(text, source), path=source))
+    read = read_text(text, str(source))
+    result = to_fsdp2(text, source=str(source)) if to == "fsdp2" else to_accelerate(stack(read, path=source))
     write_text_atomically(target, result.text)
     if as_json:
         changes = [{"key": c.key, "action": c.action, "message": c.message} for c in result.changes]

@@ -1,6 +1,7 @@
 """A run that starts elsewhere: its plan and folder, and SLURM, Kubernetes or nodes over ssh that get it."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -166,23 +167,14 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
     plan = handoff.plan(("sbatch", "--parsable", str(run_dir / SCRIPT)), sent=text)
     if handoff.is_only_shown(plan):
         return 0
-    for note in _slurm_notes(config):
-        out.note(note)
-    handoff.write_folder(plan, {SCRIPT: text, SECRETS: _exports(handoff.secrets())}, private=(SECRETS,))
+    if not (config.use_cpu or config.slurm.gpus_per_node or re.search("gpu|gres", " ".join(config.slurm.lines))):
+        without = "the job gets no GPUs unless the partition gives them to every job"
+        out.note(f"slurm.gpus_per_node is not set: {without}")
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in handoff.secrets().items())
+    handoff.write_folder(plan, {SCRIPT: text, SECRETS: exports}, private=(SECRETS,))
     job = submit(str(run_dir / SCRIPT))
     sentence = f"run {run_id} is SLURM job {job}; fsdplaunch runs logs {run_id} --follow, runs cancel {run_id}"
     return handoff.submitted(sentence, route="slurm", shown={"job": job})
-
-
-def _exports(variables: Mapping[str, str]) -> str:
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-
-
-def _slurm_notes(config: Config) -> list[str]:
-    gpus = config.slurm.gpus_per_node or any("gpu" in line or "gres" in line for line in config.slurm.lines)
-    if gpus or config.use_cpu:
-        return []
-    return ["slurm.gpus_per_node is not set: the job gets no GPUs unless the partition gives them to every job"]
 
 
 OBJECTS = "objects.yaml"

@@ -46,17 +46,13 @@ def launch_script(
     """
     route = _route(slurm=slurm, kubernetes=kubernetes, follow=options["follow"])
     launch_options = LaunchOptions(**options, route=route)
-    if script is None:
-        msg = "no script given"
-        raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
+    is_python = not launch_options.no_python
     target = LaunchTarget(
-        name=script,
+        name=check_script(script, is_file=is_python and not launch_options.module),
         arguments=tuple(arguments),
         is_module=launch_options.module,
-        is_python=not launch_options.no_python,
+        is_python=is_python,
     )
-    if target.is_python and not target.is_module:
-        check_script(script)
     submitting = launch_options.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
     noted = option_notes(launch_options.noted)

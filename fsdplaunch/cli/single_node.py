@@ -96,8 +96,22 @@ class LaunchRequest:
         )
 
 
-def check_script(script: str) -> None:
-    """Refuse a script that is not there before anything is started."""
+def check_script(script: str | None, command: str = "launch", *, is_file: bool = True) -> str:
+    """Return the script; refuse one that is not there before anything is started.
+
+    Args:
+        script: As given.
+        command: That was given it.
+        is_file: It is not a module or a program.
+
+    Raises:
+        UsageError: There is none, or it cannot be run.
+    """
+    if script is None:
+        msg = "no script given"
+        raise UsageError(msg, hint=f"fsdplaunch {command} train.py [its own arguments]")
+    if not is_file:
+        return script
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
         msg = f"{script} is a folder, not a script"
@@ -108,6 +122,7 @@ def check_script(script: str) -> None:
     if path.suffix == ".py" and not os.access(path, os.R_OK):
         msg = f"{script} cannot be read: permission denied"
         raise UsageError(msg)
+    return script
 
 
 def plan_for_this_node(

@@ -439,11 +439,7 @@ def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out:
     state = find_state(resume, request.log_dir()) if resume is not None else None
     if state is not None:
         request = resumed(state, request)
-    if request.script is None:
-        msg = "no script given"
-        raise UsageError(msg, hint="fsdplaunch tune train.py [its own arguments]")
-    if not request.module:
-        check_script(request.script)
+    check_script(request.script, "tune", is_file=not request.module)
     job = TuneJob.prepared(request, out)
     kept = {**request.to_dict(), "base": job.fingerprint}
     state = state or TuneState(folder=job.new_folder(), request=kept)

@@ -83,15 +83,11 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
         facts.append(("noted", spec.key.leftover))
     if spec.key.pending:
         facts.append(("not yet", spec.key.pending))
-    return "\n".join([head, *_indented(spec.key.text, "  "), *(line for fact in facts for line in _fact(*fact))])
-
-
-def _fact(label: str, text: str) -> list[str]:
-    return _indented(text, " " * (_LABEL + 2), first=f"  {label:<{_LABEL}}")
-
-
-def _indented(text: str, indent: str, *, first: str | None = None) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent if first is None else first, subsequent_indent=indent)
+    lines = [head, *textwrap.wrap(spec.key.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    for label, text in facts:
+        indent = " " * (_LABEL + 2)
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=indent)
+    return "\n".join(lines)
 
 
 def list_keys(specs: Sequence[KeySpec] | None = None) -> str:
@@ -105,12 +101,10 @@ def list_keys(specs: Sequence[KeySpec] | None = None) -> str:
     for name, members in sections.items():
         none_yet = all(spec.key.pending for spec in members)
         lines += ["", name + (_NOT_YET if none_yet else "")]
-        lines += [_line(spec, width, mark=bool(spec.key.pending) and not none_yet) for spec in members]
+        for spec in members:
+            mark = _NOT_YET if spec.key.pending and not none_yet else ""
+            lines.append(f"  {spec.name:<{width}}{spec.key.summary}{mark}")
     return "\n".join(lines[1:])
-
-
-def _line(spec: KeySpec, width: int, *, mark: bool) -> str:
-    return f"  {spec.name:<{width}}{spec.key.summary}{_NOT_YET if mark else ''}"
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

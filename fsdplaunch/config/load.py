@@ -130,7 +130,10 @@ def stack(
     notes = tuple(note for layer in layers for note in layer.notes)
     if not unread:
         problems += _located(find_violations(context), values, text, broken)
-        notes = _in_order_of_weight([*notes, *_located(find_notes(context), values, text, broken)])
+        notes = in_order([*notes, *_located(find_notes(context), values, text, broken)])
+        notes = tuple(
+            sorted(notes, key=lambda note: note.id == "written-by-accelerate")
+        )  # in every such file: last
     if problems:
         raise ConfigError(problems, notes=notes)
     origins = {spec.path: values[spec.path].origin if spec.path in values else _DEFAULT for spec in all_keys()}
@@ -222,16 +225,9 @@ def _located(
     ]
 
 
-def _in_order_of_weight(notes: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Return notes in the order of their places; what accelerate writes into every file comes last."""
-    ordered = in_order(notes)
-    last = [note for note in ordered if note.id == "written-by-accelerate"]
-    return (*(note for note in ordered if note not in last), *last)
-
-
 def _problem(
     rule: str, violation: Violation, values: Mapping[KeyPath, SetValue], text: YamlText | None
 ) -> Problem:
     path = next((path for path in violation.about if path in values), violation.about[0])
-    place = values[path].place if path in values else TextPosition(source=text.source) if text else None
+    place = values[path].place if path in values else TextPosition(source=text.source if text else "")
     return Problem(id=rule, key=".".join(path), message=violation.message, hint=violation.hint, place=place)

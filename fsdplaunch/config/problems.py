@@ -40,12 +40,12 @@ class TextPosition:
     """Where a value is set.
 
     Attributes:
-        source: The file as the user named it, `env NAME`, or `command line`.
+        source: The file as the user named it, `env NAME`, or `command line`; "" for nowhere.
         line: From 1; None for what has no lines.
         col: From 1, in characters.
     """
 
-    source: str
+    source: str = ""
     line: int | None = None
     col: int | None = None
 
@@ -62,29 +62,14 @@ class Problem:
         key: The dotted key, or "" when it is the whole text's.
         message: What is wrong, with the value; lower case, no full stop.
         hint: What to do, or None.
-        place: Where, or None for a value that is not set anywhere.
+        place: Where; nowhere for a value that is not set.
     """
 
     id: str
     key: str
     message: str
     hint: str | None = None
-    place: TextPosition | None = None
-
-    @property
-    def file(self) -> str | None:
-        """Return the file, `env NAME` or `command line`."""
-        return self.place.source if self.place else None
-
-    @property
-    def line(self) -> int | None:
-        """Return line in the file, from 1."""
-        return self.place.line if self.place else None
-
-    @property
-    def col(self) -> int | None:
-        """Return the column in the line, from 1."""
-        return self.place.col if self.place else None
+    place: TextPosition = TextPosition()
 
     def __str__(self) -> str:
         text = f"{self.as_note()} [{self.id}]"
@@ -92,7 +77,7 @@ class Problem:
 
     def as_note(self) -> str:
         """Return one line: place, key and message."""
-        return ": ".join([*(str(part) for part in (self.place, self.key) if part), self.message])
+        return ": ".join(filter(None, [str(self.place), self.key, self.message]))
 
     def as_json(self) -> dict[str, str | int | None]:
         """Return what a program wants to know, for `--json`."""
@@ -101,9 +86,9 @@ class Problem:
             "key": self.key,
             "message": self.message,
             "hint": self.hint,
-            "file": self.file,
-            "line": self.line,
-            "col": self.col,
+            "file": self.place.source or None,
+            "line": self.place.line,
+            "col": self.place.col,
         }
 
 
@@ -124,15 +109,14 @@ class ConfigError(LaunchError):
         super().__init__(describe(self.problems))
 
 
-def _order(problem: Problem) -> tuple[bool, str, int, int]:
-    source = problem.file or ""
-    is_file = problem.line is not None
-    return not is_file, source, problem.line or 0, problem.col or 0
-
-
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     """Return problems or notes in the order of their places, the file's first."""
-    return tuple(sorted(problems, key=_order))
+
+    def order(problem: Problem) -> tuple[bool, str, int, int]:
+        place = problem.place
+        return place.line is None, place.source, place.line or 0, place.col or 0
+
+    return tuple(sorted(problems, key=order))
 
 
 def note_lines(notes: Sequence[Problem], *, file: object = None) -> list[str]:

@@ -157,11 +157,6 @@ def _tag_text(node: Node) -> str:
     return f"has the tag {node.tag.replace(TAG, '!!')}, which no key takes"
 
 
-def _whole(text: str) -> int:
-    bases = {"0o": 8, "0x": 16}
-    return int(text, bases.get(text[:2].lower(), 10))
-
-
 def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
     tag, text = node.tag.removeprefix(TAG), node.value
     if tag == "str" or (verbatim and tag in ("int", "float")):
@@ -169,7 +164,7 @@ def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
     makers: dict[str, Callable[[str], Any]] = {
         "null": lambda _: None,
         "bool": lambda word: word.lower() == "true",
-        "int": _whole,
+        "int": lambda word: int(word, {"0o": 8, "0x": 16}.get(word[:2].lower(), 10)),
         "float": lambda word: float(word.lower().replace(".inf", "inf").replace(".nan", "nan")),
     }
     if tag not in makers:
@@ -304,19 +299,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _resolvers() -> dict[str, Any]:
-    """Return both versions' plain scalars, by first character."""
-    old, new = yaml.SafeDumper.yaml_implicit_resolvers, _first_characters()
-    return {first: [*old.get(first, []), *new.get(first, [])] for first in {*old, *new}}
-
-
 def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     """Write a text; line breaks or control characters are escaped, so that it stays one line."""
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.yaml_implicit_resolvers = _resolvers()
+_old, _new = yaml.SafeDumper.yaml_implicit_resolvers, _first_characters()
+_Dumper.yaml_implicit_resolvers = {first: [*_old.get(first, []), *_new.get(first, [])] for first in {*_old, *_new}}
 _Dumper.add_representer(str, _text_node)
 
 

@@ -65,6 +65,19 @@ def main(argv: list[str]) -> None:
         sys.exit(status)
 
 
+_ENDS = (
+    PRINT_SHARDED,
+    PROCESSES_END,
+    FINISH_RECORD,
+    FINISH_MEASUREMENT,
+    THREADS_END,
+    FINISH_SAVES,  # a run whose last save failed has failed
+    REPORT_END,
+    RANK0_SAVES_END,
+)
+"""What is called at the end of the script, in this order, where something has imported it."""
+
+
 def _work(config: Config, target: ScriptTarget) -> None:
     if uses_xla(config):
         feature(XLA).set_up_xla(config, os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
@@ -85,14 +98,12 @@ def _work(config: Config, target: ScriptTarget) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    call_if_imported(PRINT_SHARDED)
-    call_if_imported(PROCESSES_END)
-    call_if_imported(FINISH_RECORD)
-    call_if_imported(FINISH_MEASUREMENT)
-    call_if_imported(THREADS_END)
-    call_if_imported(FINISH_SAVES)  # a run whose last save failed has failed
-    call_if_imported(REPORT_END)
-    call_if_imported(RANK0_SAVES_END)
+    _end(config, target)
+
+
+def _end(config: Config, target: ScriptTarget) -> None:
+    for end in _ENDS:
+        call_if_imported(end)
     if shards_models(config) and config.launch.shard != "off":
         from fsdplaunch.runtime.sharding_watch import check_sharded
 

@@ -25,13 +25,13 @@ _hidden: dict[str, str] = {}
 
 
 def hide_ranks() -> None:
-    """Take the variables that tell of several processes out of the environment; this package remembers them."""
+    """Take the variables that show several processes out of the environment; this package remembers them."""
     for name in [name for name in os.environ if _RANK_VARIABLE.fullmatch(name)]:
         _hidden[name] = os.environ.pop(name)
 
 
 def rank_variable(name: str) -> str | None:
-    """Return a variable that tells of several processes, hidden from the script or not; None if it is not set."""
+    """Return a variable that shows several processes, hidden from the script or not; None if it is not set."""
     return _hidden.get(name) or os.environ.get(name)
 
 

@@ -31,8 +31,8 @@ class Library:
 
     Attributes:
         name: Of the class that was built, as its users say it.
-        remedy: How it is told to shard.
-        replicates: Whether it keeps replicas, with DistributedDataParallel, unless it is told otherwise.
+        remedy: How to make it shard.
+        replicates: Whether it keeps replicas, with DistributedDataParallel, unless it is configured otherwise.
     """
 
     name: str
@@ -330,6 +330,6 @@ def _describe(model: nn.Module) -> None:
     from fsdplaunch.runtime.inspection.describe import announce, describe_seen
     from fsdplaunch.runtime.inspection.units import reshard
 
-    reshard(model)  # an evaluation may have left parameters gathered, which tell nothing
+    reshard(model)  # an evaluation may have left parameters gathered, which say nothing
     library = built_library()
     announce(describe_seen(model), f"by {sharded_by() if library is None else library.name}")

@@ -51,7 +51,7 @@ _NOTES = {
         "gradient.\nSet precision.output: fp32 for outputs in fp32, or give both to the loss in one dtype"
     ),
 }
-"""What torch says of these tells neither the cause nor the way out."""
+"""What torch says about these names neither the cause nor the way out."""
 
 
 @contextmanager

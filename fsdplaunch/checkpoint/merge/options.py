@@ -29,7 +29,7 @@ class MergeOptions:
         strip_wrappers: Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
         remove_checkpoint_dir: Delete the checkpoint after the result was verified.
         dtype: Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
-        only: Merge only the weights that fit one of these patterns; see `filters.py`.
+        only: Merge only the weights that fit one of these patterns; see `weight_names.matches`.
         exclude: Leave out the weights that fit one of these patterns.
         rename: OLD and NEW leading parts of names.
         keep_tied: Write a weight with several names under each of them instead of once.

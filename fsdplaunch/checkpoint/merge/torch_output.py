@@ -187,26 +187,18 @@ def _put(state: dict[Any, Any], path: NamePath, value: Any, name: str) -> None:
         leaf = following is None
         fresh = value if leaf else [] if type(following) is int else {}
         if type(key) is int:
-            place = _enter_list(place, key, fresh, name, leaf=leaf)
+            if not isinstance(place, list) or not 0 <= key < _MAX_LIST:
+                msg = f"{short(name)} stands at place {key} of something that is not a list"
+                raise CheckpointError(msg)
+            place.extend([None] * (key + 1 - len(place)))
+            if leaf or place[key] is None:
+                place[key] = fresh
         else:
-            place = _enter_dict(place, key, fresh, name, leaf=leaf)
-
-
-def _enter_dict(place: Any, key: str | int, fresh: Any, name: str, *, leaf: bool) -> Any:
-    if not isinstance(place, dict) or (leaf and key in place):
-        msg = f"{short(name)} stands where another entry is"
-        raise CheckpointError(msg)
-    return place.setdefault(key, fresh)
-
-
-def _enter_list(place: Any, key: int, fresh: Any, name: str, *, leaf: bool) -> Any:
-    if not isinstance(place, list) or not 0 <= key < _MAX_LIST:
-        msg = f"{short(name)} stands at place {key} of something that is not a list"
-        raise CheckpointError(msg)
-    place.extend([None] * (key + 1 - len(place)))
-    if leaf or place[key] is None:
-        place[key] = fresh
-    return place[key]
+            if not isinstance(place, dict) or (leaf and key in place):
+                msg = f"{short(name)} stands where another entry is"
+                raise CheckpointError(msg)
+            place.setdefault(key, fresh)
+        place = place[key]
 
 
 def total_bytes(index: CheckpointIndex) -> int:

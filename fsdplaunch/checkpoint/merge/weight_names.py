@@ -138,7 +138,7 @@ def select_weights(
         index: The checkpoint.
         where: The checkpoint, for messages.
         strip_wrappers: Take the wrappers of training out of names.
-        only: Patterns of the names to merge, see `filters.py`; none means all.
+        only: Patterns of the names to merge, see `matches`; none means all.
         exclude: Patterns of the names to leave out.
         renames: OLD and NEW leading parts of names, applied last.
 

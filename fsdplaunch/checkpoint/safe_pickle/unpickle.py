@@ -34,7 +34,7 @@ class PickledCallable:
         call: What stands for calling it, given checked positional arguments; None when it may not be called.
         new: What makes an empty record for NEWOBJ; None when that is not allowed.
         any_arguments: NEWOBJ may bring arguments, which are dropped.
-        fuse: What may read several records at once from where its name was recalled; `record_patterns.py`.
+        fuse: What may read several records at once from where its name was recalled.
     """
 
     name: str
@@ -383,7 +383,7 @@ def unpickle(
 
     Args:
         data: The pickle, protocol 2 to 5.
-        names: What stands for each `(module, name)`: a `Maker`, or a constant.
+        names: What stands for each `(module, name)`: a `PickledCallable`, or a constant.
         persistent: What makes an object of a persistent id (a tuple), if such ids may occur.
         unknown: What stands for a name that is not in `names`; the default refuses it.
         where: Which file this is, for messages.

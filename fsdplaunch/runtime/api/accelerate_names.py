@@ -226,7 +226,7 @@ def fsdp2_apply_ac(
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """Return a function that tells for each module of a model whether it becomes a unit; None for NO_WRAP.
+    """Return a function from each module of a model to whether it becomes a unit; None for NO_WRAP.
 
     Args:
         fsdp2_plugin: The plugin, or an accelerator that has one, or None for the launch's.
@@ -336,7 +336,7 @@ def save_fsdp_model(
 
     Raises:
         CheckpointError: It cannot be written.
-        UsageError: The adapters of a PEFT model cannot be told apart in that form.
+        UsageError: The adapters of a PEFT model cannot be distinguished in that form.
     """
     kind = _form(model, accelerator, fsdp_plugin)
     folder = _made(output_dir)

@@ -52,7 +52,7 @@ def prepare(
     values (so that all ranks start from one model) and the master dtype, and are sharded. Then optimizers
     are moved to the sharded parameters, by name and with their state, and everything is checked: the shards of all
     ranks add up to the full model, replicas are alike, and every optimizer trains prepared parameters only.
-    `describe` tells what came out.
+    `describe` returns what came out.
 
     Args:
         objects: Models, optimizers, data loaders and schedulers. Models already sharded stay as they are.
@@ -128,7 +128,7 @@ def _shard_models(
 
 @cache
 def _check_torch() -> None:
-    """Refuse a torch that is too old, and tell of one that was not tested, unless the launcher has."""
+    """Refuse a torch that is too old, and warn about one that was not tested, unless the launcher has."""
     found = mismatch(torch.__version__)
     if found is not None:
         found.raise_if_fatal()

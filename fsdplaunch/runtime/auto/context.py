@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdplaunch.config.schema.config import Config
@@ -16,10 +17,12 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.batch.streams import RngStreams
 from fsdplaunch.runtime.auto.model.who_shards import Ownership
 from fsdplaunch.runtime.auto.rank0.position import Position, trains_shards
-from fsdplaunch.runtime.inspection.module_registry import ModuleRegistry
+from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import seed_by_chance
 from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
+from fsdplaunch.runtime.sharding.wrap import runs
+from fsdplaunch.runtime.torch_internals.modules import is_built, own_children, own_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tensors_held
 
 _LOOKED_AT = 2
@@ -105,6 +108,56 @@ def _fingerprint(tensor: torch.Tensor) -> float:
         return float(tensor.detach().double().sum())
     values = tensor.detach().double().flatten()
     return float(values @ torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt())
+
+
+class ModuleRegistry:
+    """The modules that were made and are alive, held weakly, to find the model that a parameter belongs to."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[nn.Module]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Remember a module, weakly."""
+        key = id(module)
+        self._refs[key] = weakref.ref(module, lambda _: self._refs.pop(key, None))
+
+    def alive(self) -> list[nn.Module]:
+        """Return all modules."""
+        found = (ref() for ref in list(self._refs.values()))
+        return [module for module in found if module is not None and is_built(module)]
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Return whether no module that can be called holds this one, directly or further up."""
+        return module in self._tops([module])
+
+    def roots_of(self, params: Iterable[Any]) -> tuple[list[nn.Module], list[Any]]:
+        """Return the models that hold these parameters, and the parameters that no module holds."""
+        wanted = {id(param): param for param in params}
+        held = {module: {id(param) for _, param in own_parameters(module)} for module in self.alive()}
+        holders = [module for module, own in held.items() if own & wanted.keys()]
+        found = {key for module in holders for key in held[module]}
+        return self._tops(holders), [param for key, param in wanted.items() if key not in found]
+
+    def _tops(self, modules: list[nn.Module]) -> list[nn.Module]:
+        """Return the outermost callable modules above the given ones, without torch.compile's wrappers."""
+        parents: dict[int, list[nn.Module]] = {}
+        for module in self.alive():
+            if not isinstance(module, DistributedDataParallel):  # stands around a model, and is none
+                for _, child in own_children(module):
+                    parents.setdefault(id(child), []).append(module)
+        tops = (unwrapped(_highest(module, parents)) for module in modules)
+        return list({id(top): top for top in tops}.values())
+
+
+def _highest(module: nn.Module, parents: dict[int, list[nn.Module]]) -> nn.Module:
+    """Return the last callable module on the way up: lists and plain holders of models are not models."""
+    level, seen, best = [module], {id(module)}, module
+    while level:
+        above = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
+        seen.update(id(p) for p in above)
+        best = next((p for p in above if runs(p)), best)
+        level = above
+    return best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

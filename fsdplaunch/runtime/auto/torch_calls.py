@@ -1,6 +1,6 @@
 """Calls of torch that are given shards: optimizer steps, clipping, functional calls, collectives. Rule 3.
 
-Torch's own optimizers step on local shards (`sharding.local_steps`), and one that looks at full tensors, as LBFGS,
+Torch's own optimizers step on local shards (`sharding.optimizers`), and one that looks at full tensors, as LBFGS,
 Adafactor, Muon or a script's own do, gets them (`torch_function`).
 """
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other: the first one's value or tensors, any one's value or failure."""
+"""What the ranks of a group exchange: the first one's value or tensors, any one's value or failure."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -24,7 +24,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.torch_internals.distributed import default_store, default_timeout
 
-TELL_SECONDS = 10.0
+WARN_SECONDS = 10.0
 """How long every rank must have stood in one place."""
 AGAIN_SECONDS = 2.0
 """How long rank 0 must have seen the others there."""
@@ -37,7 +37,7 @@ class MismatchedCollectives:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.noted = self.told = False
+        self.noted = self.warned = False
         self.seen: tuple[list[str], float] | None = None
 
     def stay(self, frame: FrameType, line: str, seconds: float) -> None:
@@ -48,7 +48,7 @@ class MismatchedCollectives:
             line: The user's.
             seconds: How long.
         """
-        if self.told or seconds < TELL_SECONDS or not frame.f_code.co_filename.startswith(_COLLECTIVES):
+        if self.warned or seconds < WARN_SECONDS or not frame.f_code.co_filename.startswith(_COLLECTIVES):
             return
         if not self.noted:
             self.store.set(_key(dist.get_rank()), line)
@@ -71,15 +71,15 @@ class MismatchedCollectives:
         if _GONE in lines or self.seen is None or self.seen[0] != lines:
             self.seen = (lines, time.monotonic())
         elif len({*lines}) > 1 and time.monotonic() - self.seen[1] > AGAIN_SECONDS:
-            self.told = True
-            _tell(lines)
+            self.warned = True
+            _warn(lines)
 
 
 def _key(rank: int) -> str:
     return f"fsdplaunch/stuck/{rank}"
 
 
-def _tell(lines: list[str]) -> None:
+def _warn(lines: list[str]) -> None:
     where = [
         f"rank {listed([str(rank) for rank, at in enumerate(lines) if at == line], 3)} at {line}"
         for line in dict.fromkeys(lines)

@@ -47,7 +47,7 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     _adapt_fsdp1_when_built(on_cpu=on_cpu)
     answer_fsdp1_calls()
     clear_gradients_of_shards()
-    on_sharding(watch_main_thread)  # a call that only some ranks make is told from where the others wait
+    on_sharding(watch_main_thread)  # where others wait shows a call that only some ranks make
 
 
 @functools.cache
@@ -274,7 +274,7 @@ def _shards_behind(module: nn.Module) -> Iterator[Any]:
 
 
 def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
-    """Return the groups of a model's units; what was found once is known, for this stands in every step."""
+    """Return the groups of a model's units; looked up once, because this runs in every step."""
     from fsdplaunch.runtime.torch_internals.fsdp import group_refs
 
     if model not in _groups:

@@ -73,7 +73,7 @@ def own_memory(model: nn.Module) -> Iterator[None]:
 def shard_on_cpu() -> None:
     """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
 
-    There torch wants to be told the device, and refuses two options: values are sent from rank 0 here
+    There torch needs the device by name, and refuses two options: values are sent from rank 0 here
     (`sync_module_states`), and offloading has nothing to do. HYBRID_SHARD divides a model over a node's devices,
     and a node has one CPU: over its ranks here.
     """

@@ -130,7 +130,7 @@ def _adapt_hub(serialization: Any) -> None:
 
 
 def _save_model(save: Any, self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-    """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
+    """Let the Trainer save the model where it is to keep checkpoints as shards: when asked, and at the end.
 
     Checkpoints before the last stay shards, as configured.
     """

@@ -1,4 +1,8 @@
-"""At most one save that is made while training goes on: copied, written, put in place by a thread of its own."""
+"""At most one save that is made while training goes on: copied, written, put in place by a thread of its own.
+
+`dcp.async_save` copies before it returns, or leaves it to the script to wait before its next step; it writes no
+full or flat states, and its ranks gather all their plans. Here the optimizer's step waits by itself, if it must.
+"""
 
 import atexit
 import ctypes

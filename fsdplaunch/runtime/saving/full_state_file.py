@@ -1,4 +1,8 @@
-"""Full tensors of a sharded state in one file, torch's or safetensors', gathered to rank 0 one at a time."""
+"""Full tensors of a sharded state in one file, torch's or safetensors', gathered to rank 0 one at a time.
+
+`torch.save` wants all of them in memory; under `torch.serialization.skip_data` it leaves room for tensors that are
+filled in later, but writes no checksum of them.
+"""
 
 import collections
 import io

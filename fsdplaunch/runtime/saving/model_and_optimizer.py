@@ -46,7 +46,10 @@ from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 from fsdplaunch.runtime.torch_internals.fsdp import shows_original_parameters
 
 State = dict[str, Any]
-_OPTIMIZER, _STATES = "optimizer", "state"
+MODEL = "pytorch_model_fsdp"
+OPTIMIZER = "optimizer"
+_STATES = "optimizer.state."
+"""What the flattened names of parameters' states in a sharded checkpoint begin with."""
 _SHOWN = 4
 
 
@@ -81,15 +84,14 @@ def _absent(state: State, folder: Path, reader: SafeReader, *, strict: bool) -> 
         outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
         own, wanted = ({name.removeprefix(outer) for name in names} for names in (stored, needed))
         check_names(own, wanted, folder)
-    elif _STATES in state.get(_OPTIMIZER, {}):
+    elif "state" in state.get("optimizer", {}):
         check_names(_owners(stored) - _owners(needed), set(), folder)  # state may be missing, not left over
     return needed - stored
 
 
 def _owners(keys: Iterable[str]) -> set[str]:
     """Return the parameters whose optimizer state some flattened keys are of."""
-    start = f"{_OPTIMIZER}.{_STATES}."
-    return {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+    return {key.removeprefix(_STATES).rpartition(".")[0] for key in keys if key.startswith(_STATES)}
 
 
 def check_names(stored: set[str], needed: set[str], where: Path) -> None:
@@ -188,10 +190,6 @@ def own_shard(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
         return value
     shards = value.local_shards()
     return shards[0].tensor if shards else torch.empty(0)
-
-
-MODEL = "pytorch_model_fsdp"
-OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +320,7 @@ def load_optimizer(
         if sharded.is_dir() and not (kind == "FULL_STATE_DICT" and full.exists()):
             state = renamed_optimizer(state, clean_name)
             absent = read_sharded({"optimizer": state}, sharded, strict=False)
-            stateless = {name for name in own_names if any(key.startswith(_state_of(name)) for key in absent)}
+            stateless = {name for name in own_names if any(key.startswith(f"{_STATES}{name}.") for key in absent)}
             options = None
         else:
             # A file that accelerate wrote under FSDP1 has one step count for all parameters of a unit.
@@ -336,11 +334,6 @@ def load_optimizer(
     for name, param in named_parameters(model):
         if name in stateless:  # it had never had a gradient when the checkpoint was saved
             optimizer.state.pop(param, None)
-
-
-def _state_of(name: str) -> str:
-    """Return what the flattened names of a parameter's state in a sharded checkpoint begin with."""
-    return f"optimizer.state.{name}."
 
 
 def _stateless(full: State, names: Iterable[str]) -> set[str]:

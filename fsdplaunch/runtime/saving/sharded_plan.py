@@ -6,7 +6,7 @@ every rank what all of them hold.
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,44 +66,26 @@ class Layout:
         self.copies = frozenset(number for number, each in enumerate(self.chunks) if len(each.holders) > 1)
 
 
-class Layouts:
-    """Finds layouts, each once: a model's layers repeat them.
+def _describe(value: Any, world: int) -> tuple[Any, Callable[[], Iterable[tuple[int, Numbers | None, Numbers]]]]:
+    """Return what is equal for values of one layout on all ranks, and what yields rank, place and sizes of chunks.
 
-    Args:
-        world: How many ranks there are.
+    Raises:
+        UnknownLayoutError: This rank cannot know what the others hold of it.
     """
-
-    def __init__(self, world: int) -> None:
-        self._world = world
-        self._known: dict[Any, Layout] = {}
-
-    def find(self, value: Any) -> tuple[Any, Layout]:
-        """Return what is equal for values of one layout on all ranks, and the layout.
-
-        Raises:
-            UnknownLayoutError: This rank cannot know what the others hold of it.
-        """
-        key, held = self._describe(value)
-        layout = self._known.get(key)
-        if layout is None:
-            layout = self._known[key] = Layout(held(), self._world)
-        return key, layout
-
-    def _describe(self, value: Any) -> tuple[Any, Any]:
-        if isinstance(value, DTensor):
-            shape, ranks, splits = tuple(value.shape), value.device_mesh.mesh, _splits(value)
-            if sorted(ranks.flatten().tolist()) != list(range(self._world)):
-                msg = "a tensor's mesh does not hold all ranks"
-                raise UnknownLayoutError(msg)
-            key = (shape, tuple(ranks.shape), tuple(ranks.flatten().tolist()), splits)
-            return key, lambda: _of_mesh(shape, ranks, splits)
-        if isinstance(value, ShardedTensor):
-            shards = _shards(value)
-            return shards, lambda: shards
-        if isinstance(value, torch.Tensor):
-            shape = tuple(value.shape)
-            return shape, lambda: ((rank, (0,) * len(shape), shape) for rank in range(self._world))
-        return None, lambda: ((rank, None, ()) for rank in range(self._world))
+    if isinstance(value, DTensor):
+        shape, ranks, splits = tuple(value.shape), value.device_mesh.mesh, _splits(value)
+        if sorted(ranks.flatten().tolist()) != list(range(world)):
+            msg = "a tensor's mesh does not hold all ranks"
+            raise UnknownLayoutError(msg)
+        key = (shape, tuple(ranks.shape), tuple(ranks.flatten().tolist()), splits)
+        return key, lambda: _of_mesh(shape, ranks, splits)
+    if isinstance(value, ShardedTensor):
+        shards = _shards(value)
+        return shards, lambda: shards
+    if isinstance(value, torch.Tensor):
+        shape = tuple(value.shape)
+        return shape, lambda: ((rank, (0,) * len(shape), shape) for rank in range(world))
+    return None, lambda: ((rank, None, ()) for rank in range(world))
 
 
 def _splits(tensor: DTensor) -> tuple[int | None, ...]:
@@ -190,12 +172,15 @@ class SharedPlan:
     """
 
     def __init__(self, state: Mapping[str, Any], paths: Mapping[str, Any], world: int) -> None:
-        layouts, digest = Layouts(world), hashlib.sha256(repr((world, sorted(paths.items()))).encode())
+        digest = hashlib.sha256(repr((world, sorted(paths.items()))).encode())
+        layouts: dict[Any, Layout] = {}  # a model's layers repeat them
         self.world, self.paths = world, paths
         self.entries: list[Entry] = []
         for name, value in state.items():
-            key, layout = layouts.find(value)
-            entry = _entry(name, value, layout)
+            key, held = _describe(value, world)
+            if key not in layouts:
+                layouts[key] = Layout(held(), world)
+            entry = _entry(name, value, layouts[key])
             digest.update(repr((name, type(value).__name__ if entry.size else "", entry.properties, key)).encode())
             self.entries.append(entry)
         self.digest = digest.digest()

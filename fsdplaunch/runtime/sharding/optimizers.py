@@ -26,7 +26,7 @@ from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placeme
 from fsdplaunch.runtime.torch_internals.tensors import note_changes
 
 ORIGIN = "fsdplaunch_origin"
-"""Attribute of a full parameter that tells what became of it; optimizers may be prepared later than models."""
+"""Attribute of a full parameter that says what became of it; optimizers may be prepared later than models."""
 
 State = dict[str, Any]
 
@@ -87,7 +87,7 @@ def sharded_home(param: torch.Tensor) -> nn.Module | None:
 
 
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
-    """Exchange an optimizer's parameters, and the state it has for them, for the sharded ones, in place.
+    """Replace an optimizer's parameters, and the state it has for them, by the sharded ones, in place.
 
     Args:
         optimizer: Built on the full parameters, or already on the sharded ones.
@@ -198,7 +198,6 @@ _FUNCTIONS = (
     *("nadam", "radam", "rmsprop", "rprop", "sgd"),
 )
 """Each in a module of its name: it gets lists of parameters, gradients and state, and goes by element."""
-_MODULES = frozenset(f"torch.optim.{name}" for name in _FUNCTIONS)
 
 
 @contextmanager

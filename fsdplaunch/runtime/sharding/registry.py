@@ -62,7 +62,7 @@ class ShardedModel:
     """How one model was sharded.
 
     Attributes:
-        plugin: What the settings came from; it tells how to save.
+        plugin: What the settings came from; it says how to save.
         settings: As configured.
         mesh: The ranks' layout.
         device: Where this worker computes.

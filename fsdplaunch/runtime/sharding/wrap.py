@@ -141,8 +141,10 @@ def as_recursive(policy: Callable[..., Any]) -> RecursivePolicy | None:
         params = inspect.signature(policy).parameters
     except (TypeError, ValueError):  # of a builtin, which has no names to look at
         return None
-    if _by_name(params) is not None:
-        return _called_by_name(policy, str(_by_name(params)))
+    recurse = params.get("recurse")
+    if recurse is not None and recurse.kind is Parameter.KEYWORD_ONLY:
+        numel = next((name for name in _NUMEL if name in params), _NUMEL[0])
+        return lambda module, recurse, number: policy(module, recurse=recurse, **{numel: number})
     positional = [each for each in params.values() if each.kind in _POSITIONAL]
     required = [each for each in positional if each.default is Parameter.empty]
     if any(each.kind is Parameter.VAR_POSITIONAL for each in params.values()):
@@ -150,21 +152,6 @@ def as_recursive(policy: Callable[..., Any]) -> RecursivePolicy | None:
     else:
         is_recursive = len(positional) >= _ARGUMENTS and (len(required) > 1 or positional[1].name == "recurse")
     return policy if is_recursive else None
-
-
-def _by_name(params: Any) -> str | None:
-    """Return what the last argument is called where the arguments can be given by name only."""
-    recurse = params.get("recurse")
-    if recurse is None or recurse.kind is not Parameter.KEYWORD_ONLY:
-        return None
-    return next((name for name in _NUMEL if name in params), _NUMEL[0])
-
-
-def _called_by_name(policy: Callable[..., Any], numel: str) -> RecursivePolicy:
-    def call(module: nn.Module, recurse: bool, nonwrapped_numel: int, /) -> Any:
-        return policy(module, recurse=recurse, **{numel: nonwrapped_numel})
-
-    return call
 
 
 def torch_form(policy: Callable[..., Any]) -> Callable[..., Any]:

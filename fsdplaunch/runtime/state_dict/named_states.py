@@ -104,15 +104,6 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[str] | None:
     return [names[id(param)] for param in params]
 
 
-__all__ = [
-    "cut_to_shard",
-    "full_optim_state_dict",
-    "rekey_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "unshare_counts",
-]
-
 OptimInput = Iterable[Any] | None
 
 
@@ -139,7 +130,8 @@ def full_optim_state_dict(
         prepared = registered(model)
         configured = None if prepared is None else prepared.plugin.optim_state_dict_config
         rank0_only = configured.rank0_only if isinstance(configured, FullOptimStateDictConfig) else True
-    # With the move to the host torch gathers on rank 0 only; see state_dicts for why FSDP1 must not do it.
+    # With the move to the host torch gathers on rank 0 only. FSDP1 must not move what is there already: up to
+    # torch 2.13 the process dies of it.
     to_host = rank0_only and not (fsdp1_wrappers(model) and not torch.cuda.is_available())
     options = StateDictOptions(full_state_dict=True, cpu_offload=to_host)
     with quiet_torch(), left_out_frozen(model, optim):

@@ -234,7 +234,7 @@ def is_in_pass(module: nn.Module) -> bool:
 
 
 def pass_look(module: Any) -> Callable[[], bool]:
-    """Return what tells at any later time whether a unit is in a pass, at the least cost.
+    """Return a function that returns at any later time whether a unit is in a pass, at the least cost.
 
     One that is shown as it was before it was sharded is in none.
     """
@@ -572,12 +572,7 @@ def shards_by_place(module: Any) -> dict[tuple[int, str], Any]:
 
     In a pass the modules have gathered ones in their place.
     """
-    found: dict[tuple[int, str], Any] = {}
-    for param in (param for group in param_groups(module) for param in group.fsdp_params):
-        info = param._module_info
-        holders = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-        found |= {(id(holder), name): param.sharded_param for holder, name in holders}
-    return found
+    return {(id(holder), name): shard for shard, places in places_of_shards(module) for holder, name in places}
 
 
 def suspend_unit(unit: Any) -> Callable[[], None]:

@@ -35,7 +35,7 @@ __all__ = [
 ]
 """Torch's own, under plain names."""
 SEND_STATES = (utils, "_sync_module_states")
-"""What sends rank 0's parameters and buffers to the others, but those it is told to ignore."""
+"""What sends rank 0's parameters and buffers to the others, except those it is to ignore."""
 BUILTIN_HOOK = "_register_builtin_comm_hook"
 """The method of DistributedDataParallel that has C++ average gradients, by a kind of hook."""
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"

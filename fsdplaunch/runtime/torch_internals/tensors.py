@@ -101,10 +101,6 @@ def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
     return None if torch.compiler.is_compiling() else apart_from_parameters(output)
 
 
-_instead_of: dict[int, Callable[..., Any]] = {}
-"""By the identity of what stands for a function of torch written in Python: that function."""
-
-
 def known_to_scripts(owner: Any, original: Any) -> bool:
     """Return whether a thing is a function of torch, which scripted code may name.
 
@@ -122,21 +118,12 @@ def scripted_as(instead: Any, original: Any) -> None:
     builtins: Any = torch.jit._builtins
     if name := builtins._find_builtin(original):
         builtins._register_builtin(instead, name)
-    else:
-        _instead_of[id(instead)] = original
 
 
 def not_scripted(instead: Any) -> None:
-    """Forget what `scripted_as` was told."""
+    """Undo what `scripted_as` has done."""
     builtins: Any = torch.jit._builtins
     builtins._get_builtin_table().pop(id(instead), None)
-    _instead_of.pop(id(instead), None)
-
-
-def _original(function: Any) -> Any:
-    while id(function) in _instead_of:
-        function = _instead_of[id(function)]
-    return function
 
 
 def is_in_transform(*, forward: bool = True) -> bool:

@@ -13,7 +13,7 @@ def begin_process(local_rank: int, local_processes: int) -> None:
 
 
 def is_xla_shard(tensor: torch.Tensor) -> bool:
-    """Tell whether a parameter is a shard that `XlaFullyShardedDataParallel` keeps."""
+    """Return whether a parameter is a shard that `XlaFullyShardedDataParallel` keeps."""
     return hasattr(tensor, "_is_sharded")
 
 

@@ -80,7 +80,7 @@ def test_an_empty_text_says_nothing(text):
 def test_a_byte_order_mark_is_skipped():
     assert values("\ufeffa: 1\n".encode()) == {"a": 1}
     read = read_text("\ufeffa: [1\n".encode(), "x")
-    assert read.problems[0].line == 2
+    assert read.problems[0].place.line == 2
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_byte_order_mark_is_skipped():
 )
 def test_a_fault_of_the_text_is_named_with_its_place(text, rule, line, col, words):
     problem = only_problem(text)
-    assert (problem.id, problem.line) == (rule, line)
+    assert (problem.id, problem.place.line) == (rule, line)
     assert words in problem.message
     if col is not None:
-        assert problem.col == col
+        assert problem.place.col == col
 
 
 def test_bytes_that_are_not_utf_8_are_a_problem():

@@ -6,14 +6,10 @@ from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.names import find_bare, find_key, key_prefix, spellings
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import (
-    Config,
     all_keys,
     build_config,
-    field_name,
     keys_by_path,
-    own_sections,
     section_classes,
-    value_at,
 )
 
 
@@ -89,61 +85,3 @@ def test_every_key_refuses_what_is_no_value_of_it():
         for nonsense in (object(), b"x", {(1,): object()}):
             with pytest.raises(ValueError):
                 spec.key.kind.parse(nonsense)
-
-
-def test_own_sections_are_those_that_accelerate_lacks():
-    sections = ("launch", "precision", "sharding", "checkpoint", "slurm", "kubernetes", "ssh", "xla")
-    assert own_sections() == sections
-
-
-def test_keys_of_a_section_share_its_prefix():
-    prefixes = {name: key_prefix(name) for name in ("", *section_classes()) if key_prefix(name)}
-    assert prefixes == {
-        "fsdp_config": "fsdp_",
-        "parallelism_config": "parallelism_config_",
-        "fp8_config": "fp8_",
-        "dynamo_config": "dynamo_",
-    }
-
-
-def test_a_keyword_is_a_key():
-    config = build_config({("checkpoint", "async"): True})
-    assert config.checkpoint.async_ is True
-    assert value_at(config, ("checkpoint", "async")) is True
-    assert field_name("dir") == "dir"
-
-
-def test_the_environment_names_are_those_accelerate_reads():
-    names = {spec.name: spec.env for spec in all_keys()}
-    assert names["fsdp_transformer_layer_cls_to_wrap"] == "FSDP_TRANSFORMER_CLS_TO_WRAP"
-    assert names["amax_history_length"] == "ACCELERATE_FP8_AMAX_HISTORY_LEN"
-    assert names["amax_compute_algorithm"] == "ACCELERATE_FP8_AMAX_COMPUTE_ALGO"
-    assert names["optimization_level"] == "ACCELERATE_FP8_OPT_LEVEL"
-    assert names["fp8_format"] == "ACCELERATE_FP8_FORMAT"
-    assert names["enable_cpu_affinity"] == "ACCELERATE_CPU_AFFINITY"
-
-
-def test_resolving_twice_changes_nothing():
-    assert resolve(resolve(Config())) == resolve(Config())
-
-
-def test_keys_that_nodes_of_one_run_may_set_differently():
-    assert {spec.dotted for spec in all_keys() if spec.key.per_node} == {
-        "machine_rank",
-        "gpu_ids",
-        "main_process_ip",
-        "main_process_port",
-        "num_processes",
-        "launch.keep_warm_seconds",
-        "launch.local_address",
-        "launch.network_interface",
-        "launch.rendezvous_endpoint",
-        "launch.log_dir",
-        "launch.secret_file",
-        "launch.show_local_ranks",
-        "launch.workers_per_node",
-        "ssh.hosts",
-        "ssh.hostfile",
-        "xla.processes_per_host",
-        "xla.cpu_devices",
-    }
