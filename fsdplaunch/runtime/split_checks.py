@@ -133,15 +133,8 @@ def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return distance > tolerance**2 * size
 
 
-def _activations(value: Any) -> list[torch.Tensor]:
-    """Return the activations in a model's output."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for item in value for tensor in _activations(item)]
+def _activations(output: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
 
 
 def draw_alike(axis: DeviceMesh) -> None:

@@ -332,9 +332,7 @@ def split_blocks(
     """
     sequences = SplitSequences(axis=axis, way=way)
     found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
-    blocks = [
-        block for block in found if any(True for _ in block.children())
-    ]  # no embeddings
+    blocks = [block for block in found if any(True for _ in block.children())]  # no embeddings
     if not blocks:
         msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
         raise ShardingError(msg, hint="name them in fsdp_transformer_layer_cls_to_wrap, or leave cp_size out")
