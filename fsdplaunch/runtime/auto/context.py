@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,7 @@ class HookContext:
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
         batches: How far training is, and what passes are given.
-        full: In a transform of torch.func, what stands for each shard of these models, by its identity.
+        undo: Takes away at the end what hooks have replaced later than at the start.
     """
 
     config: Config
@@ -153,7 +154,7 @@ class HookContext:
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
     batches: Progress = field(default_factory=Progress)
-    full: dict[int, torch.Tensor] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
 
     @property
     def keeps_batch(self) -> bool:

@@ -8,10 +8,9 @@ gradients. Ranks that the script would spawn run in the workers that the launche
 import functools
 import inspect
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,19 +26,20 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.api.gradients import average_gradients, average_local_gradients
+from fsdplaunch.runtime.api.gradients import average_gradients
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.who_shards import Ownership
+from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
 from fsdplaunch.runtime.auto.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
 from fsdplaunch.runtime.auto.rank0.position import changes
-from fsdplaunch.runtime.inspection.parameters import parameters_of
-from fsdplaunch.runtime.inspection.units import original_class
+from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
+from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit, original_class
 from fsdplaunch.runtime.messages import is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced, replaced_once_imported
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.sharding.gradients import agree_on_unused, hook_local_gradients
+from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
 from fsdplaunch.runtime.torch_internals.modules import (
     BUILTIN_HOOK,
     IGNORED_NAMES,
-    SEND_STATES,
     compiled_module,
     joins,
     untraced,
@@ -51,42 +51,38 @@ _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 """The methods that divide work over ranks; those of the optimizer's class stand in their place."""
 
 
-@contextmanager
-def stepping_shards_plainly(ownership: Ownership) -> Iterator[None]:
-    """Exchange the class of each ZeroRedundancyOptimizer that is built over shards."""
+def build_zero(original: Any, hook_context: HookContext) -> Any:
+    """Make the constructor of a ZeroRedundancyOptimizer, which becomes the optimizer that it is to wrap.
 
-    def build(original: Any) -> Any:
-        def __init__(  # noqa: N807
-            self: Any,
-            params: Any,
-            optimizer_class: type[Optimizer],
-            process_group: Any = None,
-            parameters_as_bucket_view: bool = False,
-            overlap_with_ddp: bool = False,
-            **defaults: Any,
-        ) -> None:
-            if ownership.ours is False:
-                how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
-                original(self, params, optimizer_class, *how, **defaults)
-                return
-            if overlap_with_ddp:
-                what = "builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
-                msg = f"{script_line()} {what}"
-                raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
-            self.__class__ = _plain(type(self), optimizer_class)
-            optimizer_class.__init__(self, params, **defaults)
+    It gives each rank some parameters to step and sends them to the others. A rank has a shard of every parameter
+    instead, and its optimizer the state of that shard: nothing is left to divide.
+    """
 
-        return __init__
+    def __init__(  # noqa: N807
+        self: Any,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if hook_context.ownership.ours is False:
+            how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
+            original(self, params, optimizer_class, *how, **defaults)
+            return
+        if overlap_with_ddp:
+            what = "builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
+            msg = f"{script_line()} {what}"
+            raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
+        self.__class__ = _plain(type(self), optimizer_class)
+        optimizer_class.__init__(self, params, **defaults)
 
-    module = "torch.distributed.optim.zero_redundancy_optimizer"
-    with replaced_once_imported(module, "ZeroRedundancyOptimizer.__init__", build):
-        yield
+    return __init__
 
 
 def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
     """Return a class of both, whose methods are those of `kind`; named as it is, for what goes by names."""
-    from torch.distributed.algorithms.join import JoinHook
-
     return type(
         kind.__name__,
         (zero, kind),
@@ -110,26 +106,16 @@ _started: dict[BaseProcess, str] = {}
 """What is to be said of a process of the script's, if it would have joined ranks."""
 
 
-@contextmanager
-def running_spawned_ranks() -> Iterator[None]:
-    """Let `mp.spawn` of a script's ranks run this worker's; refuse a group in processes started in another way."""
-    with (
-        replaced(torch.multiprocessing, "spawn", _spawn),
-        replaced(sys.modules["torch.multiprocessing.spawn"], "spawn", _spawn),
-        replaced(BaseProcess, "start", _start),
-        replaced(BaseProcess, "join", _join),
-    ):
-        yield
-
-
 def raise_refused() -> None:
     """Wait for the processes that the ended script has started, as the interpreter does: not for daemons.
 
     Raises:
         ShardingError: One of them would have joined ranks.
     """
-    for process in list(_started):
+    for process, message in _started.items():
         process.join(0 if process.daemon else None)
+        if process.exitcode == _REFUSED:
+            raise ShardingError(message, hint=_HINT)
 
 
 def _may_join_ranks(function: Any) -> bool:
@@ -155,8 +141,13 @@ class _Ended:
         return True
 
 
-def _spawn(original: Any) -> Any:
-    @functools.wraps(original)
+def spawn_ranks(original: Any, _: HookContext) -> Any:
+    """Make `torch.multiprocessing.spawn`: what a script starts as its ranks this worker runs itself.
+
+    Each of the launcher's workers would start them: these know nothing of the launch, and wait for each other at
+    one port. Ranks that are started in another way are refused where they would join a group.
+    """
+
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
         if not _may_join_ranks(fn):
             return original(fn, args, nprocs, join, *more, **kwargs)
@@ -171,8 +162,9 @@ def _spawn(original: Any) -> Any:
     return spawn
 
 
-def _start(original: Any) -> Any:
-    @functools.wraps(original)
+def start_process(original: Any, _: HookContext) -> Any:
+    """Make `Process.start`: a process of the script's may do anything but join ranks."""
+
     def start(self: Any) -> None:
         target = getattr(self, "_target", None)
         if _may_join_ranks(target):
@@ -182,17 +174,6 @@ def _start(original: Any) -> Any:
         original(self)
 
     return start
-
-
-def _join(original: Any) -> Any:
-    @functools.wraps(original)
-    def join(self: Any, timeout: float | None = None) -> None:
-        original(self, timeout)
-        message = None if self.exitcode is None else _started.pop(self, None)
-        if message is not None and self.exitcode == _REFUSED:
-            raise ShardingError(message, hint=_HINT)
-
-    return join
 
 
 class _WithoutGroup:
@@ -216,46 +197,25 @@ _IGNORED = "params_and_buffers_to_ignore"
 """The argument by which what sends rank 0's state leaves tensors out."""
 
 
-@contextmanager
-def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
-    """Shard what a script, or a library, gives to DistributedDataParallel; run the ranks that a script spawns."""
+def construct(original: Any, hook_context: HookContext) -> Any:
+    """Make the constructor of DistributedDataParallel, which shards what it is given."""
+    signature = inspect.signature(original)
+    for name, make in METHODS.items():
+        hook_context.undo.enter_context(replaced(DistributedDataParallel, name, make))
 
-    def build(original: Any) -> Any:
-        signature = inspect.signature(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        if _shard(bound.arguments["module"], bound.arguments, hook_context):
+            _fill(self, bound.arguments)
+        else:
+            original(self, *args, **kwargs)
 
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            if _shard(bound.arguments["module"], bound.arguments, hook_context):
-                patch_wrappers()
-                _fill(self, bound.arguments)
-            else:
-                original(self, *args, **kwargs)
-
-        __init__.__signature__ = signature  # type: ignore[attr-defined]
-        return __init__
-
-    @functools.cache
-    def patch_wrappers() -> None:
-        for name, make in METHODS.items():
-            stack.enter_context(replaced(DistributedDataParallel, name, make))
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(DistributedDataParallel, "__init__", build))
-        stack.enter_context(replaced(*SEND_STATES, _send_all_but_shards))
-        stack.enter_context(stepping_shards_plainly(hook_context.ownership))
-        stack.enter_context(running_spawned_ranks())
-        yield
+    return __init__
 
 
 def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) -> bool:
     """Shard a module unless it is; return whether it is sharded now."""
-    from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
-    from fsdplaunch.runtime.inspection.parameters import unwrapped
-    from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
-    from fsdplaunch.runtime.sharding.gradients import hook_local_gradients
-    from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
-
     model, what = unwrapped(module), "gives it to DistributedDataParallel"
     sharded = is_sharded(model) or has_shards(model)
     if not hook_context.ownership.claim_replicas(what):
@@ -305,9 +265,6 @@ def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: Hoo
 
 def _fill(ddp: Any, given: dict[str, Any]) -> None:
     """Give a wrapper the attributes that scripts read, and what its forward needs."""
-    from fsdplaunch.runtime.inspection.parameters import unwrapped
-    from fsdplaunch.runtime.sharding.gradients import agree_on_unused
-
     nn.Module.__init__(ddp)
     Joinable.__init__(ddp)
     ddp.module = given["module"]
@@ -353,7 +310,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _send_all_but_shards(original: Any) -> Any:
+def send_all_but_shards(original: Any, _: HookContext) -> Any:
     """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
     signature = inspect.signature(original)
 
@@ -390,9 +347,6 @@ def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterato
         for name, buffer in module.named_buffers():
             if name in own and own[name].shape == buffer.shape and not own[name].is_meta:
                 buffer.copy_(own[name])
-
-
-__all__ = ["METHODS", "Forward", "average_local_gradients", "only_compresses"]
 
 
 class Forward:
@@ -532,19 +486,20 @@ def _unequal_batches() -> ShardingError:
     return ShardingError(msg, hint=hint)
 
 
-_COMPRESSING = {
-    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"),
-    *("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"),
-}
-"""Torch's hooks for communication that make it cheaper, and mean to compute the same; or wrap one that does."""
+_COMPRESSING = (
+    "allreduce_hook",
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+    "powerSGD_hook",
+    "batched_powerSGD_hook",
+)
+"""Torch's hooks for communication that make it cheaper, and mean to compute the same."""
 
 
 def only_compresses(hook: Any) -> bool:
-    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
-    name, home = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", ""))
-    if not home.startswith("torch.") or name not in _COMPRESSING:
-        return False
-    return "wrapper" not in name or only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
+    """Return whether a hook for communication is one of these."""
+    is_torchs = str(getattr(hook, "__module__", "")).startswith("torch.")
+    return is_torchs and getattr(hook, "__name__", "") in _COMPRESSING
 
 
 def _register_comm_hook(original: Any) -> Any:

@@ -5,19 +5,31 @@ this rank's loss: the gradients of all ranks are averaged, as a pass does.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.rank0.position import in_optimizer_step
 from fsdplaunch.runtime.auto.rank0.service import service
-from fsdplaunch.runtime.inspection.units import is_over_all_ranks
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, reshard
 from fsdplaunch.runtime.messages import calling_lines, calling_stack
+from fsdplaunch.runtime.state_dict.deepcopy import as_before
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, split_like
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placements_of
-from fsdplaunch.runtime.torch_internals.tensors import change_count, note_changes, storage_identity, tree_map
+from fsdplaunch.runtime.torch_internals.fsdp import root_mixed_precision
+from fsdplaunch.runtime.torch_internals.tensors import (
+    change_count,
+    is_in_transform,
+    note_changes,
+    storage_identity,
+    tree_map,
+)
 
 _together: set[tuple[str | int, ...]] = set()
 """The calls that all ranks were seen to make together, with those that led to them: asked once."""
@@ -182,6 +194,11 @@ class FullView(torch.Tensor):
 
     gathered: Gathered
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as with a shard."""
+        return DTensor.__torch_function__(func, types, args, kwargs)
+
 
 def view_of(gathered: Gathered, view: torch.Tensor) -> FullView:
     """Return a view that knows what it is of."""
@@ -225,3 +242,55 @@ def write_full(shard: Any, full: torch.Tensor) -> None:
     part: Any = split_like(full, shard)
     local_tensor(shard).copy_(local_tensor(part))
     note_changes([shard])
+
+
+_TRANSFORM_HINT = "run this script in one process: --num-processes 1 --shard off"
+
+
+def functional_call(original: Any, hook_context: HookContext) -> Any:
+    """Make `torch.func.functional_call`: a sharded model computes with the tensors that it is given.
+
+    FSDP2 would put the gathered parameters in the place of whatever stands there, without a word.
+    """
+
+    def call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if hook_context.ownership.ours and not torch.compiler.is_compiling():
+            merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
+            if _replaces(module, merged):
+                return _call_unsharded(original, module, merged, args, kwargs)
+        return original(module, given, *args, **kwargs)
+
+    return call
+
+
+def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether a module has shards, and any of what is given is something else than its own parameter."""
+    reshard(module)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    shards = any(isinstance(param, DTensor) for param in own.values())
+    return shards and any(value is not own[name] for name, value in given.items() if name in own)
+
+
+def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective.
+
+    Raises:
+        ShardingError: A transform of torch.func differentiates by what is given.
+    """
+    if is_in_transform():
+        msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
+        raise ShardingError(msg, hint=_TRANSFORM_HINT)
+    units = (part for part in module.modules() if is_unit(part))
+    dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    tensors = {**own, **given}
+    full = {id(tensors[name]): _full(tensors[name], dtype) for name in own}
+    with ExitStack() as stack:
+        for part in list(module.modules()):
+            stack.enter_context(as_before(part))
+        return original(module, {**tensors, **{name: full[id(tensors[name])] for name in own}}, *args, **kwargs)
+
+
+def _full(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    full = gathered(param, keeps_batch=False) if isinstance(param, DTensor) else param
+    return full.to(dtype) if dtype is not None and full.is_floating_point() else full

@@ -6,9 +6,8 @@ and otherwise with the full tensors: what was written into these is cut and writ
 of them stays one, and what was computed is plain. In a model's own passes parameters are plain.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -32,20 +31,17 @@ from fsdplaunch.runtime.auto.full_values import (
     splits_once,
     view_of,
 )
-from fsdplaunch.runtime.auto.model.parameters import ShardReference, is_gathered, put_data, take_data, with_shards
-from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now, counting_one_change
+from fsdplaunch.runtime.auto.rank0.position import counting_one_change
 from fsdplaunch.runtime.auto.torch_calls import refuse_functional
-from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import original_of, replaced
+from fsdplaunch.runtime.patch import original_of
 from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.torch_internals.distributed import (
     is_elementwise,
     is_random,
     local_tensor,
     placements_of,
-    unscale_function,
     with_local_tensor,
     written_arguments,
 )
@@ -186,24 +182,6 @@ def _on_meta(value: Any) -> Any:
 
 
 _Tensor: Any = torch.Tensor
-_ASIDE = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
-    *(
-        "__hash__",
-        "__len__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__setstate__",
-        "requires_grad_",
-        "detach_",
-        "retain_grad",
-    ),
-    *("backward", "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "data_ptr"),
-    *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
-)
-"""Methods that need no values, beside `is_contiguous` and the like, and properties."""
-_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Properties that are views."""
 _NEW = ("new", "new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 _BY_RANKS = {
     "sum": True,
@@ -237,8 +215,6 @@ class ShardFunctions:
 
     def __init__(self, hook_context: HookContext) -> None:
         self._context = hook_context
-        self.aside = frozenset(_value_free_functions())
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._own: dict[str, Handler] = {
             "__set__": self._set,
             "__delete__": lambda func, args, kwargs: func(*args, **kwargs),
@@ -341,35 +317,6 @@ class ShardFunctions:
             _assign(target, value, list(self._context.models))
         else:
             func(target, placed_like(target, value))
-
-    def set_plain_data(self, param: Any, value: Any) -> None:
-        """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""
-        if isinstance(value, DTensor) and self._context.ownership.ours:
-            value = full_value(value, call="the data of a parameter")
-        if is_gathered(param) and value.shape == param.shape:
-            put_data(param, value)
-        else:
-            _SET_DATA(param, value)
-
-    def showing(self, original: Any) -> Any:
-        """Make a `__repr__` of full tensors."""
-
-        def __repr__(shard: Any) -> str:  # noqa: N807
-            if not self._context.ownership.ours:
-                return str(original(shard))
-            full = full_value(shard, call="print a shard")
-            is_parameter = isinstance(shard, nn.Parameter)
-            return repr(nn.Parameter(full, shard.requires_grad) if is_parameter else full)
-
-        return __repr__
-
-    def begin_counting(self) -> None:
-        """Forget how often new shards were changed: FSDP2 has written into those that are not empty."""
-        for model in [each for each in self._context.models if each not in self._models]:
-            self._models.add(model)
-            for param in parameters_of(model):
-                if isinstance(param, DTensor):
-                    count_changes_from_now(param)
 
     def _held(self) -> Iterator[Any]:
         """Yield the shards that models and optimizers hold."""
@@ -583,59 +530,14 @@ def _holder_of(param: Any, models: list[nn.Module]) -> Any:
     return next((one for one in held if one.sharded_param is param), None)
 
 
-def _is_gradient_of(param: Any, value: Any) -> bool:
-    """Return whether a gradient is set that is placed as its parameter is."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(value) is DTensor and isinstance(param, DTensor) and placements_of(value) == placements_of(param)
+def show(original: Any, hook_context: HookContext) -> Any:
+    """Make `DTensor.__repr__`: that of full tensors."""
 
+    def __repr__(shard: Any) -> str:  # noqa: N807
+        if not hook_context.ownership.ours:
+            return str(original(shard))
+        full = full_value(shard, call="print a shard")
+        is_parameter = isinstance(shard, nn.Parameter)
+        return repr(nn.Parameter(full, shard.requires_grad) if is_parameter else full)
 
-def _value_free_functions() -> Iterator[Any]:
-    """Yield what is called of tensors without a need of their values."""
-    for name, function in vars(torch).items():
-        if name.startswith("is_") and name != "is_nonzero" and callable(function):
-            yield function
-    for owner in torch.Tensor.__mro__[:2]:  # itself and what C++ defines of it
-        for name, attribute in vars(owner).items():
-            if name in _READ_PROPERTIES:
-                continue
-            if hasattr(attribute, "__set__") and hasattr(attribute, "__get__"):
-                yield attribute.__get__
-                if name != "grad":
-                    yield attribute.__set__
-            elif name in _ASIDE or (name.startswith("is_") and name != "is_nonzero"):
-                yield getattr(torch.Tensor, name)
-    yield unscale_function()
-
-
-@contextmanager
-def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
-    """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
-    functions = ShardFunctions(hook_context)
-    aside, disabled = functions.aside, torch.DisableTorchFunctionSubclass
-
-    def __torch_function__(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
-        with disabled():
-            if func in aside or (func == _SET_GRADIENT and (args[1] is None or _is_gradient_of(*args))):
-                return func(*args, **kwargs) if kwargs else func(*args)
-            if ShardReference in types:
-                args, kwargs = with_shards(args), with_shards(kwargs)
-            return functions(func, args, kwargs or {})
-
-    with ExitStack() as stack:
-
-        def begin() -> None:
-            if not begun:
-                for owner in (DTensor, FullView):
-                    make = classmethod(__torch_function__)
-                    stack.enter_context(replaced(owner, "__torch_function__", lambda _, make=make: make))  # type: ignore[misc]
-                begun.append(True)
-            functions.begin_counting()
-
-        begun: list[bool] = []
-        stack.enter_context(
-            replaced(nn.Parameter, "data", lambda _: property(take_data, functions.set_plain_data))
-        )
-        stack.enter_context(replaced(DTensor, "__repr__", functions.showing))
-        hook_context.when_sharded.append(begin)
-        yield
+    return __repr__

@@ -23,8 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
-from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
@@ -453,6 +451,9 @@ def _synchronising(forward: Any, hook_context: HookContext) -> Any:
 
 
 def _over_all_ranks(norm: Any, given: torch.Tensor) -> torch.Tensor:
+    from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
+    from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
+
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

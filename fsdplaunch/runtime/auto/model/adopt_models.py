@@ -7,9 +7,10 @@ groups, so that what a subclass keeps for itself is the shards already.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,15 +23,12 @@ from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
-from fsdplaunch.runtime.auto.batch.rank_rows import data_group
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
 from fsdplaunch.runtime.auto.model.who_shards import deciding_when_training_begins
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_passes, note_paths
 from fsdplaunch.runtime.auto.rank0.service import open_once
-from fsdplaunch.runtime.auto.saves import let_model_leave
 from fsdplaunch.runtime.auto.torch_calls import average_closure
 from fsdplaunch.runtime.inspection.describe import announcing
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
@@ -47,6 +45,9 @@ from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_mos
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.state_dict.gather import await_main_thread
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move, untraced
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 
 
 def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
@@ -127,8 +128,32 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     for unit in filter(is_unit, model.modules()):
         before_state_dict(unit, _await_main_thread)  # torch reshards the unit in it
     keep_written(model)
-    let_model_leave(model)
+    _let_leave(model)
     restore_classes(model)
+
+
+def _let_leave(model: nn.Module) -> None:
+    """Let a sharded model and its modules be pickled, scripted and saved as what they were before.
+
+    What the model does then is collective: the script's line runs on all ranks, or on rank 0 alone.
+    """
+    for module in model.modules():
+        module.__dict__["__reduce_ex__"] = _of_saves("reduce_module", module)
+        module.__dict__["__prepare_scriptable__"] = _of_saves("scriptable", module)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = _of_saves("save_pretrained", model)
+
+
+def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
+    """Return a function of `saves`, of a module."""
+    held = weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from fsdplaunch.runtime.auto import saves
+
+        return getattr(saves, function)(held(), *args, **kwargs)
+
+    return call
 
 
 def _await_main_thread() -> None:
@@ -140,10 +165,13 @@ def _only_holds(model: nn.Module) -> bool:
     return isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model)
 
 
-def _divided(model: nn.Module, hook_context: HookContext) -> DividedPasses | None:
+def _divided(model: nn.Module, hook_context: HookContext) -> "DividedPasses | None":
     """Return what divides a model's passes, where the script runs on the global batch on every rank."""
     if not hook_context.keeps_batch or hook_context.data.size == 1 or hook_context.ownership.ranked:
         return None
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+    from fsdplaunch.runtime.auto.batch.rank_rows import data_group
+
     group = data_group(hook_context.rank, hook_context.size, hook_context.data.size)
     return DividedPasses(model, original_name(model), hook_context.data, group, hook_context.learning_rates)
 

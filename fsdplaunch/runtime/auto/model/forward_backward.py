@@ -6,7 +6,6 @@ calls) computes as if the model's forward had called it: in a pass of the unit a
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, ValuesView
 from contextlib import ExitStack, contextmanager
@@ -18,17 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 from fsdplaunch.runtime.auto.context import HookContext, SameRows
-from fsdplaunch.runtime.auto.model.double_backward import (
-    ModelPass,
-    differentiable_grad,
-    gradients_by_backward,
-    keep_pass,
-    may_be_differentiated_twice,
-    refuse_parameters,
-    sharded_parameters,
-)
 from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
@@ -43,17 +32,20 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
     root_mixed_precision,
     take_for_outermost,
 )
-from fsdplaunch.runtime.torch_internals.modules import BatchNorm, compiles_backward, put_tensor, untraced
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, makes_graph, put_tensor, untraced
 from fsdplaunch.runtime.torch_internals.tensors import (
     apart_from_parameters,
     is_in_backward,
     is_in_transform,
     is_of_transform,
     return_no_parameters,
+    tree_leaves,
     tree_map,
 )
 
 if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+    from fsdplaunch.runtime.auto.model.double_backward import ModelPass
     from fsdplaunch.runtime.auto.rank0.passes import AlonePass
 
 
@@ -78,7 +70,7 @@ class Calls:
         begin_pass: "Callable[[nn.Module], AlonePass | None]",
         begin_training: Callable[[], None],
         trains: Callable[[], bool],
-        divided: DividedPasses | None,
+        divided: "DividedPasses | None",
         note: Callable[[Any], None],
     ) -> None:
         self.model = weakref.ref(model)
@@ -182,7 +174,9 @@ class Calls:
         """Remember what a pass in training is given."""
         if not model.training or not torch.is_grad_enabled():
             return
-        if part is model and may_be_differentiated_twice(args, kwargs):
+        if part is model and _wants_gradients((args, kwargs)):
+            from fsdplaunch.runtime.auto.model.double_backward import ModelPass
+
             self.twice = ModelPass.begun(self.model, args, kwargs)
         self.note([*args, *kwargs.values()])
 
@@ -203,7 +197,7 @@ class Calls:
             output = self._joined(output)
         if self.twice is not None and not self._is_measuring():
             made, self.twice = self.twice, None
-            keep_pass(made, output)
+            made.keep(output)
         if not torch.is_grad_enabled():
             model.reshard()
         else:
@@ -229,7 +223,7 @@ class Calls:
 _calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
 
 
-def all_divided() -> Iterator[DividedPasses]:
+def all_divided() -> "Iterator[DividedPasses]":
     """Yield what divides the passes of models that are alive."""
     for calls in list(_calls.values()):
         if calls.divided is not None:
@@ -246,6 +240,11 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield child
             if not is_unit(child):
                 yield from _parts(child)
+
+
+def _wants_gradients(given: Any) -> bool:
+    """Return whether a pass is given anything that gradients can be asked for."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given))
 
 
 def _full(value: Any) -> Any:
@@ -329,10 +328,6 @@ def watching_backward(hook_context: HookContext) -> Iterator[None]:
         yield
 
 
-_BACKWARD = "backward(create_graph=True)"
-_GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
-
-
 class _Watch:
     """The backward passes of one worker."""
 
@@ -363,7 +358,9 @@ class _Watch:
         ) -> Any:
             if self._acts():
                 if create_graph:
-                    raise refuse_parameters(_BACKWARD)
+                    from fsdplaunch.runtime.auto.model.double_backward import refuse_create_graph
+
+                    raise refuse_create_graph()
                 self._begin()
             with ExitStack() as stack:
                 for divided in all_divided():
@@ -387,45 +384,14 @@ class _Watch:
         ) -> Any:
             if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
                 inputs = tuple(inputs)
-            if self._acts() and not _compiles() and not is_of_transform(outputs):
-                found = self._own_grad(
-                    original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
-                )
+            if self._acts() and not makes_graph() and not is_of_transform(outputs):
+                from fsdplaunch.runtime.auto.model.double_backward import own_gradients
+
+                models = list(self.hook_context.models)
+                how = (grad_outputs, retain_graph, create_graph)
+                found = own_gradients(original, outputs, inputs, *how, models=models, begin=self._begin)
                 if found is not None:
                     return found
             return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)
 
         return grad
-
-    def _own_grad(
-        self, grad: Any, outputs: Any, inputs: Any, given: Any, retain_graph: bool | None, create_graph: bool
-    ) -> Any:
-        """Return the gradients that torch would lose with sharded models; None for those it computes."""
-        params = sharded_parameters(inputs, list(self.hook_context.models))
-        if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
-            if create_graph or not all(param is not None for param in params):
-                raise refuse_parameters(_GRAD)
-            self._begin()
-            return gradients_by_backward(outputs, params, given, retain_graph, list(self.hook_context.models))
-        if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-            return differentiable_grad(grad, outputs, inputs, given)
-        return None
-
-
-def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
-    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
-
-    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
-    """
-    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
-    return gathered and not create_graph and is_in_backward()
-
-
-def _compiles() -> bool:
-    """Return whether the compiler makes a backward graph, two frames up: it sees parameters of split layers."""
-    return compiles_backward(str(sys._getframe(2).f_globals.get("__name__", "")))
-
-
-def _listed(tensors: Any) -> list[Any]:
-    """Return what torch is given as one or as several, of which an edge of a graph is one."""
-    return list(tensors) if isinstance(tensors, list | tuple) and not hasattr(tensors, "node") else [tensors]

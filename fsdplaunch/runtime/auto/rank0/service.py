@@ -25,7 +25,7 @@ from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_p
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
 from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.state_dict.gather import await_main_thread, spooled
+from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled
 from fsdplaunch.runtime.torch_internals.distributed import default_timeout, local_tensor, shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
 from fsdplaunch.runtime.torch_internals.modules import own_parameters
@@ -219,11 +219,12 @@ class Server:
         self._connection.send({"here": here, "where": where})
 
     def _send_shard(self, request: dict[str, Any], place: Place) -> None:
+        now = self._position.place()  # before the marks: what moves on between the two leaves one
         mark = _held_at(self._position, place)
         if not self._shards:
             self._shards = dict(named_shards(self._hook_context))
         shard = self._shards.get(request["name"])
-        held = self._position.place() if mark is None else mark.place
+        held = now if mark is None else mark.place
         # A step that no collective of rank 0's kept this rank from making has changed the shards.
         stepped = mark is not None and mark.is_step and held.collectives <= place.collectives
         answer = {"steps": held.steps + stepped, "changes": held.changes, "shape": None}
@@ -468,6 +469,15 @@ def check_all_ranks(call: str, hint: str = _ALL_RANKS) -> None:
         raise found.alone(call, hint)
 
 
+class _Asking(threading.local):
+    """Whether this thread is in a `state_dict()`, which asks the modules below for theirs."""
+
+    inside = False
+
+
+_asking = _Asking()
+
+
 @contextmanager
 def giving_full_states() -> Iterator[None]:
     """Have `state_dict()`, and `full_tensor()` of a shard, give full tensors to rank 0 alone; rule 6."""
@@ -475,9 +485,14 @@ def giving_full_states() -> Iterator[None]:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = original(self, *args, **kwargs)
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-            return state if caller.startswith(("torch.", "fsdplaunch.")) else _full_if_alone(self, state)
+            if _asking.inside or not _opened or are_files_of_ranks():
+                return original(self, *args, **kwargs)
+            _asking.inside = True
+            try:
+                state = original(self, *args, **kwargs)
+            finally:
+                _asking.inside = False
+            return _full_if_alone(self, state)
 
         return state_dict
 
@@ -492,6 +507,8 @@ def _full_tensor(gather: Any) -> Any:
     @functools.wraps(gather)
     def full_tensor(tensor: DTensor, **kwargs: Any) -> Any:
         found = service()
+        # Only the caller tells the script's call, which rank 0 may make alone, from those of torch and libraries,
+        # which all ranks make, tensor by tensor: asking them each time would cost a message to every rank.
         by_script = is_user_file(sys._getframe(1).f_code.co_filename)
         if by_script and found is not None and is_over_all_ranks(tensor):
             call = f"full_tensor() at {script_line()}"
