@@ -36,7 +36,6 @@ class Progress:
         passes: Passes in training since the last of them.
         divided: Whether a loader gave this rank its share of something.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
-        read_by: Why what was read was not divided, where a loader read it.
         fingerprint: A number made of what the last pass was given; None before the first, and once compared.
     """
 
@@ -44,7 +43,6 @@ class Progress:
     passes: int = 0
     divided: bool = False
     complete: bool = False
-    read_by: str = ""
     fingerprint: float | None = None
 
     def enter(self, given: Iterable[Any]) -> None:
@@ -95,9 +93,7 @@ class SameRows:
             why = "the script has no DistributedSampler" if ranked else "no DataLoader divides them"
             advice = "" if ranked else ": as slow as one process; --keep-global-batch divides the model's passes"
             line, ranks = script_line(), dist.get_world_size()
-            messages.say(
-                f"{line}: all {ranks} ranks compute the same rows, because {progress.read_by or why}{advice}"
-            )
+            messages.say(f"{line}: all {ranks} ranks compute the same rows, because {why}{advice}")
 
 
 def _fingerprint(tensor: torch.Tensor) -> float:

@@ -5,13 +5,13 @@ this rank's loss: the gradients of all ranks are averaged, as a pass does.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
@@ -48,22 +48,23 @@ def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:
         CheckpointError: Some ranks make this call and some do not, or rank 0 cannot have this one alone.
     """
     alone = fetcher_for_rank0_alone(call, [tensor])
-    return gathered(tensor.detach(), keeps_batch=True) if alone is None else fetch(alone, tensor)
+    return gathered(tensor.detach()) if alone is None else fetch(alone, tensor)
 
 
-def gathered(tensor: Any, *, keeps_batch: bool) -> torch.Tensor:
+def gathered(tensor: Any) -> torch.Tensor:
     """Return the full tensor of a shard, with gradients where they are wanted. Collective.
+
+    The gradient is averaged over the ranks, of which each has that of its own loss.
 
     Args:
         tensor: The shard, as `DTensor`; not wrapped by torch functions.
-        keeps_batch: Whether the gradient is the same on all ranks, so that nothing is averaged.
     """
     full: torch.Tensor = tensor.to_local() if _is_replicated(tensor) else tensor.full_tensor()
     if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
         full = full.contiguous() if full.requires_grad else full.clone()
     elif full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
         full = full.clone()
-    if full.requires_grad and not keeps_batch:
+    if full.requires_grad:
         mesh = tensor.device_mesh
 
         def mean(gradient: torch.Tensor) -> torch.Tensor:
@@ -74,29 +75,6 @@ def gathered(tensor: Any, *, keeps_batch: bool) -> torch.Tensor:
     return full
 
 
-def by_rank_numbers(func: Callable[..., Any], tensor: Any, rest: Any, kwargs: Any, *, keeps_batch: bool) -> Any:
-    """Compute a reduction to one number of the numbers that it gives of each rank's shard. Collective.
-
-    Args:
-        func: One that gives of its results for parts that of the whole: `sum`, `norm`, `max`.
-        tensor: The shard: split once over ranks, of which those that have something of it stand first.
-        rest: What else `func` is given.
-        kwargs: What it is given by name.
-        keeps_batch: As for `gathered`.
-    """
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    (split,) = (axis for axis, each in enumerate(tensor.placements) if each.is_shard())
-    dim = tensor.placements[split].dim
-    rows = -(-tensor.size(dim) // mesh.size(split))
-    count = -(-tensor.size(dim) // rows)  # ranks that are not empty
-    number = (
-        func(local, *rest, **kwargs).reshape(1) if local.numel() else local.reshape(-1).to(_dtype(func, local))
-    )
-    placements = [Shard(0) if axis == split else Replicate() for axis in range(mesh.ndim)]
-    shards = DTensor.from_local(number, mesh, placements, run_check=False, shape=torch.Size([count]), stride=(1,))
-    return func(gathered(shards, keeps_batch=keeps_batch), *rest, **kwargs)
-
-
 def placed_like(shard: Any, value: Any) -> Any:
     """Return a tensor of a shard's shape placed as that is, without gradients; cut where it is plain."""
     if isinstance(value, DTensor):
@@ -105,19 +83,6 @@ def placed_like(shard: Any, value: Any) -> Any:
         detached: Any = value.detach()
         return detached.redistribute(shard.device_mesh, shard.placements)
     return split_like(value, shard) if value.shape == shard.shape else value
-
-
-def splits_once(tensor: Any) -> bool:
-    """Return whether a tensor is split along one axis of ranks, evenly rounded up, and copied along the others."""
-    placements = placements_of(tensor)
-    return sum(type(each) is Shard for each in placements) == 1 and all(
-        type(each) is Shard or each.is_replicate() for each in placements
-    )
-
-
-def _dtype(func: Callable[..., Any], local: torch.Tensor) -> torch.dtype:
-    result: torch.dtype = func(local.new_ones(1)).dtype
-    return result
 
 
 def _is_replicated(tensor: Any) -> bool:
@@ -292,5 +257,5 @@ def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], 
 
 
 def _full(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    full = gathered(param, keeps_batch=False) if isinstance(param, DTensor) else param
+    full = gathered(param) if isinstance(param, DTensor) else param
     return full.to(dtype) if dtype is not None and full.is_floating_point() else full

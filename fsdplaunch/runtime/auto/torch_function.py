@@ -21,14 +21,12 @@ from fsdplaunch.runtime.auto.full_values import (
     FullView,
     Gathered,
     as_views,
-    by_rank_numbers,
     fetch,
     fetcher_for_rank0_alone,
     full_value,
     gathered,
     placed_like,
     plain,
-    splits_once,
     view_of,
 )
 from fsdplaunch.runtime.auto.rank0.position import counting_one_change
@@ -183,14 +181,7 @@ def _on_meta(value: Any) -> Any:
 
 _Tensor: Any = torch.Tensor
 _NEW = ("new", "new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-_BY_RANKS = {
-    "sum": True,
-    "norm": True,
-    "vector_norm": True,
-    "linalg_vector_norm": True,
-    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), False),
-}
-"""Reductions that give of the numbers of parts the number of the whole; whether their gradients do as well."""
+_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _READS = frozenset({"__repr__", "__format__", "numpy", "__array__", "tolist", "item"})
 """What reads values, which tensors without values have a way for."""
 _ARRAYS = (_Tensor.numpy, _Tensor.__array__)
@@ -262,11 +253,11 @@ class ShardFunctions:
         self, func: Callable[..., Any], name: str, kind: Kind, tensors: list[Any], args: Any, kwargs: Any
     ) -> Any:
         writes = kind is Kind.UPDATES or _is_write(name)
-        result = NotImplemented
+        result: Any = NotImplemented
         if kind is Kind.LOCAL or kind is Kind.UPDATES:
             result = _on_shards(func, name, tensors, args, kwargs, updates=kind is Kind.UPDATES)
-        elif _is_by_ranks(name, args, kwargs):
-            result = by_rank_numbers(func, args[0], args[1:], kwargs, keeps_batch=False)
+        elif _is_by_ranks(name, *args, **kwargs):
+            result = gathered(func(*args, **kwargs))
         if result is not NotImplemented:
             return result
         if writes and getattr(func, "__module__", "") != "torch.nn.init":  # which writes without gradients
@@ -306,7 +297,7 @@ class ShardFunctions:
         return as_views(result, sources)
 
     def _gathered(self, shard: Any) -> torch.Tensor:
-        return gathered(shard if torch.is_grad_enabled() else shard.detach(), keeps_batch=False)
+        return gathered(shard if torch.is_grad_enabled() else shard.detach())
 
     def _set(self, func: Any, args: Any, _kwargs: Any) -> None:
         """Set a property of a shard: values that are full are cut."""
@@ -457,22 +448,18 @@ def _placed(like: Any, value: Any, given: list[Any]) -> Any:
     return with_local_tensor(like, value)
 
 
-def _is_by_ranks(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a call reduces one shard to a number that is that of the numbers of its parts."""
-    if name not in _BY_RANKS or not args or not isinstance(args[0], DTensor):
-        return False
-    shard, *rest = args
-    options = {**{f"{place}": each for place, each in enumerate(rest)}, **kwargs}
-    norms = "norm" in name
-    orders = [options.pop(each, 2.0) for each in ("0", "p", "ord")] if norms else []
-    orders = [2.0 if each in (None, "fro") else each for each in orders]
-    if options or any(not isinstance(each, int | float) or each <= 0 for each in orders):
-        return False
-    wants = torch.is_grad_enabled() and shard.requires_grad
-    if wants and not (_BY_RANKS[name] and all(order != float("inf") for order in orders)):
-        return False
-    exact = not norms or shard.dtype in (torch.float32, torch.float64)
-    return exact and shard.numel() > 0 and splits_once(shard)
+def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
+    """Return whether a call reduces one shard to a number that torch makes of each rank's part, without a gather."""
+    if name == "sum":
+        return isinstance(shard, DTensor) and not (order or named)
+    exact = isinstance(shard, DTensor) and shard.dtype in (torch.float32, torch.float64)
+    plain_order = len(order) < 2 and named.keys() <= {"p", "ord"}  # noqa: PLR2004
+    return (
+        name in _NORMS
+        and exact
+        and plain_order
+        and all(each in (2, None, "fro") for each in (*order, *named.values()))
+    )
 
 
 def _is_write(name: str) -> bool:

@@ -32,7 +32,7 @@ from fsdplaunch.runtime.data_loaders import count_readers, is_split, set_attribu
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import once_imported, replaced
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
-from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, iterator_class, own_buffers
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
 
 
 @contextmanager
@@ -42,7 +42,6 @@ def sharing_loaders(hook_context: HookContext) -> Iterator[None]:
     with (
         replaced(DataLoader, "__iter__", loaders.reading),
         replaced(DataLoader, "__len__", loaders.measuring),
-        replaced(iterator_class(), "__init__", loaders.beginning),
         _counting_rows_once(hook_context),
     ):
         yield
@@ -91,20 +90,6 @@ class _Loaders:
             return original(loader)
 
         return iterate
-
-    def beginning(self, original: Any) -> Any:
-        """Make an iterator's `__init__`: a subclass with an `__iter__` of its own begins one without `reading`."""
-
-        @functools.wraps(original)
-        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if type(loader).__iter__ is not DataLoader.__iter__ and not (
-                isinstance(loader, DataLoader) and (loader in self.fitted or is_split(loader))
-            ):
-                kind = type(loader).__name__
-                self.hook_context.batches.read_by = f"{kind}'s __iter__ is not DataLoader's"
-            original(iterator, loader, *args, **kwargs)
-
-        return begin
 
     def measuring(self, original: Any) -> Any:
         """Make a loader's `__len__`."""

@@ -33,7 +33,7 @@ from fsdplaunch.runtime.auto.torch_calls import average_closure
 from fsdplaunch.runtime.inspection.describe import announcing
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
-from fsdplaunch.runtime.messages import being_built, calling_library, script_line
+from fsdplaunch.runtime.messages import being_built, script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.checks import check_kinds
@@ -210,7 +210,7 @@ def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str)
             "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
             " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
         )
-        raise ShardingError(msg, hint=_for_library() or hint)
+        raise ShardingError(msg, hint=hint)
 
 
 def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
@@ -225,16 +225,7 @@ def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
     """
     if any(param.numel() and not param.untyped_storage().size() for param in params if not param.is_meta):
         msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
-        raise ShardingError(msg, hint=_for_library() or "build it of model.parameters(), before the first pass")
-
-
-def _for_library() -> str | None:
-    """Return what to try where a library builds an optimizer in its step; None where the user does."""
-    library = calling_library()
-    return library and (
-        f"{library} builds the optimizer in the step that computes: build one of torch's of model.parameters()"
-        " in the script, before training, and call backward() of the library's loss and step() there"
-    )
+        raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
 
 
 def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:
@@ -366,6 +357,7 @@ class _Found:
         params = list(nn.Module.parameters(module))
         if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
             return False  # lazy ones get their shapes in a first pass
+        # Python has no event for a constructor's end: only its frame says that a larger module is being built.
         inside = any(isinstance(each, nn.Module) for each in being_built())
         if inside or not self.hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
             return False

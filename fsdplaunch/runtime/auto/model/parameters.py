@@ -18,7 +18,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.inspection.parameters import named_parameters
 from fsdplaunch.runtime.inspection.units import has_shards, is_unit, original_class, reshard
-from fsdplaunch.runtime.messages import being_built, script_line
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.gradients import add_hook, hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizers import ORIGIN
@@ -361,15 +361,7 @@ def _check_name(module: nn.Module, name: str, param: DTensor, hook_context: Hook
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
     """Return the error for a parameter that a model got after it was sharded."""
-    now = script_line()
-    msg = f"{now}: {name} of {original_class(model).__name__} appeared after the model was sharded at {line}"
-    hint = (
-        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
-    )
-    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
-        hint = (
-            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
-            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
-            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
-        )
+    kind = original_class(model).__name__
+    msg = f"{script_line()}: {name} of {kind} appeared after the model was sharded at {line}"
+    hint = "complete the model before that line, or call fsdplaunch.prepare(model, optimizer) when it is complete"
     return ShardingError(msg, hint=hint)
