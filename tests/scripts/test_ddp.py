@@ -247,8 +247,8 @@ for each in (kept, partly):
 
 SKIPS = """
 import threading
-from fsdplaunch.runtime.collectives import crossed_waits, hang_detector
-crossed_waits.TELL_SECONDS, crossed_waits.AGAIN_SECONDS, hang_detector.STILL_SECONDS = 1.0, 0.3, 0.5
+from fsdplaunch.runtime.collectives import waits
+waits.TELL_SECONDS, waits.AGAIN_SECONDS, waits.STILL_SECONDS = 1.0, 0.3, 0.5
 threading.Timer(5, os._exit, [9]).start()
 for number in range(3):
     loss = model(rows).pow(2).mean()

@@ -8,8 +8,8 @@ import torch
 from tests.scripts.conftest import Forks
 
 IMPATIENT = """
-from fsdplaunch.runtime.collectives import monitored_barrier, hang_detector
-monitored_barrier.NOTICE_SECONDS, monitored_barrier.CONFIRM_SECONDS, hang_detector.STILL_SECONDS = 0.5, 0.5, 0.5
+from fsdplaunch.runtime.collectives import waits
+waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS, waits.STILL_SECONDS = 0.5, 0.5, 0.5
 """
 
 HEAD = """

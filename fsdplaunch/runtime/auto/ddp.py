@@ -51,34 +51,31 @@ _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 """The methods that divide work over ranks; those of the optimizer's class stand in their place."""
 
 
-def build_zero(original: Any, hook_context: HookContext) -> Any:
-    """Make the constructor of a ZeroRedundancyOptimizer, which becomes the optimizer that it is to wrap.
+def build_zero(
+    original: Any,
+    hook_context: HookContext,
+    zero: Any,
+    params: Any,
+    optimizer_class: type[Optimizer],
+    process_group: Any = None,
+    parameters_as_bucket_view: bool = False,
+    overlap_with_ddp: bool = False,
+    **defaults: Any,
+) -> None:
+    """Stand for the constructor of ZeroRedundancyOptimizer, which becomes the optimizer that it is to wrap.
 
     It gives each rank some parameters to step and sends them to the others. A rank has a shard of every parameter
     instead, and its optimizer the state of that shard: nothing is left to divide.
     """
-
-    def __init__(  # noqa: N807
-        self: Any,
-        params: Any,
-        optimizer_class: type[Optimizer],
-        process_group: Any = None,
-        parameters_as_bucket_view: bool = False,
-        overlap_with_ddp: bool = False,
-        **defaults: Any,
-    ) -> None:
-        if hook_context.ownership.ours is False:
-            how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
-            original(self, params, optimizer_class, *how, **defaults)
-            return
-        if overlap_with_ddp:
-            what = "builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
-            msg = f"{script_line()} {what}"
-            raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
-        self.__class__ = _plain(type(self), optimizer_class)
-        optimizer_class.__init__(self, params, **defaults)
-
-    return __init__
+    if hook_context.ownership.ours is False:
+        how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
+        original(zero, params, optimizer_class, *how, **defaults)
+        return
+    if overlap_with_ddp:
+        msg = f"{script_line()} builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
+        raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
+    zero.__class__ = _plain(type(zero), optimizer_class)
+    optimizer_class.__init__(zero, params, **defaults)
 
 
 def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
@@ -141,39 +138,39 @@ class _Ended:
         return True
 
 
-def spawn_ranks(original: Any, _: HookContext) -> Any:
-    """Make `torch.multiprocessing.spawn`: what a script starts as its ranks this worker runs itself.
+def spawn_ranks(
+    original: Any,
+    _: HookContext,
+    fn: Any,
+    args: Any = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *more: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.multiprocessing.spawn`: what a script starts as its ranks this worker runs itself.
 
     Each of the launcher's workers would start them: these know nothing of the launch, and wait for each other at
     one port. Ranks that are started in another way are refused where they would join a group.
     """
-
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
-        if not _may_join_ranks(fn):
-            return original(fn, args, nprocs, join, *more, **kwargs)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if nprocs != here:
-            msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
-            hint = f"launch with --workers-per-node {nprocs}, or have the script start {here}"
-            raise ShardingError(msg, hint=hint)
-        fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
-        return None if join else _Ended()
-
-    return spawn
+    if not _may_join_ranks(fn):
+        return original(fn, args, nprocs, join, *more, **kwargs)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if nprocs != here:
+        msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
+        raise ShardingError(msg, hint=f"launch with --workers-per-node {nprocs}, or have the script start {here}")
+    fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+    return None if join else _Ended()
 
 
-def start_process(original: Any, _: HookContext) -> Any:
-    """Make `Process.start`: a process of the script's may do anything but join ranks."""
-
-    def start(self: Any) -> None:
-        target = getattr(self, "_target", None)
-        if _may_join_ranks(target):
-            what = "starts a process that calls init_process_group: the launch has started the ranks"
-            _started[self] = message = f"{script_line()} {what}"
-            self._target = _WithoutGroup(target, message)
-        original(self)
-
-    return start
+def start_process(original: Any, _: HookContext, process: Any) -> None:
+    """Stand for `Process.start`: a process of the script's may do anything but join ranks."""
+    target = getattr(process, "_target", None)
+    if _may_join_ranks(target):
+        what = "starts a process that calls init_process_group: the launch has started the ranks"
+        _started[process] = message = f"{script_line()} {what}"
+        process._target = _WithoutGroup(target, message)
+    original(process)
 
 
 class _WithoutGroup:
@@ -197,21 +194,17 @@ _IGNORED = "params_and_buffers_to_ignore"
 """The argument by which what sends rank 0's state leaves tensors out."""
 
 
-def construct(original: Any, hook_context: HookContext) -> Any:
-    """Make the constructor of DistributedDataParallel, which shards what it is given."""
-    signature = inspect.signature(original)
-    for name, make in METHODS.items():
-        hook_context.undo.enter_context(replaced(DistributedDataParallel, name, make))
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        if _shard(bound.arguments["module"], bound.arguments, hook_context):
-            _fill(self, bound.arguments)
-        else:
-            original(self, *args, **kwargs)
-
-    return __init__
+def construct(original: Any, hook_context: HookContext, ddp: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for the constructor of DistributedDataParallel, which shards what it is given."""
+    bound = inspect.signature(original).bind(ddp, *args, **kwargs)
+    bound.apply_defaults()
+    if not _shard(bound.arguments["module"], bound.arguments, hook_context):
+        original(ddp, *args, **kwargs)
+        return
+    if "fsdplaunch" not in str(DistributedDataParallel.forward.__module__):
+        for name, make in _METHODS.items():
+            hook_context.undo.enter_context(replaced(DistributedDataParallel, name, make))
+    _fill(ddp, bound.arguments)
 
 
 def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) -> bool:
@@ -310,18 +303,13 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def send_all_but_shards(original: Any, _: HookContext) -> Any:
+def send_all_but_shards(original: Any, _: HookContext, *args: Any, **kwargs: Any) -> None:
     """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
-    signature = inspect.signature(original)
-
-    def send(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        params = call.arguments["module"].named_parameters()
-        shards = {name for name, param in params if isinstance(param, DTensor)}
-        call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
-        original(*call.args, **call.kwargs)
-
-    return send
+    call = inspect.signature(original).bind(*args, **kwargs)
+    params = call.arguments["module"].named_parameters()
+    shards = {name for name, param in params if isinstance(param, DTensor)}
+    call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
+    original(*call.args, **call.kwargs)
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:
@@ -533,7 +521,7 @@ def _name_comm_hook(name: str) -> None:
     )
 
 
-METHODS = {
+_METHODS = {
     "forward": _forward,
     "join_hook": _join_hook,
     "register_comm_hook": _register_comm_hook,

@@ -212,20 +212,18 @@ def write_full(shard: Any, full: torch.Tensor) -> None:
 _TRANSFORM_HINT = "run this script in one process: --num-processes 1 --shard off"
 
 
-def functional_call(original: Any, hook_context: HookContext) -> Any:
-    """Make `torch.func.functional_call`: a sharded model computes with the tensors that it is given.
+def functional_call(
+    original: Any, hook_context: HookContext, module: nn.Module, given: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Stand for `torch.func.functional_call`: a sharded model computes with the tensors that it is given.
 
     FSDP2 would put the gathered parameters in the place of whatever stands there, without a word.
     """
-
-    def call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
-        if hook_context.ownership.ours and not torch.compiler.is_compiling():
-            merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
-            if _replaces(module, merged):
-                return _call_unsharded(original, module, merged, args, kwargs)
-        return original(module, given, *args, **kwargs)
-
-    return call
+    if hook_context.ownership.ours:
+        merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
+        if _replaces(module, merged):
+            return _call_unsharded(original, module, merged, args, kwargs)
+    return original(module, given, *args, **kwargs)
 
 
 def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:

@@ -32,7 +32,6 @@ from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection.parameters import clean_name
 from fsdplaunch.runtime.inspection.units import has_shards, is_over_all_ranks, reshard
-from fsdplaunch.runtime.messages import calling_library, script_line
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.state_dict.deepcopy import unsharded_copy
 from fsdplaunch.runtime.state_dict.gather import (
@@ -66,34 +65,26 @@ def _pickling(gathering: ShardGatherer) -> Iterator[None]:
         _open.gatherer = before
 
 
-def reduce_shard(original: Any, hook_context: HookContext) -> Any:
-    """Make `DTensor.__reduce_ex__`: what pickles for the script has full tensors, `pickle.dump(state, f)`."""
-
-    def reduce_ex(tensor: DTensor, protocol: Any) -> Any:
-        if _open.gatherer is not None:
-            return _open.gatherer.full(tensor).__reduce_ex__(protocol)
-        if not hook_context.ownership.ours or are_files_of_ranks() or makes_graph():
-            return original(tensor, protocol)
-        gathering = ShardGatherer("pickle", keep=True)
-        full = gathering.full(tensor)
-        with gathering.finish("pickle a sharded tensor"):
-            return full.__reduce_ex__(protocol)
-
-    return reduce_ex
+def reduce_shard(original: Any, hook_context: HookContext, tensor: DTensor, protocol: Any) -> Any:
+    """Stand for `DTensor.__reduce_ex__`: what pickles for the script has full tensors, `pickle.dump(state, f)`."""
+    if _open.gatherer is not None:
+        return _open.gatherer.full(tensor).__reduce_ex__(protocol)
+    if not hook_context.ownership.ours or are_files_of_ranks() or makes_graph():
+        return original(tensor, protocol)
+    gathering = ShardGatherer("pickle", keep=True)
+    full = gathering.full(tensor)
+    with gathering.finish("pickle a sharded tensor"):
+        return full.__reduce_ex__(protocol)
 
 
-def copy_module(_: Any, _context: HookContext) -> Any:
-    """Make `nn.Module.__copy__`: a copy is no pickle, and has the parameters that the module has."""
-
-    def copied(module: Any) -> Any:
-        kind: Any = type(module)
-        make, arguments, *rest = kind.__reduce_ex__(module, 4)
-        made = make(*arguments)
-        if rest:
-            made.__setstate__(rest[0])
-        return made
-
-    return copied
+def copy_module(_original: Any, _context: HookContext, module: nn.Module) -> Any:
+    """Stand for `Module.__copy__`: a copy is no pickle, and has the parameters that the module has."""
+    kind: Any = type(module)
+    make, arguments, *rest = kind.__reduce_ex__(module, 4)
+    made = make(*arguments)
+    if rest:
+        made.__setstate__(rest[0])
+    return made
 
 
 def reduce_module(module: nn.Module, _protocol: int) -> Any:
@@ -135,43 +126,40 @@ def save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         files.share(path_of(args[0] if args else kwargs.get("save_directory")))
 
 
-def export(original: Any, hook_context: HookContext) -> Any:
-    """Make what makes a program of a model (a trace, ONNX): it is given a copy with full parameters."""
-
-    def export_full(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if hook_context.ownership.ours and isinstance(model, nn.Module):
-            reshard(model)
-            if has_shards(model):
-                model = _full_copy(model, f"{original.__module__}.{original.__name__}")
-        return original(model, *args, **kwargs)
-
-    return export_full
+def export(original: Any, hook_context: HookContext, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for what makes a program of a model (a trace, ONNX): it is given a copy with full parameters."""
+    if hook_context.ownership.ours and isinstance(model, nn.Module):
+        reshard(model)
+        if has_shards(model):
+            model = _full_copy(model, f"{original.__module__}.{original.__name__}")
+    return original(model, *args, **kwargs)
 
 
-def load_model(original: Any, hook_context: HookContext) -> Any:
-    """Make `Module.load_state_dict`: full tensors are cut to this rank's shards."""
+def load_model(
+    original: Any,
+    hook_context: HookContext,
+    model: nn.Module,
+    state_dict: Any,
+    strict: bool = True,
+    assign: bool = False,
+) -> Any:
+    """Stand for `Module.load_state_dict`: full tensors are cut to this rank's shards."""
+    targets = _sharded(model) if hook_context.ownership.ours else {}
+    if targets:
+        _meet(f"{original_name(model)}.load_state_dict")
+        state_dict, assign = _cut_model(state_dict, targets), False
+    return original(model, state_dict, strict=strict, assign=assign)
 
-    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        targets = _sharded(self) if hook_context.ownership.ours else {}
-        if targets:
-            _meet(f"{original_name(self)}.load_state_dict")
-            state_dict, assign = _cut_model(state_dict, targets), False
-        return original(self, state_dict, strict=strict, assign=assign)
 
-    return load_state_dict
-
-
-def load_optimizer(original: Any, hook_context: HookContext) -> Any:
-    """Make `Optimizer.load_state_dict`, likewise."""
-
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
-            _meet(f"{type(self).__name__}.load_state_dict")
-            state_dict = _cut_optimizer(state_dict, params)
-        original(self, state_dict)
-
-    return load_state_dict
+def load_optimizer(
+    original: Any, hook_context: HookContext, optimizer: Optimizer, state_dict: dict[str, Any]
+) -> None:
+    """Stand for `Optimizer.load_state_dict`, likewise."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
+        _meet(f"{type(optimizer).__name__}.load_state_dict")
+        state_dict = _cut_optimizer(state_dict, params)
+    original(optimizer, state_dict)
 
 
 def _meet(call: str) -> None:
@@ -229,34 +217,26 @@ _DEPTH = 5
 """How deep shards are looked for in nested mappings and lists."""
 
 
-def torch_save(save: Any, hook_context: HookContext) -> Any:
-    """Return what stands for `torch.save`."""
+def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for `torch.save`."""
 
-    def save_once(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        def write(to: Any) -> None:
-            save(obj, to, *args, **kwargs)
+    def write(to: Any) -> None:
+        save(obj, to, *args, **kwargs)
 
-        if are_files_of_ranks() or isinstance(obj, _STORAGES):  # torch pickles each storage so
-            write(f)
+    if are_files_of_ranks() or isinstance(obj, _STORAGES):  # torch pickles each storage so
+        write(f)
+        return
+    with _turn(hook_context, obj):
+        gathering = _gatherer(hook_context, obj, f)
+        if gathering is not None:
+            _save_full(hook_context, write, obj, f, gathering)
             return
-        with _turn(hook_context, obj):
-            gathering = (
-                _gatherer(hook_context, obj, f)
-                if hook_context.ownership.ours
-                else _gatherer_of_one_file(hook_context, obj, f)
-            )
-            if gathering is not None:
-                _save_full(hook_context, write, obj, f, gathering)
-                return
-        _warn_of_shards(hook_context, obj)
-        if tree().is_rank_0s():
-            _write_own(write, f)
-        elif hook_context.ownership.ours is None:
-            _write_complete(write, f)
-        else:
-            write(f)
-
-    return save_once
+    if tree().is_rank_0s():
+        _write_own(write, f)
+    elif hook_context.ownership.ours is None:
+        _write_complete(write, f)
+    else:
+        write(f)
 
 
 def _turn(hook_context: HookContext, obj: Any) -> AbstractContextManager[None]:
@@ -279,8 +259,10 @@ def _name_call_for_shards(hook_context: HookContext) -> None:
         )
 
 
-def _gatherer(hook_context: HookContext, obj: Any, f: Any) -> ShardGatherer:
-    """Return what gathers what this package has sharded, for the ranks that write."""
+def _gatherer(hook_context: HookContext, obj: Any, f: Any) -> ShardGatherer | None:
+    """Return what gathers what is sharded, for the ranks that write; None where others shard, and nothing does."""
+    if not hook_context.ownership.ours:
+        return _gatherer_of_one_file(hook_context, obj, f)
     everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
     gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0, spool=not everywhere)
     if not everywhere and _has_shards(obj, of_models=True):
@@ -362,72 +344,47 @@ def _share(hook_context: HookContext, path: str | None, gathering: ShardGatherer
         tree().share(path)
 
 
-def _warn_of_shards(hook_context: HookContext, obj: Any) -> None:
-    """Print once that a line writes shards, of a script that has sharded its model itself."""
-    if (
-        hook_context.ownership.ours
-        or hook_context.size == 1
-        or calling_library()
-        or "shards" in hook_context.printed
-    ):
-        return
-    if _has_shards(obj):
-        hook_context.printed.add("shards")
-        messages.say(
-            f"{script_line()}: torch.save writes each rank's own shards here: those of rank 0 alone are not a"
-            " model\n"
-            "  try  get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
-            " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint"
-        )
+def safe_bytes(save: Any, _: HookContext, tensors: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand for safetensors' `save`, which returns bytes."""
+    if not _are_sharded(tensors):
+        return save(tensors, *args, **kwargs)
+    gathering = ShardGatherer("safetensors' save", keep=True)
+    full = _detached(gathered(tensors, gathering))
+    with gathering.finish("make what safetensors' save returns"):
+        return save(full, *args, **kwargs)
 
 
-def safe_bytes(save: Any, hook_context: HookContext) -> Any:  # noqa: ARG001
-    """Return what stands for safetensors' `save`, which returns bytes."""
+def safe_file(
+    save: Any, hook_context: HookContext, tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Stand for `save_file`: whoever has sharded, safetensors itself cannot write shards."""
 
-    def save_full(tensors: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not _are_sharded(tensors):
-            return save(tensors, *args, **kwargs)
-        gathering = ShardGatherer("safetensors' save", keep=True)
-        full = _detached(gathered(tensors, gathering))
-        with gathering.finish("make what safetensors' save returns"):
-            return save(full, *args, **kwargs)
+    def write(full: Mapping[str, Any], to: Any) -> None:
+        save(_detached(full), to, *args, **kwargs)
 
-    return save_full
-
-
-def safe_file(save: Any, hook_context: HookContext) -> Any:
-    """Return what stands for `save_file`: whoever has sharded, safetensors itself cannot write shards."""
-
-    def save_once(tensors: Mapping[str, Any], filename: Any, *args: Any, **kwargs: Any) -> None:
-        def write(full: Mapping[str, Any], to: Any) -> None:
-            save(_detached(full), to, *args, **kwargs)
-
-        if _are_sharded(tensors):
-            _safe_full(hook_context, "save_file", tensors, filename, write)
-        elif not tree().leaves_to_rank_0(filename):
-            _write_complete(lambda to: write(tensors, to), filename)
-
-    return save_once
+    if _are_sharded(tensors):
+        _safe_full(hook_context, "save_file", tensors, filename, write)
+    elif not tree().leaves_to_rank_0(filename):
+        _write_complete(lambda to: write(tensors, to), filename)
 
 
-def safe_model(save: Any, hook_context: HookContext) -> Any:
-    """Return what stands for `save_model`."""
+def safe_model(
+    save: Any, hook_context: HookContext, model: nn.Module, filename: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Stand for `save_model`."""
 
-    def save_once(model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:
-        def write(full: Mapping[str, Any], to: Any) -> None:
-            with own_attribute(model, "state_dict", lambda *_, **__: dict(full)):
-                save(model, to, *args, **kwargs)
+    def write(full: Mapping[str, Any], to: Any) -> None:
+        with own_attribute(model, "state_dict", lambda *_, **__: dict(full)):
+            save(model, to, *args, **kwargs)
 
-        state: Mapping[str, Any] = {}
-        if has_shards(model):
-            with files_of_ranks():  # shards, to be gathered once they are seen to be all ranks' or rank 0's alone
-                state = model.state_dict()
-        if _are_sharded(state):
-            _safe_full(hook_context, "save_model", state, filename, write)
-        else:
-            save(model, filename, *args, **kwargs)
-
-    return save_once
+    state: Mapping[str, Any] = {}
+    if has_shards(model):
+        with files_of_ranks():  # shards, to be gathered once they are seen to be all ranks' or rank 0's alone
+            state = model.state_dict()
+    if _are_sharded(state):
+        _safe_full(hook_context, "save_model", state, filename, write)
+    else:
+        save(model, filename, *args, **kwargs)
 
 
 def _safe_full(

@@ -4,10 +4,9 @@ Torch's own optimizers step on local shards (`sharding.local_steps`), and one th
 Adafactor, Muon or a script's own do, gets them (`torch_function`).
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import utils
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,7 +23,6 @@ from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.api.gradients import average_local_gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.parameters import ShardReference, is_gathered, put_data, take_data, with_shards
-from fsdplaunch.runtime.auto.model.who_shards import Ownership
 from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now
 from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.messages import script_line
@@ -36,62 +33,51 @@ from fsdplaunch.runtime.torch_internals.distributed import (
     placements_of,
     unscale_function,
 )
-from fsdplaunch.runtime.torch_internals.modules import TOTAL_NORM
 from fsdplaunch.runtime.torch_internals.tensors import exchanges
 
 
 @contextmanager
 def stepping_shards(hook_context: HookContext) -> Iterator[None]:
-    """Place gradients before steps, and clip shards by the norm of the full gradient."""
+    """Place gradients before optimizers step."""
 
     def place(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if hook_context.ownership.ours:
             _place_gradients(optimizer)
 
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(place).remove)
-        for owner in (utils, clip_grad):
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                stack.enter_context(
-                    replaced(owner, name, functools.partial(_averaged_first, hook_context.ownership))
-                )
-        clip_norm = utils.clip_grad_norm_
-        once_imported("torch_xla", lambda _: setattr(utils, "clip_grad_norm_", clip_norm))  # it puts its own there
-        for owner, name in ((clip_grad, TOTAL_NORM), (utils, "get_total_norm")):
-            stack.enter_context(replaced(owner, name, functools.partial(_norm_of_full, hook_context.ownership)))
+    clip_norm = utils.clip_grad_norm_
+    once_imported("torch_xla", lambda _: setattr(utils, "clip_grad_norm_", clip_norm))  # it puts its own there
+    handle = register_optimizer_step_pre_hook(place)
+    try:
         yield
+    finally:
+        handle.remove()
 
 
-def _averaged_first(ownership: Ownership, original: Any) -> Any:
-    """Make a function that clips what passes without communication have added up, as all ranks' mean."""
-
-    @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        params = gradients.listed(parameters)
-        if ownership.ours:
-            average_local_gradients(params)
-        return original(params, *args, **kwargs)
-
-    return clip
+def clip(original: Any, hook_context: HookContext, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for a function that clips: what passes without communication have added up is averaged first."""
+    params = gradients.listed(parameters)
+    if hook_context.ownership.ours:
+        average_local_gradients(params)
+    return original(params, *args, **kwargs)
 
 
-def _norm_of_full(ownership: Ownership, original: Any) -> Any:
-    """Make a function that finds one norm over shards and plain tensors together, by one exchange."""
-
-    @functools.wraps(original)
-    def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
-    ) -> Any:
-        given = gradients.listed(tensors)
-        if not ownership.ours or not any(isinstance(each, DTensor) for each in given):
-            return original(given, norm_type, error_if_nonfinite, foreach)
-        norm = gradients.total_norm(given, norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
-            raise RuntimeError(msg)
-        return norm
-
-    return total_norm
+def total_norm(
+    original: Any,
+    hook_context: HookContext,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: Any = None,
+) -> Any:
+    """Stand for a function that finds one norm, over shards and plain tensors together, by one exchange."""
+    given = gradients.listed(tensors)
+    if not hook_context.ownership.ours or not any(isinstance(each, DTensor) for each in given):
+        return original(given, norm_type, error_if_nonfinite, foreach)
+    norm = gradients.total_norm(given, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
+        raise RuntimeError(msg)
+    return norm
 
 
 def _place_gradients(optimizer: Optimizer) -> None:
@@ -202,7 +188,7 @@ _ASIDE = (
         "detach_",
         "retain_grad",
     ),
-    *("backward", "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "data_ptr"),
+    *("backward", "register_hook", "register_post_accumulate_grad_hook", "data_ptr"),
     *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
 )
 """Methods that need no values, beside `is_contiguous` and the like, and properties."""
@@ -266,8 +252,13 @@ def _torch_function(hook_context: HookContext) -> Any:
 
     def __torch_function__(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
         with disabled():
-            if func in aside or (func == _SET_GRADIENT and (args[1] is None or _is_gradient_of(*args))):
+            if func in aside:
                 return func(*args, **kwargs) if kwargs else func(*args)
+            if func == _SET_GRADIENT:
+                param, gradient = args
+                fits = type(gradient) is DTensor and gradient.placements == getattr(param, "placements", None)
+                if gradient is None or fits or torch.compiler.is_compiling():
+                    return func(*args)
             if not functions:
                 from fsdplaunch.runtime.auto.torch_function import ShardFunctions
 
@@ -277,10 +268,3 @@ def _torch_function(hook_context: HookContext) -> Any:
             return functions[0](func, args, kwargs or {})
 
     return __torch_function__
-
-
-def _is_gradient_of(param: Any, value: Any) -> bool:
-    """Return whether a gradient is set that is placed as its parameter is."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(value) is DTensor and isinstance(param, DTensor) and placements_of(value) == placements_of(param)

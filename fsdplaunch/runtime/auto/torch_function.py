@@ -212,7 +212,7 @@ class ShardFunctions:
             "__get__": lambda func, args, _: _detached(func, args, _) if func == _DATA else NotImplemented,
             "detach": _detached,
             "__iter__": lambda _, args, kwargs: iter(self(_Tensor.unbind, args, kwargs)),
-            **dict.fromkeys(("storage", "__dlpack__"), _refuse_memory),
+            **dict.fromkeys(("storage", "share_memory_", "__dlpack__"), _refuse_memory),
             **dict.fromkeys(_NEW, _made_new),
         }
 
@@ -449,17 +449,13 @@ def _placed(like: Any, value: Any, given: list[Any]) -> Any:
 
 
 def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
-    """Return whether a call reduces one shard to a number that torch makes of each rank's part, without a gather."""
+    """Return whether a call reduces one shard to a number that torch makes of those of each rank."""
     if name == "sum":
         return isinstance(shard, DTensor) and not (order or named)
     exact = isinstance(shard, DTensor) and shard.dtype in (torch.float32, torch.float64)
-    plain_order = len(order) < 2 and named.keys() <= {"p", "ord"}  # noqa: PLR2004
-    return (
-        name in _NORMS
-        and exact
-        and plain_order
-        and all(each in (2, None, "fro") for each in (*order, *named.values()))
-    )
+    by_order = len(order) <= 1 and named.keys() <= {"p", "ord"}
+    euclidean = all(each in (2, None, "fro") for each in (*order, *named.values()))
+    return name in _NORMS and exact and by_order and euclidean
 
 
 def _is_write(name: str) -> bool:
@@ -517,14 +513,9 @@ def _holder_of(param: Any, models: list[nn.Module]) -> Any:
     return next((one for one in held if one.sharded_param is param), None)
 
 
-def show(original: Any, hook_context: HookContext) -> Any:
-    """Make `DTensor.__repr__`: that of full tensors."""
-
-    def __repr__(shard: Any) -> str:  # noqa: N807
-        if not hook_context.ownership.ours:
-            return str(original(shard))
-        full = full_value(shard, call="print a shard")
-        is_parameter = isinstance(shard, nn.Parameter)
-        return repr(nn.Parameter(full, shard.requires_grad) if is_parameter else full)
-
-    return __repr__
+def show(original: Any, hook_context: HookContext, shard: Any) -> str:
+    """Stand for `DTensor.__repr__`, which shows full tensors."""
+    if not hook_context.ownership.ours:
+        return str(original(shard))
+    full = full_value(shard, call="print a shard")
+    return repr(nn.Parameter(full, shard.requires_grad) if isinstance(shard, nn.Parameter) else full)

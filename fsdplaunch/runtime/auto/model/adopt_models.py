@@ -9,7 +9,7 @@ groups, so that what a subclass keeps for itself is the shards already.
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +26,14 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
-from fsdplaunch.runtime.auto.model.who_shards import deciding_when_training_begins
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_passes, note_paths
+from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
 from fsdplaunch.runtime.auto.torch_calls import average_closure
 from fsdplaunch.runtime.inspection.describe import announcing
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
 from fsdplaunch.runtime.messages import being_built, script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.checks import check_kinds
 from fsdplaunch.runtime.sharding.gradients import agree_on_alternatives
@@ -268,109 +267,73 @@ def _one_unit() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="no_wrap")
 
 
-@contextmanager
-def finding_models(hook_context: HookContext) -> Iterator[None]:
-    """Record modules as they are made; shard models that are moved, compiled or given storage."""
-    found = _Found(hook_context)
-    with ExitStack() as stack:
-        for owner, name, make in (
-            (nn.Module, "__init__", found.noting),
-            (nn.Module, "__setstate__", found.noting),
-            (nn.Module, "to", found.shard_then_move),
-            (nn.Module, "cuda", found.shard_then_cuda),
-            (nn.Module, "to_empty", found.empty_in_host_memory),
-            (torch, "compile", found.shard_then_compile),
-        ):
-            stack.enter_context(replaced(owner, name, make))
-        yield
+def note_module(original: Any, hook_context: HookContext, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Record a module where it is made, by `__init__` or `__setstate__`."""
+    hook_context.module_registry.note(module)
+    return original(module, *args, **kwargs)
 
 
-class _Found:
-    """What one worker does with the models that it finds."""
+def move(original: Any, hook_context: HookContext, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `Module.to`."""
+    device, dtype = parse_move(args, kwargs)
+    if _is_ours(module, hook_context, device, f"moves {type(module).__name__} to {device}"):
+        if dtype is not None:
+            original(module, dtype)
+        adopt_model(unwrapped(module), hook_context, what=f"moves it to {device}")
+    return original(module, *args, **kwargs)
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
 
-    def noting(self, original: Any) -> Any:
-        registry = self.hook_context.module_registry
+def move_to_gpu(original: Any, hook_context: HookContext, module: nn.Module, device: Any = None) -> Any:
+    """Stand for `Module.cuda`."""
+    at = torch.device("cuda") if device is None else torch.device("cuda", torch.device(device).index)
+    if _is_ours(module, hook_context, at, f"moves {type(module).__name__}"):
+        adopt_model(unwrapped(module), hook_context, what="moves it to the GPU")
+    return original(module, device)
 
-        def note_and_go_on(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            registry.note(module)
-            return original(module, *args, **kwargs)
 
-        note_and_go_on.__wrapped__ = original  # type: ignore[attr-defined]
-        return note_and_go_on
+def give_storage(
+    original: Any, hook_context: HookContext, module: nn.Module, *, device: Any, recurse: bool = True
+) -> Any:
+    """Stand for `Module.to_empty`: storage is in host memory, because on the device it would be in full."""
+    on_gpu = hook_context.device.type == "cuda" and device is not None
+    if on_gpu and _is_ours(module, hook_context, torch.device(device), f"gives {type(module).__name__} storage"):
+        device = "cpu"
+    return original(module, device=device, recurse=recurse)
 
-    def shard_then_move(self, original: Any) -> Any:
-        def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            device, dtype = parse_move(args, kwargs)
-            if self._is_ours(module, device, f"moves {type(module).__name__} to {device}"):
-                if dtype is not None:
-                    original(module, dtype)
-                self._shard(module, f"moves it to {device}")
-            return original(module, *args, **kwargs)
 
-        return to
+def compile_model(original: Any, hook_context: HookContext, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `torch.compile`."""
+    module = getattr(model, "__self__", model)  # `model.compile()` compiles one of its methods
+    if isinstance(module, nn.Module):
+        if _is_ours(module, hook_context, hook_context.device, f"compiles {type(module).__name__}"):
+            adopt_model(unwrapped(module), hook_context, what="compiles it")
+        kwargs = _without_full_graph(model, module, kwargs)
+    return original(model, *args, **kwargs)
 
-    def shard_then_cuda(self, original: Any) -> Any:
-        def cuda(module: nn.Module, device: Any = None) -> Any:
-            at = torch.device("cuda") if device is None else torch.device("cuda", torch.device(device).index)
-            if self._is_ours(module, at, f"moves {type(module).__name__}"):
-                self._shard(module, "moves it to the GPU")
-            return original(module, device)
 
-        return cuda
+def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device | None, what: str) -> bool:
+    """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
 
-    def empty_in_host_memory(self, original: Any) -> Any:
-        """Give a model without storage its storage in host memory: on the device it would be in full."""
-
-        def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> Any:
-            on_gpu = self.hook_context.device.type == "cuda" and device is not None
-            if on_gpu and self._is_ours(module, torch.device(device), f"gives {type(module).__name__} storage"):
-                device = "cpu"
-            return original(module, device=device, recurse=recurse)
-
-        return to_empty
-
-    def shard_then_compile(self, original: Any) -> Any:
-        def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            module = getattr(model, "__self__", model)  # `model.compile()` compiles one of its methods
-            if isinstance(module, nn.Module):
-                if self._is_ours(module, self.hook_context.device, f"compiles {type(module).__name__}"):
-                    self._shard(module, "compiles it")
-                kwargs = _without_full_graph(model, module, kwargs)
-            return original(model, *args, **kwargs)
-
-        return compile_
-
-    def _is_ours(self, module: nn.Module, device: torch.device | None, what: str) -> bool:
-        """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
-
-        It is for a complete model that has something to train. It is not for a submodule, nor while a larger
-        module that will hold it is being built.
-        """
-        own, ownership = self.hook_context.device, self.hook_context.ownership
-        if device is None or device.type != own.type or is_sharded(module):
-            return False
-        if isinstance(module, DistributedDataParallel) or ownership.only_replicas:
-            return False
-        params = list(nn.Module.parameters(module))
-        if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
-            return False  # lazy ones get their shapes in a first pass
-        # Python has no event for a constructor's end: only its frame says that a larger module is being built.
-        inside = any(isinstance(each, nn.Module) for each in being_built())
-        if inside or not self.hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
-            return False
-        if device.index is not None and device.index != own.index:
-            msg = f"{script_line()} {what}, and this worker's GPU is {own}"
-            raise ShardingError(
-                msg,
-                hint='say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0',
-            )
-        return True
-
-    def _shard(self, module: nn.Module, what: str) -> None:
-        adopt_model(unwrapped(module), self.hook_context, what=what)
+    It is for a complete model that has something to train. It is not for a submodule, nor while a larger module
+    that will hold it is being built.
+    """
+    own, ownership = hook_context.device, hook_context.ownership
+    if device is None or device.type != own.type or is_sharded(module):
+        return False
+    if isinstance(module, DistributedDataParallel) or ownership.only_replicas:
+        return False
+    params = list(nn.Module.parameters(module))
+    if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
+        return False  # lazy ones get their shapes in a first pass
+    # Python has no event for a constructor's end: only its frame says that a larger module is being built.
+    inside = any(isinstance(each, nn.Module) for each in being_built())
+    if inside or not hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
+        return False
+    if device.index is not None and device.index != own.index:
+        msg = f"{script_line()} {what}, and this worker's GPU is {own}"
+        hint = 'say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0'
+        raise ShardingError(msg, hint=hint)
+    return True
 
 
 def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -388,50 +351,32 @@ def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]
     return {**kwargs, "fullgraph": False}
 
 
-@contextmanager
-def sharding_models(hook_context: HookContext) -> Iterator[None]:
-    """Shard models where they are moved, compiled or given to an optimizer, or when training begins. Rule 1."""
-
-    def shard_now(optimizer: Optimizer) -> None:
-        regroup(optimizer, hook_context, now=True)
-
-    with (
-        finding_models(hook_context),
-        training_shards(hook_context),
-        deciding_when_training_begins(hook_context.ownership, hook_context.built_optimizers, shard_now),
-    ):
-        yield
+_building: set[int] = set()
+"""The optimizers whose base class gives them their groups."""
 
 
-@contextmanager
-def training_shards(hook_context: HookContext) -> Iterator[None]:
-    """Shard what an optimizer is built on, or given later, and let it train the shards."""
-    building: set[int] = set()
+def build_optimizer(
+    original: Any, hook_context: HookContext, optimizer: Optimizer, params: Any, defaults: dict[str, Any]
+) -> None:
+    """Stand for `Optimizer.__init__`."""
+    for model in list(hook_context.models):
+        reshard(model)  # parameters that are read now must be the shards
+    _building.add(id(optimizer))
+    try:
+        original(optimizer, params, defaults)
+    finally:
+        _building.discard(id(optimizer))
+    hook_context.note_optimizer(optimizer)
+    regroup(optimizer, hook_context)
 
-    def build(original: Any) -> Any:
-        def __init__(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:  # noqa: N807
-            for model in list(hook_context.models):
-                reshard(model)  # parameters that are read now must be the shards
-            building.add(id(self))
-            try:
-                original(self, params, defaults)
-            finally:
-                building.discard(id(self))
-            hook_context.note_optimizer(self)
-            regroup(self, hook_context)
 
-        return __init__
-
-    def extend(original: Any) -> Any:
-        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-            original(self, param_group)
-            if id(self) not in building:
-                regroup(self, hook_context)
-
-        return add_param_group
-
-    with replaced(Optimizer, "__init__", build), replaced(Optimizer, "add_param_group", extend):
-        yield
+def extend_optimizer(
+    original: Any, hook_context: HookContext, optimizer: Optimizer, param_group: dict[str, Any]
+) -> None:
+    """Stand for `Optimizer.add_param_group`."""
+    original(optimizer, param_group)
+    if id(optimizer) not in _building:
+        regroup(optimizer, hook_context)
 
 
 def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = False) -> None:
@@ -463,7 +408,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
         _keep_unsharded(bare, what)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
     _step_over_mixtures(optimizer)
-    if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
+    if optimizer not in hook_context.optimizers and trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
         average_closure(optimizer, hook_context)
 
@@ -485,10 +430,6 @@ def _keep_unsharded(bare: list[Any], what: str) -> None:
         messages.say(
             f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
         )
-
-
-def _trains_shards(optimizer: Optimizer) -> bool:
-    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
 
 
 def _step_over_mixtures(optimizer: Optimizer) -> None:

@@ -8,8 +8,7 @@ calls) computes as if the model's forward had called it: in a pass of the unit a
 import functools
 import weakref
 from collections.abc import Callable, Iterator, ValuesView
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.context import HookContext, SameRows
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.fsdp import (
     begin_unit_pass,
@@ -320,78 +318,60 @@ def original_name(model: nn.Module) -> str:
     return original_class(model).__name__
 
 
-@contextmanager
-def watching_backward(hook_context: HookContext) -> Iterator[None]:
-    """Rules 1 and 2: gradients by parameters are shards; what a divided pass computes again is drawn as in it."""
-    watch = _Watch(hook_context)
-    with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
-        yield
+def _acts(hook_context: HookContext) -> bool:
+    return bool(hook_context.ownership.ours and hook_context.models)
 
 
-class _Watch:
-    """The backward passes of one worker."""
+def _begin_backward(hook_context: HookContext) -> None:
+    batches = hook_context.batches
+    if hook_context.data.size == hook_context.size > 1 and not hook_context.keeps_batch:
+        batches.compare_rows(hook_context.device, ranked=hook_context.ownership.ranked)
+    batches.leave()
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
-        different = hook_context.data.size == hook_context.size > 1 and not hook_context.keeps_batch
-        self.rows = SameRows(hook_context.batches, hook_context.config, compares=different)
 
-    def _acts(self) -> bool:
-        return bool(self.hook_context.ownership.ours and self.hook_context.models)
+def backward(
+    original: Any,
+    hook_context: HookContext,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.autograd.backward`, which `Tensor.backward` calls."""
+    if _acts(hook_context):
+        if create_graph:
+            from fsdplaunch.runtime.auto.model.double_backward import refuse_create_graph
 
-    def _begin(self) -> None:
-        context = self.hook_context
-        self.rows.check(context.device, ranked=context.ownership.ranked)
-        context.batches.leave()
+            raise refuse_create_graph()
+        _begin_backward(hook_context)
+    with ExitStack() as stack:
+        for divided in all_divided():
+            stack.enter_context(divided.recomputing())
+        return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
-    def backward(self, original: Any) -> Any:
-        """Make `torch.autograd.backward`, which `Tensor.backward` calls."""
 
-        @wraps(original)
-        def backward(
-            tensors: Any,
-            grad_tensors: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if self._acts():
-                if create_graph:
-                    from fsdplaunch.runtime.auto.model.double_backward import refuse_create_graph
+def grad(
+    original: Any,
+    hook_context: HookContext,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.autograd.grad`."""
+    if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
+        inputs = tuple(inputs)
+    if _acts(hook_context) and not makes_graph() and not is_of_transform(outputs):
+        from fsdplaunch.runtime.auto.model.double_backward import own_gradients
 
-                    raise refuse_create_graph()
-                self._begin()
-            with ExitStack() as stack:
-                for divided in all_divided():
-                    stack.enter_context(divided.recomputing())
-                return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
-
-        return backward
-
-    def grad(self, original: Any) -> Any:
-        """Make `torch.autograd.grad`."""
-
-        @wraps(original)
-        def grad(
-            outputs: Any,
-            inputs: Any,
-            grad_outputs: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
-                inputs = tuple(inputs)
-            if self._acts() and not makes_graph() and not is_of_transform(outputs):
-                from fsdplaunch.runtime.auto.model.double_backward import own_gradients
-
-                models = list(self.hook_context.models)
-                how = (grad_outputs, retain_graph, create_graph)
-                found = own_gradients(original, outputs, inputs, *how, models=models, begin=self._begin)
-                if found is not None:
-                    return found
-            return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)
-
-        return grad
+        models, begin = list(hook_context.models), functools.partial(_begin_backward, hook_context)
+        how = (grad_outputs, retain_graph, create_graph)
+        found = own_gradients(original, outputs, inputs, *how, models=models, begin=begin)
+        if found is not None:
+            return found
+    return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)

@@ -4,10 +4,9 @@ The outermost unit stays gathered from a pass to its backward. What a script doe
 would be done to tensors that are thrown away, and so would what a model's own forward writes into parameters.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.inspection.parameters import named_parameters
-from fsdplaunch.runtime.inspection.units import has_shards, is_unit, original_class, reshard
+from fsdplaunch.runtime.inspection.units import is_unit, original_class, reshard
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.gradients import add_hook, hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizers import ORIGIN
-from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.state_dict.gather import cut_to_shard
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -128,35 +125,19 @@ def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
     return _views.setdefault(model, GatheredView(model, trains))
 
 
-@contextmanager
-def showing_shards(hook_context: HookContext) -> Iterator[None]:
-    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them. Rule 3.
+def name_parameters(
+    original: Any, _: HookContext, module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Any]]:
+    """Stand for `Module.named_parameters`, which gives shards outside of passes."""
+    named, shards = original(module, *args, **kwargs), _shards(_open())
+    return ((name, shards.get(id(param), param)) for name, param in named) if shards else named
 
-    Hooks that the script registers at shards are called with the gradients that torch sets.
-    """
 
-    def listing(original: Any) -> Any:
-        def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            shards = {} if torch.compiler.is_compiling() else _shards(_open())
-            for name, param in original(self, *args, **kwargs):
-                yield name, shards.get(id(param), param)
-
-        return named_parameters
-
-    def applying(original: Any) -> Any:
-        def apply(self: nn.Module, function: Any) -> Any:
-            for model in list(_open()):
-                reshard(model)
-            return original(self, function)
-
-        return apply
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "named_parameters", listing))
-        stack.enter_context(replaced(nn.Module, "apply", applying))
-        stack.enter_context(replaced(nn.Module, "share_memory", _sharing))
-        stack.enter_context(replaced(DTensor, "register_hook", _registering(hook_context)))
-        yield
+def apply(original: Any, _: HookContext, module: nn.Module, function: Any) -> Any:
+    """Stand for `Module.apply`, which changes shards."""
+    for model in list(_open()):
+        reshard(model)
+    return original(module, function)
 
 
 def _open() -> Iterator[nn.Module]:
@@ -171,39 +152,19 @@ def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
     return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}
 
 
-def _registering(hook_context: HookContext) -> Any:
-    """Make the method that has a hook called with gradients of shards, for which torch calls none itself."""
+def register_hook(original: Any, hook_context: HookContext, tensor: Any, hook: Any) -> Any:
+    """Stand for `DTensor.register_hook`: a script's hook is called with the gradients that torch sets of shards.
 
-    def register(original: Any) -> Any:
-        def register_hook(tensor: Any, hook: Any) -> Any:
-            own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
-            if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
-                return original(tensor, hook)
-            handle = add_hook(tensor, hook)
-            if hook_context.ownership.ranked:
-                units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
-                hook_local_gradients(units, tensor)
-            return handle
-
-        return register_hook
-
-    return register
-
-
-def _sharing(original: Any) -> Any:
-    def share_memory(self: nn.Module) -> Any:
-        if has_shards(self):
-            msg = (
-                f"{script_line()} gives {class_name(self)} memory to share with processes of its own, and it is"
-                " sharded: these would train copies that nobody reads"
-            )
-            hint = (
-                "run the script with plain python; or have ranks do their work, and fsdplaunch.prepare the model"
-            )
-            raise ShardingError(msg, hint=hint)
-        return original(self)
-
-    return share_memory
+    Torch calls none itself: the gradient of a pass is that of what was gathered.
+    """
+    own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
+    if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
+        return original(tensor, hook)
+    handle = add_hook(tensor, hook)
+    if hook_context.ownership.ranked:
+        units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
+        hook_local_gradients(units, tensor)
+    return handle
 
 
 _gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}
@@ -331,32 +292,18 @@ def keeping_references(model: nn.Module) -> Iterator[None]:
             held.__class__ = ShardReference
 
 
-@contextmanager
-def refusing_renames(hook_context: HookContext) -> Iterator[None]:
-    """Refuse to give a shard another name, as pruning and parametrizations do: torch gathers it by its first.
+def register_parameter(original: Any, hook_context: HookContext, module: nn.Module, name: str, param: Any) -> None:
+    """Stand for `Module.register_parameter`: a shard keeps its name, by which torch gathers it.
 
-    Torch itself registers shards in every pass, by the names that they have.
+    Pruning and parametrizations would give it another. Torch itself registers shards in every pass.
     """
-
-    def register(original: Any) -> Any:
-        @functools.wraps(original)
-        def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-            if isinstance(param, DTensor) and not is_made_by_compiler(self):
-                _check_name(self, name, param, hook_context)
-            original(self, name, param)
-
-        return register_parameter
-
-    with replaced(nn.Module, "register_parameter", register):
-        yield
-
-
-def _check_name(module: nn.Module, name: str, param: DTensor, hook_context: HookContext) -> None:
-    for model, line in hook_context.models.items():
-        for unit in filter(is_unit, model.modules()):
-            for shard, places in places_of_shards(unit):
-                if shard is param and not any(module is home and name == known for home, known in places):
-                    raise late_parameter(model, name, line)
+    if isinstance(param, DTensor) and not is_made_by_compiler(module):
+        for model, line in hook_context.models.items():
+            for unit in filter(is_unit, model.modules()):
+                for shard, places in places_of_shards(unit):
+                    if shard is param and not any(module is home and name == known for home, known in places):
+                        raise late_parameter(model, name, line)
+    original(module, name, param)
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:

@@ -13,12 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fsdplaunch.config.schema.config import Config
@@ -27,6 +26,9 @@ from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.messages import is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding_watch import built_library, on_sharding, sharded_by
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.context import HookContext
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("Accelerator",),
@@ -212,21 +214,14 @@ def _is_sharder(value: Any) -> bool:
 
 
 @contextmanager
-def deciding_when_training_begins(
-    ownership: Ownership, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None]
-) -> Iterator[None]:
+def deciding_when_training_begins(hook_context: "HookContext") -> Iterator[None]:
     """Shard where training begins what nobody has sharded until then. Rule 1.
 
     Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
     The hooks stand only while the decision is put off: every module's call passes them.
-
-    Args:
-        ownership: The decision.
-        optimizers: Gives those that the script has built.
-        shard_now: Shards the models that one of them trains.
     """
     with ExitStack() as hooks:
-        waiting = _Waiting(optimizers, shard_now, hooks)
+        waiting, ownership = _Waiting(hook_context, hooks), hook_context.ownership
         ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
         yield
 
@@ -234,10 +229,8 @@ def deciding_when_training_begins(
 class _Waiting:
     """The hooks of one worker while the decision is open."""
 
-    def __init__(
-        self, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None], hooks: ExitStack
-    ) -> None:
-        self.optimizers, self.shard_now, self.hooks = optimizers, shard_now, hooks
+    def __init__(self, hook_context: "HookContext", hooks: ExitStack) -> None:
+        self.hook_context, self.hooks = hook_context, hooks
         self.started = False
 
     def start(self) -> None:
@@ -270,9 +263,11 @@ class _Waiting:
 
     def _trained(self) -> set[int]:
         """Return the full parameters that optimizers train, by their ids."""
-        params = (param for each in self.optimizers() for group in each.param_groups for param in group["params"])
-        return {id(param) for param in params if not isinstance(param, DTensor)}
+        groups = (group for optimizer in self.hook_context.built_optimizers() for group in optimizer.param_groups)
+        return {id(param) for group in groups for param in group["params"] if not isinstance(param, DTensor)}
 
     def _shard(self) -> None:
-        for optimizer in self.optimizers():
-            self.shard_now(optimizer)
+        from fsdplaunch.runtime.auto.model.adopt_models import regroup
+
+        for optimizer in self.hook_context.built_optimizers():
+            regroup(optimizer, self.hook_context, now=True)

@@ -1,17 +1,14 @@
 """What ranks have shards of, under names that all of them know, and how one is read beside the main thread."""
 
 import contextlib
-import functools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -24,7 +21,6 @@ from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, na
 from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
 from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled
 from fsdplaunch.runtime.torch_internals.distributed import default_timeout, local_tensor, shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
@@ -478,45 +474,31 @@ class _Asking(threading.local):
 _asking = _Asking()
 
 
-@contextmanager
-def giving_full_states() -> Iterator[None]:
-    """Have `state_dict()`, and `full_tensor()` of a shard, give full tensors to rank 0 alone; rule 6."""
-
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _asking.inside or not _opened or are_files_of_ranks():
-                return original(self, *args, **kwargs)
-            _asking.inside = True
-            try:
-                state = original(self, *args, **kwargs)
-            finally:
-                _asking.inside = False
-            return _full_if_alone(self, state)
-
-        return state_dict
-
-    with ExitStack() as stack:
-        for kind in (nn.Module, Optimizer):
-            stack.enter_context(replaced(kind, "state_dict", make))
-        stack.enter_context(replaced(DTensor, "full_tensor", _full_tensor))
-        yield
+def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `state_dict()` of a module or an optimizer, which gives rank 0 alone full tensors; rule 6."""
+    if _asking.inside or not _opened or are_files_of_ranks():
+        return original(owner, *args, **kwargs)
+    _asking.inside = True
+    try:
+        state = original(owner, *args, **kwargs)
+    finally:
+        _asking.inside = False
+    return _full_if_alone(owner, state)
 
 
-def _full_tensor(gather: Any) -> Any:
-    @functools.wraps(gather)
-    def full_tensor(tensor: DTensor, **kwargs: Any) -> Any:
-        found = service()
-        # Only the caller tells the script's call, which rank 0 may make alone, from those of torch and libraries,
-        # which all ranks make, tensor by tensor: asking them each time would cost a message to every rank.
-        by_script = is_user_file(sys._getframe(1).f_code.co_filename)
-        if by_script and found is not None and is_over_all_ranks(tensor):
-            call = f"full_tensor() at {script_line()}"
-            if found.asks_alone(call):
-                return found.full(tensor, call).to(tensor.device)
-        return gather(tensor, **kwargs)
+def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
+    """Stand for `DTensor.full_tensor`, likewise.
 
-    return full_tensor
+    Only the caller, behind what stands for the method, tells the script's call, which rank 0 may make alone, from
+    those of torch and libraries, which all ranks make, tensor by tensor: asking each time would cost a message to
+    every rank.
+    """
+    found = service()
+    if found is not None and is_user_file(sys._getframe(2).f_code.co_filename) and is_over_all_ranks(tensor):
+        call = f"full_tensor() at {script_line()}"
+        if found.asks_alone(call):
+            return found.full(tensor, call).to(tensor.device)
+    return original(tensor, **kwargs)
 
 
 def _full_if_alone(owner: Any, state: Any) -> Any:

@@ -78,7 +78,9 @@ def test_files_of_a_sharded_model_are_those_of_the_model_before(
             ("save_file", saves.safe_file),
             ("save_model", saves.safe_model),
         ):
-            stack.enter_context(replaced(safe, name, functools.partial(make, hook_context=context)))
+            stack.enter_context(
+                replaced(safe, name, lambda original, make=make: functools.partial(make, original, context))
+            )
         state = {name: model.state_dict()[name] for name in names}
         safe.save_model(model, "model")
         safe.save_file(state, "file", metadata={"epoch": "3"})
