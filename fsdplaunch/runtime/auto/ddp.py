@@ -29,7 +29,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import average_gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
-from fsdplaunch.runtime.auto.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
+from fsdplaunch.runtime.auto.rank0.passes import passes_of
 from fsdplaunch.runtime.auto.rank0.position import changes
 from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit, original_class
@@ -362,14 +362,14 @@ class Forward:
             _check_all_go_on(ddp)
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
-            turns_on_all_ranks(self.model)
+            passes_of(self.model).turn(self.model)
             _check_changed_alike(self.model)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
             average_gradients(self.model, on=self.syncs)
         self.is_alone = False
         if ddp.require_forward_param_sync and self.buffers:
-            self.is_alone = not turns_on_all_ranks(self.model)
+            self.is_alone = not passes_of(self.model).turn(self.model)
             if not self.is_alone:
                 self._send_buffers()
 
@@ -378,7 +378,9 @@ class Forward:
         if compiled_module(module) is not self.model:
             return module
         trains = self.model.training and torch.is_grad_enabled()
-        return self.model if not trains and is_alone_without_compiling(self.model) else module
+        return (
+            self.model if not trains and passes_of(self.model).is_alone_without_compiling(self.model) else module
+        )
 
     def end(self, ddp: Any) -> None:
         """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""

@@ -160,11 +160,13 @@ class DividedPasses:
         return None if whole else (kind, rows, weights)
 
     def end(self, output: Any) -> Any:
-        """End a pass; return what one process would. Collective."""
+        """End a pass; return what one process would, and None after an error. Collective."""
         now, self.now = self.now, None
         if now is None:
             return output
         now.leave()
+        if output is None:
+            return None
         if now.drawing is not None and now.drawing.recomputed:
             self.redraw = now.drawing
         if self.trying is not None:
@@ -176,12 +178,6 @@ class DividedPasses:
             each.join(leaf, now.rows, now.weights, late) for each, leaf in zip(returned, leaves, strict=True)
         ]
         return tree_unflatten(joined, spec)
-
-    def fail(self) -> None:
-        """End a pass that has raised an error."""
-        if self.now is not None:
-            self.now.leave()
-            self.now = None
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
-from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_passes, note_paths
+from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_paths
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
 from fsdplaunch.runtime.auto.torch_calls import average_closure
@@ -43,7 +43,7 @@ from fsdplaunch.runtime.sharding.registry import ReplicatedParams, known_paramet
 from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_most, runs, without_shared
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.state_dict.gather import await_main_thread
-from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move, untraced
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move
 
 if TYPE_CHECKING:
     from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
@@ -110,20 +110,10 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     hook_context.ownership.note_adopted(line)
     open_once(hook_context)
     allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
-    passes = Passes(original_name(model), hook_context)
-    note_passes(model, passes)
+    passes = Passes(model, original_name(model), hook_context)
     if hook_context.size > 1:
         note_paths(model, original_name(model))  # before the hooks of passes, which then come before these
-    calls = Calls(
-        model,
-        line,
-        begin_pass=untraced(passes.begin),
-        begin_training=hook_context.streams.diverge,
-        trains=lambda: bool(hook_context.batches.backwards or hook_context.optimizers),
-        divided=_divided(model, hook_context),
-        note=hook_context.batches.enter,
-    )
-    hook_context.complete[model] = calls.check
+    hook_context.complete[model] = Calls(model, line, hook_context, passes, _divided(model, hook_context)).check
     for unit in filter(is_unit, model.modules()):
         before_state_dict(unit, _await_main_thread)  # torch reshards the unit in it
     keep_written(model)

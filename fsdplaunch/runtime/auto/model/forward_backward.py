@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
+from fsdplaunch.runtime.auto.rank0.passes import AlonePass, Passes
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
@@ -44,7 +45,6 @@ from fsdplaunch.runtime.torch_internals.tensors import (
 if TYPE_CHECKING:
     from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
     from fsdplaunch.runtime.auto.model.double_backward import ModelPass
-    from fsdplaunch.runtime.auto.rank0.passes import AlonePass
 
 
 class Calls:
@@ -53,34 +53,29 @@ class Calls:
     Args:
         model: Sharded.
         line: Where the script had it sharded.
-        begin_pass: Called before a pass; returns what gives rank 0 full parameters for one that it makes alone.
-        begin_training: Called before the first pass in training with gradients.
-        trains: Return whether anything trains yet.
+        hook_context: This worker's.
+        passes: Which of them all ranks make.
         divided: What divides passes by rows; None where each rank has rows of its own.
-        note: Called with what a pass in training is given, unless it is divided.
     """
 
     def __init__(
         self,
         model: nn.Module,
         line: str,
-        *,
-        begin_pass: "Callable[[nn.Module], AlonePass | None]",
-        begin_training: Callable[[], None],
-        trains: Callable[[], bool],
+        hook_context: HookContext,
+        passes: Passes,
         divided: "DividedPasses | None",
-        note: Callable[[Any], None],
     ) -> None:
         self.model = weakref.ref(model)
-        self.line = line
-        self.begin_pass, self.begin_training, self.note = begin_pass, begin_training, note
+        self.line, self.hook_context = line, hook_context
+        self.begin_pass = untraced(passes.begin)
         self.divided = divided
         self.known = {id(param) for _, param in named_parameters(model)}
         self.checked = self.trained = False
         self.outermost: list[nn.Module] = []
         self.alone: AlonePass | None = None
         self.twice: ModelPass | None = None
-        self.view = view_of(model, trains)
+        self.view = view_of(model, lambda: bool(hook_context.batches.backwards or hook_context.optimizers))
         _calls[model] = self
         enter, leave = self._hooks()
         self.begin = untraced(self._begin)
@@ -138,7 +133,7 @@ class Calls:
                 self.outermost.append(part)
             return None
         model: Any = self.model()
-        measuring = self.divided is not None and self.divided.measuring
+        measuring = self._is_measuring()
         if not measuring:
             self._begin(model)
         if self.alone is not None:
@@ -165,7 +160,7 @@ class Calls:
             self._check_first(model)
         if not self.trained and model.training and torch.is_grad_enabled():
             self.trained = True
-            self.begin_training()
+            self.hook_context.streams.diverge()
         self.alone = self.begin_pass(model)
 
     def _note(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -176,7 +171,7 @@ class Calls:
             from fsdplaunch.runtime.auto.model.double_backward import ModelPass
 
             self.twice = ModelPass.begun(self.model, args, kwargs)
-        self.note([*args, *kwargs.values()])
+        self.hook_context.batches.enter([*args, *kwargs.values()])
 
     def _leave(self, part: nn.Module, args: Any, _kwargs: Any, output: Any) -> Any:
         """End a pass; return what the script gets. `output` is None after an error."""
@@ -192,7 +187,7 @@ class Calls:
         if part is not model and not is_unit(part):
             output = end_unit_pass(model, args, apart_from_parameters(output))
         if self.divided is not None:
-            output = self._joined(output)
+            output = self.divided.end(output)
         if self.twice is not None and not self._is_measuring():
             made, self.twice = self.twice, None
             made.keep(output)
@@ -201,14 +196,6 @@ class Calls:
         else:
             self.view.leave(model)
         return output
-
-    def _joined(self, output: Any) -> Any:
-        """Return the outputs of all ranks where the pass was divided; nothing is joined after an error."""
-        divided: Any = self.divided
-        if output is None:
-            divided.fail()
-            return None
-        return divided.end(output)
 
     def _check_first(self, model: nn.Module) -> None:
         """Check once, before the first pass, that the parameters are those that were sharded."""
