@@ -119,14 +119,14 @@ def _may_join_ranks(function: Any) -> bool:
     """Return whether a function is of the user's own module, and that holds torch's distributed package."""
     function = getattr(function, "func", function)
     names = getattr(function, "__globals__", {})
-    file = str(names.get("__file__", "<"))
-    return dist.is_initialized() and is_user_file(file) and any(map(_is_distributed, list(names.values())))
-
-
-def _is_distributed(value: Any) -> bool:
-    name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
-    home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
-    return str(home).startswith(("torch.distributed", "torch.nn.parallel"))
+    if not dist.is_initialized() or not is_user_file(str(names.get("__file__", "<"))):
+        return False
+    for value in list(names.values()):
+        name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
+        home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
+        if str(home).startswith(("torch.distributed", "torch.nn.parallel")):
+            return True
+    return False
 
 
 class _Ended:

@@ -59,7 +59,8 @@ def gathered(tensor: Any) -> torch.Tensor:
     Args:
         tensor: The shard, as `DTensor`; not wrapped by torch functions.
     """
-    full: torch.Tensor = tensor.to_local() if _is_replicated(tensor) else tensor.full_tensor()
+    is_full = all(placement.is_replicate() for placement in placements_of(tensor))
+    full: torch.Tensor = tensor.to_local() if is_full else tensor.full_tensor()
     if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
         full = full.contiguous() if full.requires_grad else full.clone()
     elif full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
@@ -85,10 +86,6 @@ def placed_like(shard: Any, value: Any) -> Any:
     return split_like(value, shard) if value.shape == shard.shape else value
 
 
-def _is_replicated(tensor: Any) -> bool:
-    return all(placement.is_replicate() for placement in placements_of(tensor))
-
-
 def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | None:
     """Return what fetches shards where rank 0 alone has come to the call that runs; None for all ranks.
 
@@ -102,7 +99,8 @@ def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | No
     if found is None or in_optimizer_step():
         return None
     calls = calling_stack()
-    if calls in _together or _in_thread_of_torch() or not all(map(is_over_all_ranks, tensors)):
+    by_torch = threading.current_thread().name.startswith("Dummy-")  # as those of backward passes on a GPU
+    if calls in _together or by_torch or not all(map(is_over_all_ranks, tensors)):
         return None
     gathering = ShardGatherer(call, keep=True, at=calling_lines())
     at = calls, found.position.place(), found.position.met
@@ -121,11 +119,6 @@ def fetch(gathering: ShardGatherer, tensor: Any) -> torch.Tensor:
     """Return on rank 0 alone the full tensor, on the shard's device, that other ranks' shards are fetched for."""
     full = gathering.gather(tensor).to(tensor.device)
     return full.requires_grad_(tensor.requires_grad)
-
-
-def _in_thread_of_torch() -> bool:
-    """Return whether this is a thread that Python has not started, such as those of backward passes on a GPU."""
-    return threading.current_thread().name.startswith("Dummy-")
 
 
 class Gathered:
@@ -247,13 +240,11 @@ def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], 
     dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
     own = dict(module.named_parameters(remove_duplicate=False))
     tensors = {**own, **given}
-    full = {id(tensors[name]): _full(tensors[name], dtype) for name in own}
+    full: dict[int, torch.Tensor] = {}
+    for tensor in (tensors[name] for name in own):
+        given_full = gathered(tensor) if isinstance(tensor, DTensor) else tensor
+        full[id(tensor)] = given_full.to(dtype) if dtype and given_full.is_floating_point() else given_full
     with ExitStack() as stack:
         for part in list(module.modules()):
             stack.enter_context(as_before(part))
         return original(module, {**tensors, **{name: full[id(tensors[name])] for name in own}}, *args, **kwargs)
-
-
-def _full(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    full = gathered(param) if isinstance(param, DTensor) else param
-    return full.to(dtype) if dtype is not None and full.is_floating_point() else full

@@ -12,7 +12,7 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,9 @@ def copy_module(_original: Any, _context: HookContext, module: nn.Module) -> Any
 def reduce_module(module: nn.Module, _protocol: int) -> Any:
     """Pickle a sharded module as what it was before. Collective, or on rank 0 alone."""
     # Inside of torch.save parameters stay what they are, to be gathered when their turn in the pickle comes.
-    full: Any = _itself if _open.gatherer else ShardGatherer("pickle", keep=True).full_or_own
+    full: Any = (lambda param: param) if _open.gatherer else ShardGatherer("pickle", keep=True).full_or_own
     # Protocol 1 names the class in a way that need not be the pickled object's own.
     return unsharded_copy(module, full).__reduce_ex__(1)
-
-
-def _itself(param: nn.Parameter) -> Any:
-    return param
 
 
 def scriptable(module: nn.Module) -> nn.Module:
@@ -144,7 +140,11 @@ def load_model(
     assign: bool = False,
 ) -> Any:
     """Stand for `Module.load_state_dict`: full tensors are cut to this rank's shards."""
-    targets = _sharded(model) if hook_context.ownership.ours else {}
+    targets: dict[str, Any] = {}
+    if hook_context.ownership.ours:
+        reshard(model)
+        named = model.named_parameters(remove_duplicate=False)
+        targets = {clean_name(name): param for name, param in named if isinstance(param, DTensor)}
     if targets:
         _meet(f"{original_name(model)}.load_state_dict")
         state_dict, assign = _cut_model(state_dict, targets), False
@@ -173,13 +173,6 @@ def _meet(call: str) -> None:
     service = waits.current()
     if service is not None:
         service.meets(call, "make it on all ranks, decided by a number that all of them have alike")
-
-
-def _sharded(module: nn.Module) -> dict[str, Any]:
-    """Return the sharded parameters, by each of their names, after giving back what is gathered."""
-    reshard(module)
-    named = module.named_parameters(remove_duplicate=False)
-    return {clean_name(name): param for name, param in named if isinstance(param, DTensor)}
 
 
 def _cut_model(state: Any, targets: dict[str, Any]) -> Any:
@@ -226,7 +219,8 @@ def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: An
     if are_files_of_ranks() or isinstance(obj, _STORAGES):  # torch pickles each storage so
         write(f)
         return
-    with _turn(hook_context, obj):
+    shares = hook_context.ownership.ours and _has_shards(obj, of_models=True)
+    with in_turn("torch.save") if shares else nullcontext():
         gathering = _gatherer(hook_context, obj, f)
         if gathering is not None:
             _save_full(hook_context, write, obj, f, gathering)
@@ -237,14 +231,6 @@ def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: An
         _write_complete(write, f)
     else:
         write(f)
-
-
-def _turn(hook_context: HookContext, obj: Any) -> AbstractContextManager[None]:
-    return (
-        in_turn("torch.save")
-        if hook_context.ownership.ours and _has_shards(obj, of_models=True)
-        else nullcontext()
-    )
 
 
 def _name_call_for_shards(hook_context: HookContext) -> None:

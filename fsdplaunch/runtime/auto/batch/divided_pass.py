@@ -156,7 +156,8 @@ class DividedPasses:
         if kind.is_due() or _is_ambiguous(kind, weights):
             self._measure(module, kind, rows, args, kwargs, weights)
         # A mean over the rows of a rank of which none counts is not a number.
-        whole = kind.whole or _is_ambiguous(kind, weights) or _counts_nothing(kind, weights)
+        joined = [each for each in kind.returned or () if isinstance(each, Joined)]
+        whole = kind.whole or _is_ambiguous(kind, weights) or any(0.0 in each.weights(weights) for each in joined)
         return None if whole else (kind, rows, weights)
 
     def end(self, output: Any) -> Any:
@@ -208,7 +209,8 @@ class DividedPasses:
 
     def _normalises(self) -> bool:
         model: Any = self.model()
-        return any(isinstance(each, BatchNorm) and _uses_batch(each) for each in model.modules())
+        norms = (each for each in model.modules() if isinstance(each, BatchNorm))
+        return any(each.training or each.running_mean is None for each in norms)
 
     def _key(self, module: nn.Module, leaves: list[Any], total: int) -> Any:
         """Return what is equal for passes that are divided alike."""
@@ -387,14 +389,6 @@ def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[
     return before or returned
 
 
-def _counts_nothing(kind: Kind, weights: Weights) -> bool:
-    return any(isinstance(each, Joined) and 0.0 in each.weights(weights) for each in kind.returned or ())
-
-
-def _uses_batch(norm: Any) -> bool:
-    return bool(norm.training or norm.running_mean is None)
-
-
 def _digest(tensor: torch.Tensor) -> float:
     """Return a number that nearly any other content changes."""
     if not tensor.numel() or tensor.is_meta:
@@ -427,7 +421,12 @@ class _Undo:
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         shards = [param for param in model.parameters() if isinstance(param, DTensor)]
         self.shards = [(param, local_tensor(param).detach().clone()) for param in shards]
-        self.kept = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+        self.kept = []
+        for module in model.modules():
+            kept = dict(vars(module))
+            held = [value for name, value in kept.items() if name not in ("_parameters", "_modules")]  # torch's
+            contents = [(each, copy.copy(each)) for each in held if type(each) in (list, dict, set, deque)]
+            self.kept.append((module, kept, contents))
         self.parameters_changed = False
 
     @torch.no_grad()
@@ -446,12 +445,6 @@ class _Undo:
             for held, content in contents:
                 held.clear()
                 held.extend(content) if isinstance(held, list | deque) else held.update(content)
-
-
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    skipped = ("_parameters", "_modules")  # torch exchanges parameters in a pass, and back
-    held = [value for name, value in vars(module).items() if name not in skipped]
-    return [(each, copy.copy(each)) for each in held if type(each) in (list, dict, set, deque)]
 
 
 def _left_behind(model: nn.Module) -> list[torch.Tensor]:

@@ -115,7 +115,9 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
         note_paths(model, original_name(model))  # before the hooks of passes, which then come before these
     hook_context.complete[model] = Calls(model, line, hook_context, passes, _divided(model, hook_context)).check
     for unit in filter(is_unit, model.modules()):
-        before_state_dict(unit, _await_main_thread)  # torch reshards the unit in it
+        before_state_dict(
+            unit, lambda: await_main_thread(f"state_dict() at {script_line()}")
+        )  # torch reshards the unit in it
     keep_written(model)
     _let_leave(model)
     restore_classes(model)
@@ -143,10 +145,6 @@ def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
         return getattr(saves, function)(held(), *args, **kwargs)
 
     return call
-
-
-def _await_main_thread() -> None:
-    await_main_thread(f"state_dict() at {script_line()}")
 
 
 def _only_holds(model: nn.Module) -> bool:

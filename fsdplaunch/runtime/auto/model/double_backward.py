@@ -85,7 +85,10 @@ def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequ
     edges = [edge for _, edge, _ in kept]
     above = grad(outputs, edges, given, create_graph=True, retain_graph=True, allow_unused=True)
     total: list[Any] = [None] * len(inputs)
-    for made, share in _by_pass(kept, above):
+    passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
+    for (made, _, position), gradient in zip(kept, above, strict=True):
+        passes.setdefault(id(made), (made, []))[1].append((position, gradient))
+    for made, share in passes.values():
         values = _recomputed(made)
         chosen = [(values[position], gradient) for position, gradient in share if gradient is not None]
         parts = grad(
@@ -96,19 +99,9 @@ def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequ
             retain_graph=True,
             allow_unused=True,
         )
-        total = [_added(one, other) for one, other in zip(total, parts, strict=True)]
+        pairs = zip(total, parts, strict=True)
+        total = [other if one is None else one if other is None else one + other for one, other in pairs]
     return tuple(total)
-
-
-def _added(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
-
-
-def _by_pass(kept: Any, gradients: Any) -> Iterator[tuple[ModelPass, list[tuple[int, Any]]]]:
-    passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
-    for (made, _, position), gradient in zip(kept, gradients, strict=True):
-        passes.setdefault(id(made), (made, []))[1].append((position, gradient))
-    yield from passes.values()
 
 
 def _passes_below(roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple[ModelPass, GradientEdge, int]]:

@@ -5,7 +5,7 @@ would be done to tensors that are thrown away, and so would what a model's own f
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class GatheredView:
     def __init__(self, model: nn.Module, trains: Callable[[], bool]) -> None:
         self.trains = trains
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
-        self.in_pass = pass_look(model) if is_unit(model) else _never
+        self.in_pass = pass_look(model) if is_unit(model) else lambda: False
         self.kept: list[weakref.ref[Any]] = []
         self.changes: list[tuple[int, bool]] = []
         self.shown: list[tuple[int, bool]] = []
@@ -113,10 +113,6 @@ def _changed_twice(model: nn.Module) -> ShardingError:
     return ShardingError(msg, hint=hint)
 
 
-def _never() -> bool:
-    return False
-
-
 _views: "weakref.WeakKeyDictionary[nn.Module, GatheredView]" = weakref.WeakKeyDictionary()
 
 
@@ -129,7 +125,8 @@ def name_parameters(
     original: Any, _: HookContext, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, Any]]:
     """Stand for `Module.named_parameters`, which gives shards outside of passes."""
-    named, shards = original(module, *args, **kwargs), _shards(_open())
+    named = original(module, *args, **kwargs)
+    shards = {id(gathered): shard for model in _open() for gathered, shard in _views[model].pairs()}
     return ((name, shards.get(id(param), param)) for name, param in named) if shards else named
 
 
@@ -145,11 +142,6 @@ def _open() -> Iterator[nn.Module]:
     for model, view in list(_views.items()):
         if view.kept and not view.in_pass():
             yield model
-
-
-def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
-    """Return the shards of what models have gathered, by the ids of what is gathered."""
-    return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}
 
 
 def register_hook(original: Any, hook_context: HookContext, tensor: Any, hook: Any) -> Any:

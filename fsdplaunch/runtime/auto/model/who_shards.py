@@ -73,9 +73,9 @@ class Ownership:
         self.setting = config.launch.shard
         self.ours: bool | None = None
         self.ranked = False
-        self.put_off: Callable[[], None] = _nothing
-        self.on_decision: Callable[[], None] = _nothing
-        self.leave_draws: Callable[[], None] = _nothing
+        self.put_off: Callable[[], None] = lambda: None
+        self.on_decision: Callable[[], None] = lambda: None
+        self.leave_draws: Callable[[], None] = lambda: None
         self._keeps_batch = config.launch.keep_global_batch
         self._owner = ""
         self._adopted = ""
@@ -150,7 +150,10 @@ class Ownership:
     def _decide(self, *, now: bool) -> None:
         if self.ours is not None:
             return
-        owner = None if self.setting == "always" else _acting()
+        library = built_library()
+        owner = sharded_by() if library is None else library.name
+        if self.setting == "always":
+            owner = None
         if owner is None and self.setting != "always" and (joined_by_script() or (not now and holds_a_sharder())):
             self.put_off()
             return
@@ -166,24 +169,10 @@ class Ownership:
 
     def _check_batches(self, what: str) -> None:
         """Refuse to keep the global batch where another one shards and makes its own loaders."""
-        if self.ours is False and self._keeps_batch and not _divides_batches(self._owner):
+        by_accelerate = self._owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
+        if self.ours is False and self._keeps_batch and not by_accelerate:
             msg = f"{script_line()} {what}: keep_global_batch is set, and the script divides its batches itself"
             raise ShardingError(msg, hint="leave it out, and set each worker's batch size in the script")
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _acting() -> str | None:
-    """Return what shards already, or was built to."""
-    library = built_library()
-    return sharded_by() if library is None else library.name
-
-
-def _divides_batches(owner: str) -> bool:
-    """Return whether accelerate makes the loaders of what shards, which then divide batches as configured."""
-    return owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
 
 
 def holds_a_sharder() -> bool:

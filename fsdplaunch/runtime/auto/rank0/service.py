@@ -506,18 +506,15 @@ def _full_if_alone(owner: Any, state: Any) -> Any:
     if found is None:
         return state
     if isinstance(owner, Optimizer):
-        _refuse_flat_alone(found, owner, call)
-    shards = _shards_over_all_ranks(state) if found.gives_full_states() else []
-    if not shards:
+        params = (param for group in owner.param_groups for param in group["params"])
+        if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
+            msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
+            raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
+    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
+    if not shards or not found.gives_full_states() or not all(map(is_over_all_ranks, shards)):
         return state
     await_main_thread(call)
     return _full(found, owner, state, shards, call) if found.asks_alone(call) else state
-
-
-def _shards_over_all_ranks(state: Any) -> list[DTensor]:
-    """Return the shards in a state; none where some are not over all ranks."""
-    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
-    return shards if all(map(is_over_all_ranks, shards)) else []
 
 
 def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: str) -> Any:
@@ -535,10 +532,3 @@ def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: s
     for name, value in list(state.items()):  # torch's own mapping, with the versions of modules
         state[name] = full_or_own(value)
     return state
-
-
-def _refuse_flat_alone(found: Service, optimizer: Optimizer, call: str) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
-        msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
-        raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
