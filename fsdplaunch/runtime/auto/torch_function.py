@@ -450,12 +450,13 @@ def _placed(like: Any, value: Any, given: list[Any]) -> Any:
 
 def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
     """Return whether a call reduces one shard to a number that torch makes of those of each rank."""
+    if not isinstance(shard, DTensor) or name not in ("sum", *_NORMS):
+        return False
     if name == "sum":
-        return isinstance(shard, DTensor) and not (order or named)
-    exact = isinstance(shard, DTensor) and shard.dtype in (torch.float32, torch.float64)
+        return not (order or named)
+    exact = shard.dtype in (torch.float32, torch.float64)
     by_order = len(order) <= 1 and named.keys() <= {"p", "ord"}
-    euclidean = all(each in (2, None, "fro") for each in (*order, *named.values()))
-    return name in _NORMS and exact and by_order and euclidean
+    return exact and by_order and all(each in (2, None, "fro") for each in (*order, *named.values()))
 
 
 def _is_write(name: str) -> bool:

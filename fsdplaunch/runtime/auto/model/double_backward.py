@@ -6,7 +6,7 @@ model's pass is computed again with full parameters that are gathered by operati
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.full_values import gathered
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.state_dict.deepcopy import as_before
@@ -159,7 +160,10 @@ def _recomputed(made: ModelPass) -> list[Any]:
     model: Any = made.model()
     reshard(model)
     dtype = root_mixed_precision(model).param_dtype
-    names: Any = full_parameters(dict(model.named_parameters(remove_duplicate=False)), dtype)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    once = {id(param): param for param in params.values()}
+    full = {key: _cast(gathered(each) if isinstance(each, DTensor) else each, dtype) for key, each in once.items()}
+    names: Any = {name: full[id(param)] for name, param in params.items()}
     names |= {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
     now = torch.get_rng_state()
@@ -174,44 +178,9 @@ def _recomputed(made: ModelPass) -> list[Any]:
         torch.set_rng_state(now)
 
 
-def full_parameters(params: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return full parameters that have gradients of any order, each once, whatever its names. Collective.
-
-    Args:
-        params: Sharded or not, by name.
-        dtype: That a pass computes in; None for their own.
-    """
-    once = {id(param): _gathered(param, dtype) for param in {id(each): each for each in params.values()}.values()}
-    return {name: once[id(param)] for name, param in params.items()}
-
-
-def _gathered(param: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the full parameter, whose gradient is averaged over the ranks and cut to the shard."""
-    if not isinstance(param, DTensor):
-        return _cast(param, dtype)  # type: ignore[no-any-return]
-    mesh = param.device_mesh
-    full = param.redistribute(placements=[Replicate()] * mesh.ndim).to_local(
-        grad_placements=[Partial()] * mesh.ndim
-    )
-    return _cast(_Averaged.apply(full, mesh.size()), dtype)  # type: ignore[no-any-return,no-untyped-call]
-
-
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if dtype is not None and floating else value
-
-
-class _Averaged(torch.autograd.Function):
-    """A value as it is, whose gradient is divided."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient / ctx.ranks, None
 
 
 def sharded_parameters(inputs: Sequence[Any], models: Sequence[nn.Module]) -> list[Any]:
