@@ -1,4 +1,4 @@
-"""What people read: sizes, lists of names, HTML pages, and text made safe for a terminal.
+"""What people read: sizes, lists of names, and text made safe for a terminal.
 
 Names in files, keys, messages of workers and of other nodes may move the cursor, rewrite a line, or set the title
 of a terminal. Everything that this package prints passes `printable` or `TerminalFilter` where it is printed.
@@ -104,35 +104,3 @@ def size_words(count: float) -> str:
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, with how many there are beside them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { font-size: 1.2rem; font-weight: 600; }
-.key { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; list-style: none; }
-.key i { display: inline-block; width: .9rem; height: .9rem; margin-right: .4rem; vertical-align: -.1rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
-th:first-child, td:first-child, td.text, th.text { text-align: left; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
-"""
-
-
-def html_page(title: str, body: str, *, style: str = "") -> str:
-    """Return a page.
-
-    Args:
-        title: As text; escaped here.
-        body: As HTML.
-        style: Rules of this page's own, after those of all.
-    """
-    from html import escape  # 3,000 lines that only pages need
-
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{_STYLE}{style}</style></head>\n'
-        f"<body>\n{body}\n</body></html>\n"
-    )

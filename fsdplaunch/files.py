@@ -5,7 +5,7 @@ Standard library only.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,38 @@ def _most_bytes(data: bytes) -> int:
         + data.count(b",") * _ITEM
         + len(data)
     )
+
+
+class Maybe:
+    """A kind that null passes, too."""
+
+    def __init__(self, kind: Any) -> None:
+        """Note the kind, as `matches` takes it."""
+        self.kind = kind
+
+
+def matches(value: Any, kind: Any) -> bool:
+    """Return whether a value that somebody else has written is of a kind.
+
+    Args:
+        value: As `parse_json` returns it.
+        kind: A type, a function that says so, a list of one kind, or a dict: the kinds of an object's fields.
+            Fields that it does not name may be anything, those with a ? may be missing, * stands for all of them.
+    """
+    if isinstance(kind, Maybe):
+        return value is None or matches(value, kind.kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(matches(item, kind[0]) for item in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_has(value, name, field) for name, field in kind.items())
+    return isinstance(value, kind) if isinstance(kind, type) else bool(kind(value))
+
+
+def _has(value: Mapping[str, Any], name: str, kind: Any) -> bool:
+    if name == "*":
+        return all(matches(item, kind) for item in value.values())
+    plain = name.removesuffix("?")
+    return matches(value[plain], kind) if plain in value else plain != name
 
 
 MEMORY, PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")

@@ -18,14 +18,14 @@ def needs(package: str, oldest: str, why: str) -> pytest.MarkDecorator:
 
     Args:
         package: Its name as pip knows it.
-        oldest: The first version that can do it, `2.8`.
-        why: What older ones do, to follow `torch 2.7.1 `.
+        oldest: The first version that can do it, `2.11`.
+        why: What older ones do, to follow `torch 2.9.1 `.
     """
     return pytest.mark.skipif(not has(package, oldest), reason=lacking(package, oldest, why))
 
 
 def lacking(package: str, oldest: str, why: str) -> str:
-    """Return the reason for a skip: `torch 2.7.1 cannot ...: needs 2.8`."""
+    """Return the reason for a skip: `torch 2.9.1 cannot ...: needs 2.11`."""
     try:
         found = f"{package} {version(package).partition('+')[0]}"
     except PackageNotFoundError:

@@ -34,7 +34,7 @@ _NO_SECONDS = 1e-6
 """Torch refuses 0."""
 
 
-class RunFolderLogs(LogsSpecs):
+class _RunFolderLogs(LogsSpecs):
     """Tells torch that there is nothing to redirect: the worker group does that."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -48,7 +48,7 @@ class RunFolderLogs(LogsSpecs):
         return log_root(self)
 
 
-class WorkerGroupContext(PContext):
+class _WorkerGroupContext(PContext):
     """The processes of one attempt, as torch's agent wants to see them.
 
     It does not install torch's signal handlers, which end everything on any signal; the agent has its own.
@@ -126,7 +126,7 @@ def raise_if_stopped(worker_group: WorkerGroup) -> None:
         raise SignalException(msg, signal.Signals(number))
 
 
-def leave_when_over(worker_group: WorkerGroup) -> None:
+def _leave_when_over(worker_group: WorkerGroup) -> None:
     """Leave torch's waiting for other nodes when the run was stopped, or ends while this node is done."""
     raise_if_stopped(worker_group)
     if worker_group.is_released:
@@ -160,21 +160,21 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     """
     config = read_options(options)
     config.monitor_interval = _NO_SECONDS
-    config.logs_specs = RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
+    config.logs_specs = _RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
     nodes_vary = config.max_nodes > config.min_nodes
     membership = Membership(worker_group) if nodes_vary else None
 
     def leave() -> None:
-        leave_when_over(worker_group)
+        _leave_when_over(worker_group)
         if membership is not None:
             membership.leave_when_changed()
 
-    agreed = use_own_rendezvous(config, worker_group, secret, leave)
+    agreed = _use_own_rendezvous(config, worker_group, secret, leave)
 
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
         if agreed is not None:  # torch counts the failures of this node; workers of older torch share keys by it
             envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(agreed.attempt)} for rank, env in envs.items()}
-        context = WorkerGroupContext(worker_group, name, envs, logs_specs, membership)
+        context = _WorkerGroupContext(worker_group, name, envs, logs_specs, membership)
         try:
             context.start()
         except BaseException:
@@ -192,7 +192,7 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     elastic_launch(config, "worker")()
 
 
-def use_own_rendezvous(
+def _use_own_rendezvous(
     config: LaunchConfig, worker_group: WorkerGroup, secret: str, leave: Callable[[], None]
 ) -> AgreedRendezvous | None:
     """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles.

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 2.0
 """How long the fork server may take to kill its workers and end."""
 
 
-class ForkServerGoneError(RuntimeError):
+class _ForkServerGoneError(RuntimeError):
     """The fork server ended, and every worker with it."""
 
 
@@ -141,7 +141,7 @@ class ForkServer:
         try:
             while not self._ready:
                 self._take_message()
-        except ForkServerGoneError:
+        except _ForkServerGoneError:
             self._replace()
             while not self._ready:
                 self._take_message()
@@ -194,7 +194,7 @@ class ForkServer:
         try:
             while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
                 self._take_message()
-        except ForkServerGoneError:  # the kernel has killed its workers by now
+        except _ForkServerGoneError:  # the kernel has killed its workers by now
             self._ended += [_killed(pid) for pid in self._running]
             self._running.clear()
         done, self._ended = self._ended, []
@@ -223,7 +223,7 @@ class ForkServer:
             self._channel.send({"released": seconds})
             while not self._released:
                 self._take_message()
-        except (OSError, ForkServerGoneError):
+        except (OSError, _ForkServerGoneError):
             return False
         self._channel.close()
         return True
@@ -235,7 +235,7 @@ class ForkServer:
             received = None
         if received is None:
             msg = "the process that starts the workers has died"
-            raise ForkServerGoneError(msg)
+            raise _ForkServerGoneError(msg)
         message = received[0]
         if "ended" in message:
             code = os.waitstatus_to_exitcode(message["status"])

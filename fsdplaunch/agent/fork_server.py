@@ -173,7 +173,7 @@ def exists(pid: int) -> bool:
     return True
 
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
 
 _AGENT_SECONDS = 3.0
@@ -204,7 +204,7 @@ class ForkServerProcess:
         self._children: set[int] = set()
         self._failed: set[int] = set()  # have ended, and what they started may go on
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *PASSED_ON)}
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *_PASSED_ON)}
 
     def serve(
         self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
@@ -224,7 +224,7 @@ class ForkServerProcess:
         if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
             os.setsid()
         show_as(("fsdplaunch", "fork-server"))
-        for number in PASSED_ON:
+        for number in _PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
         self._agent = parent
         loaded = preload()
@@ -311,7 +311,7 @@ class ForkServerProcess:
         request = WorkerRequest.from_message(message, loaded.changes)
         parent = os.getpid()
         # A signal may be passed on to the worker before it has given up the server's way to treat it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         pid = fork()
         if pid == 0:
             self._leave()

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, TextIO, cast
 
 from fsdplaunch.parent_death import die_with_parent
 
-NOT_FOUND, NOT_EXECUTABLE = 127, 126
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 """What a shell answers for a command that is not there or cannot be executed."""
 
 
@@ -109,7 +109,7 @@ def _execute(request: WorkerRequest) -> None:
         )
     except OSError as error:
         os.write(2, f"{request.argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
-        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
+        os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 def set_environ(environ: Mapping[str, str]) -> None:

@@ -22,19 +22,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdplaunch.agent.fork_client import ForkServer
-from fsdplaunch.agent.fork_server import Released
 from fsdplaunch.agent.forked_process import WorkerRequest, noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import node_range
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
-from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, WARM_IMPORTS, WARM_STAY, feature, preload_lists
+from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
+from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
@@ -46,43 +45,8 @@ from fsdplaunch.standard_streams import open_missing_streams
 
 if TYPE_CHECKING:
     from fsdplaunch.warm.import_record import ImportRecord
-    from fsdplaunch.warm.server import AgentRequest
 
-
-class AgentRecord:
-    """What this agent has to tell, in a file."""
-
-    def __init__(self, worker_group: WorkerGroup, *, is_warm: bool) -> None:
-        self._is_warm = is_warm
-        self._path = agent_record(worker_group.spec.run_dir)
-        self._worker_group = worker_group
-        self._start = time.time_ns()
-        self._kills = memory_kills()
-        self.error: str | None = None
-
-    def write(self, code: int) -> None:
-        """Write everything that is known by now; on a full disk the exit status alone says how it ended."""
-        try:
-            write_json(self._path, self._content(code))
-        except OSError:
-            logging.getLogger("torch.distributed.elastic").exception("the agent's record cannot be written")
-
-    def _content(self, code: int) -> dict[str, Any]:
-        stop = self._worker_group.stop
-        return {
-            "exit_code": code,
-            "host": socket.gethostname(),
-            "warm": self._is_warm,
-            "memory_limit": usable_memory(),
-            "memory_kills": memory_kills() - self._kills,
-            "started_ns": self._start,
-            "seconds": round((time.time_ns() - self._start) / 1e9, 3),
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "attempts": self._worker_group.attempts,
-            "stopped_by": signal_name(stop.number) if stop.number is not None else None,
-            "error": self.error,
-            "notes": self._worker_group.notes,
-        }
+_log = logging.getLogger("torch.distributed.elastic")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -92,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
         argv: torchrun's options, each in one word, and then the workers' command.
     """
     register_last()
-    run_agent(argv)
+    _run_agent(argv)
 
 
-def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
+def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
     """Be the agent, or what is forked from it.
 
     Args:
@@ -115,8 +79,7 @@ def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> No
     if node_range(config)[1] == 1:
         make_private_dir(os.environ)  # before the fork: the fork server removes it where this process is killed
     keep_seconds = config.launch.keep_warm_seconds if imported is None else 0.0
-    imports = feature(WARM_IMPORTS) if keep_seconds else None
-    record = imports.ImportRecord() if imports is not None else None
+    record = feature(WARM_IMPORTS).ImportRecord() if keep_seconds else None
     fork_server = ForkServer(
         lifeline,
         noting=record.noting if record is not None else nullcontext,
@@ -127,43 +90,35 @@ def run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> No
     # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
     # at it: torch imported, no thread, no socket, no CUDA.
     modules = preload_lists(config, command)
-    if (request := fork_server.start(*modules)) is not None:
-        be_forked(request, record, modules)
+    request = fork_server.start(*modules)
+    if isinstance(request, WorkerRequest):
+        run_worker(request)
+        return
+    if request is not None:  # this is the fork server, and the agent has let it go
+        if record is not None:
+            run_forked_agent(feature(WARM_SERVER).stay_warm(record, modules, request.seconds), record)
         return
     launcher.end_with(signal.SIGTERM)
-    spec = _worker_spec(config, options, command, is_reported=is_reported)
-    spec = replace(spec, secret=secret, held=held)
-    # Nothing that torch started in this process is needed any more, and taking it apart takes time.
-    os._exit(
-        run_workers(
-            fork_server, spec, options, launcher=launcher, keep_seconds=keep_seconds, is_warm=imported is not None
-        )
-    )
-
-
-def _worker_spec(
-    config: Config, options: Sequence[str], command: Sequence[str], *, is_reported: bool
-) -> WorkerSpec:
-    """Return what the workers are to do, and make the run's folder."""
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
-    return make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
+    spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
+    spec = replace(spec, secret=secret, held=held)
+    code = _run_workers(
+        fork_server, spec, options, launcher, keep_seconds=keep_seconds, is_warm=imported is not None
+    )
+    # Nothing that torch started in this process is needed any more, and taking it apart takes time.
+    os._exit(code)
 
 
-def be_forked(
-    request: WorkerRequest | Released, record: "ImportRecord | None", modules: Sequence[Sequence[str]]
-) -> None:
-    """Be the worker that this process was forked to be; or, a fork server that was let go, wait for launches."""
-    if isinstance(request, WorkerRequest):
-        run_worker(request)
-    elif record is not None:
-        run_forked_agent(feature(WARM_STAY).stay_warm(record, modules, request.seconds))
+def run_forked_agent(argv: Sequence[str], imported: "ImportRecord") -> None:
+    """Be the agent that this process was forked from a warm interpreter to be.
 
-
-def run_forked_agent(request: "AgentRequest") -> None:
-    """Be the agent that this process was forked from a warm interpreter to be."""
-    run_agent(request.argv[request.argv.index(str(AGENT)) + 1 :], request.record)
+    Args:
+        argv: Its command line, from the interpreter on.
+        imported: What was imported before, of which some is to be done again.
+    """
+    _run_agent(argv[argv.index(str(AGENT)) + 1 :], imported)
 
 
 def run_worker(request: WorkerRequest) -> None:
@@ -181,53 +136,63 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:count]), list(argv[count:])
 
 
-def run_workers(
+def _run_workers(
     fork_server: ForkServer,
     spec: WorkerSpec,
     options: list[str],
-    *,
     launcher: Launcher,
+    *,
     keep_seconds: float,
     is_warm: bool,
 ) -> int:
-    """Run the workers to their end and return the status to exit with.
-
-    Args:
-        fork_server: Where they come from.
-        spec: What they are to do.
-        options: torchrun's.
-        launcher: Ours.
-        keep_seconds: How long the interpreter is to stay for the next launch.
-        is_warm: This process comes from one that has stayed.
-    """
+    """Run the workers to their end, write down how they ended, and return the status to exit with."""
+    start, kills = time.time_ns(), memory_kills()
     relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
-    record = AgentRecord(worker_group, is_warm=is_warm)
-    code = _run(worker_group, options, record, launcher=launcher)
+    code, error = _run(worker_group, options, launcher)
     worker_group.finish()
     fork_server.close(keep_seconds=0.0 if launcher.is_gone() else keep_seconds)
     remove_private_dir(os.environ)
-    record.write(code)
+    number = worker_group.stop.number
+    record = {
+        "exit_code": code,
+        "host": socket.gethostname(),
+        "warm": is_warm,
+        "memory_limit": usable_memory(),
+        "memory_kills": memory_kills() - kills,
+        "started_ns": start,
+        "seconds": round((time.time_ns() - start) / 1e9, 3),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "attempts": worker_group.attempts,
+        "stopped_by": signal_name(number) if number is not None else None,
+        "error": error,
+        "notes": worker_group.notes,
+    }
+    try:
+        write_json(agent_record(spec.run_dir), record)
+    except OSError:  # on a full disk the exit status alone says how it ended
+        _log.exception("the agent's record cannot be written")
     return code
 
 
-def _run(worker_group: WorkerGroup, options: list[str], record: AgentRecord, *, launcher: Launcher) -> int:
+def _run(worker_group: WorkerGroup, options: list[str], launcher: Launcher) -> tuple[int, str | None]:
+    """Return the status, and what went wrong in the agent itself."""
     from fsdplaunch.agent import elastic_agent  # a signal during this import just ends the process
 
     try:
         _handle_signals(worker_group, launcher)
         elastic_agent.run_elastic(options, worker_group, secret=worker_group.spec.secret)
     except elastic_agent.ChildFailedError:
-        return _failure_status(worker_group)
+        return _failure_status(worker_group), None
     except elastic_agent.SignalException:
-        return _stop_status(worker_group)
+        return _stop_status(worker_group), None
     except Exception as error:  # torch's agent may fail in any way; the report names it
-        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
+        _log.exception("the agent failed")
         if worker_group.stop.number is not None:  # the other nodes end as well: that they have gone is no news
-            return _stop_status(worker_group)
-        record.error = f"{type(error).__name__}: {error}"
-        return EXIT_MACHINE if isinstance(error, elastic_agent.RendezvousError) else EXIT_FAILED
-    return 0
+            return _stop_status(worker_group), None
+        status = EXIT_MACHINE if isinstance(error, elastic_agent.RendezvousError) else EXIT_FAILED
+        return status, f"{type(error).__name__}: {error}"
+    return 0, None
 
 
 def _failure_status(worker_group: WorkerGroup) -> int:

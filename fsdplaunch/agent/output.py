@@ -103,7 +103,7 @@ def _without_start_of(mark: bytes, text: bytes) -> tuple[bytes, bytes]:
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 16
 """Bytes of an unfinished line that are held back at most, in the hope of its end."""
-HELD_SECONDS = 1.0
+_HELD_SECONDS = 1.0
 """How long an unfinished line is held back at most."""
 
 
@@ -189,7 +189,7 @@ class OutputRelay:
 
     def _run(self) -> None:
         while True:
-            ready = self._selector.select(timeout=HELD_SECONDS / 2)
+            ready = self._selector.select(timeout=_HELD_SECONDS / 2)
             with self._lock:
                 for key, _ in ready:
                     if key.data in self._sources:
@@ -238,7 +238,7 @@ class OutputRelay:
         """Show unfinished lines that nothing was added to for a while, and pass on the screen's size."""
         now = time.monotonic()
         for source in self._sources:
-            if source.partial and now - source.since > HELD_SECONDS:
+            if source.partial and now - source.since > _HELD_SECONDS:
                 write_all(source.screen, self._take_partial(source))
             if source.is_terminal:
                 copy_size(source.screen, source.end)

@@ -80,7 +80,7 @@ class AgreedNodes:
     read_seconds: float = 60.0
 
 
-class WatchedStore:
+class _WatchedStore:
     """A store whose waiting ends when the run is to end.
 
     Torch's agent waits in it, up to five minutes, until all nodes are done. Its own waiting notices no signal, so
@@ -180,7 +180,7 @@ class AgreedRendezvous(RendezvousHandler):
             store.set("port", str(place.master_port))
         self._wait_for_all(store)
         place = RendezvousStoreInfo(agreed.host, int(store.get("port")))
-        watched: Any = WatchedStore(store, self._is_stopped, agreed.nodes)
+        watched: Any = _WatchedStore(store, self._is_stopped, agreed.nodes)
         return RendezvousInfo(watched, agreed.rank, agreed.nodes, place)
 
     def _serve(self, port: int) -> RendezvousStoreInfo:
@@ -312,11 +312,13 @@ class SignedBackend(C10dRendezvousBackend):
         return state
 
 
-class WatchedRendezvous(RendezvousHandler):
-    """Torch's dynamic rendezvous, but that waiting ends with the run and the workers' store is there at once.
+class WatchedRendezvous:
+    """Torch's dynamic rendezvous, but waiting ends with the run and the workers' store is there at once.
 
     Torch names the workers a port that was free a moment ago, for the first worker to open.
     """
+
+    use_agent_store = True  # workers that make a group themselves are clients of a store of the first node's agent
 
     def __init__(
         self,
@@ -327,19 +329,14 @@ class WatchedRendezvous(RendezvousHandler):
         self._handler, self._is_stopped, self._read_time = handler, is_stopped, read_time
         self._served: Store | None = None
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: workers that make a group themselves are clients of a store of the first node's agent."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name under which torch's agent asks for this."""
-        return self._handler.get_backend()
+    def __getattr__(self, name: str) -> Any:
+        """Return what is torch's own."""
+        return getattr(self._handler, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others, as torch does, wrap the store they meet in, and open the workers'."""
         found = self._handler.next_rendezvous()
-        watched: Any = WatchedStore(found.store, self._is_stopped, found.world_size)
+        watched: Any = _WatchedStore(found.store, self._is_stopped, found.world_size)
         place: Any = found.bootstrap_store_info
         if found.rank == 0:
             self._served = None  # of the attempt before
@@ -347,22 +344,6 @@ class WatchedRendezvous(RendezvousHandler):
             watched.set(_PORT_KEY, str(port))
         place = RendezvousStoreInfo(place.master_addr, int(watched.get(_PORT_KEY)))
         return RendezvousInfo(watched, found.rank, found.world_size, place)
-
-    def is_closed(self) -> bool:
-        """Return whether the nodes have ended the run."""
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        """Have the nodes end the run."""
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join."""
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """Return the run's name."""
-        return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
         """Close what was opened."""
@@ -375,7 +356,7 @@ def elastic_rendezvous(
     secret: str,
     is_stopped: Callable[[], None],
     held: socket.socket | None = None,
-) -> RendezvousHandler:
+) -> Any:
     """Return torch's dynamic rendezvous over a signed state.
 
     Args:
@@ -396,21 +377,19 @@ def elastic_rendezvous(
         else:
             store = TCPStore(host, int(port), None, False, seconds)
     except (OSError, RuntimeError, ValueError) as error:
-        msg = (
-            f"the store at {params.endpoint} cannot be {'opened' if params.get_as_bool('is_host') else 'reached'}"
-        )
+        msg = f"the store at {params.endpoint} cannot be opened, or reached"
         raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
     return WatchedRendezvous(handler, is_stopped, seconds)
 
 
-HOLD_SECONDS = 2.0
+_HOLD_SECONDS = 2.0
 """How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
 _Node: Any = node_description_class() or object
 _Handler: Any = DynamicRendezvousHandler
 
 
-class NumberedNode(_Node):  # type: ignore[misc]
+class _NumberedNode(_Node):  # type: ignore[misc]
     """A node that sorts by its number; torch sorts by the text of the address, where 10.0.0.10 < 10.0.0.2.
 
     Ranks follow that order, so rank 0 runs on node 0, and neighbouring ranks on neighbouring nodes.
@@ -429,7 +408,7 @@ class _Numbering:
 
     def generate(self, local_addr: str | None = None) -> Any:
         """Describe this node."""
-        return NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
+        return _NumberedNode(local_addr or socket.getfqdn(), os.getpid(), self._number)
 
 
 def order_nodes(number: int | None) -> None:
@@ -465,7 +444,7 @@ class Membership:
             return True
         now = time.monotonic()
         self._held_since = now if self._held_since is None else self._held_since
-        return now - self._held_since < HOLD_SECONDS
+        return now - self._held_since < _HOLD_SECONDS
 
     def watch(self) -> None:
         """Have torch's agent start the workers again when the launcher reports a lost node.

@@ -150,7 +150,7 @@ class Worker:
             attempt: It belongs to, from 0.
         """
         ended = self.ended
-        error = read_error(error_file(run_dir, self.rank, attempt))
+        error = _read_error(error_file(run_dir, self.rank, attempt))
         bad = ended is not None and ended.code != 0
         return {
             "rank": self.rank,
@@ -175,7 +175,7 @@ class Worker:
         return beat.steps if beat is not None and beat.pid == self.pid else None
 
 
-def read_error(path: Path) -> dict[str, Any] | None:
+def _read_error(path: Path) -> dict[str, Any] | None:
     """Read the exception a worker recorded; None when there is no complete record."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
@@ -189,7 +189,7 @@ def read_error(path: Path) -> dict[str, Any] | None:
         return None
 
 
-DRAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0
 """How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
 KILL_SECONDS = 10.0
 """How long a killed worker may take to die; one that hangs in a driver does not die at all."""
@@ -358,7 +358,7 @@ class WorkerGroup:
             self._wait(KILL_SECONDS)
         if unwanted:
             self._sweep()
-        self.relay.drain(DRAIN_SECONDS, failed=unwanted, until=lambda: self.stop.insisted)
+        self.relay.drain(_DRAIN_SECONDS, failed=unwanted, until=lambda: self.stop.insisted)
         self.attempts.append(self._record())
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:

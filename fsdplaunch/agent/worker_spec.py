@@ -30,11 +30,11 @@ def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) 
     if teed is False and _names(launch.redirects, local_rank, stream):
         return False
     if launch.show_local_ranks is not None:
-        return local_rank in ranks_in(launch.show_local_ranks, at_least=local_rank)
-    return teed or rank in ranks_in(launch.show_ranks, at_least=rank)
+        return local_rank in _ranks_in(launch.show_local_ranks, at_least=local_rank)
+    return teed or rank in _ranks_in(launch.show_ranks, at_least=rank)
 
 
-def ranks_in(text: str, *, at_least: int) -> set[int]:
+def _ranks_in(text: str, *, at_least: int) -> set[int]:
     """Return the numbers a list of ranks names; `all` names those up to `at_least`."""
     return set(range(at_least + 1)) if text == "all" else {int(part) for part in text.split(",")}
 
@@ -80,7 +80,7 @@ class WorkerSpec:
     @property
     def cold_command(self) -> tuple[str, ...]:
         """Return the command line of a worker that is executed."""
-        return self.command if self.cold else python_command(self.command)
+        return self.command if self.cold else _python_command(self.command)
 
     def is_shown(self, rank: int, local_rank: int, stream: str) -> bool:
         """Return whether a stream reaches the terminal."""
@@ -104,7 +104,7 @@ def make_worker_spec(
     return WorkerSpec(
         run_dir=run_dir,
         launch=config.launch,
-        command=rest if warm or not is_python(command) else python_command(rest),
+        command=rest if warm or not is_python(command) else _python_command(rest),
         cold=not warm,
         cpus=_bind(config, workers),
         is_reported=is_reported,
@@ -113,7 +113,7 @@ def make_worker_spec(
     )
 
 
-def python_command(arguments: Sequence[str]) -> tuple[str, ...]:
+def _python_command(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the command line that runs the bootstrap in an interpreter of its own."""
     return (sys.executable, "-u", "-m", BOOTSTRAP, *arguments)
 

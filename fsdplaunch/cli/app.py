@@ -1,31 +1,19 @@
-"""The command line: its commands, and what an error looks like."""
+"""Run the command line: its exit status, and what an error looks like."""
 
 import _thread
 import errno
 import io
 import os
-import signal
 import sys
 import threading
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from fsdplaunch import __version__
-from fsdplaunch.cli import commands
-from fsdplaunch.cli.commands import WARM_EPILOG, expanded, merge_weights, runs_app, warm
-from fsdplaunch.cli.config_commands import config_app, to_fsdp2
-from fsdplaunch.cli.options import group
+from fsdplaunch.cli.commands import app, expanded
 from fsdplaunch.cli.output import Output
 from fsdplaunch.display_text import shortened, text_of
 from fsdplaunch.errors import LaunchError, UsageError
-
-# What follows SCRIPT belongs to the script.
-SCRIPT_SETTINGS = {
-    "allow_extra_args": True,
-    "allow_interspersed_args": False,
-    "help_option_names": ["--help", "-h"],
-}
 
 # What typer raises for a command line; it has no public name for the root of them.
 _WrongUsageError: type[Exception] = next(
@@ -35,25 +23,6 @@ _WrongUsageError: type[Exception] = next(
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _LONGEST_NAME = 300
 _AGAIN_SECONDS = 0.01
-
-app = group(
-    "Launch, shard, checkpoint and merge PyTorch FSDP training.",
-    name="fsdplaunch",
-    epilog="Start: fsdplaunch config, then fsdplaunch launch train.py",
-    no_args_is_help=True,
-)
-app.add_typer(config_app, name="config")
-app.add_typer(runs_app, name="runs")
-app.command("to-fsdp2", hidden=True)(to_fsdp2)
-app.command("launch", epilog=commands.LAUNCH_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.launch)
-app.command("merge-weights")(merge_weights)
-app.command("estimate", epilog=commands.ESTIMATE_EPILOG)(commands.estimate)
-app.command("doctor")(commands.doctor)
-app.command("check", epilog=commands.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.check)
-app.command("warm", epilog=WARM_EPILOG)(warm)
-app.command("tune", epilog=commands.TUNE_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.tune)
-app.command("env", hidden=True)(commands.env)
-app.command("test", hidden=True, epilog=commands.CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)(commands.test)
 
 
 def run(argv: list[str]) -> int:
@@ -122,20 +91,3 @@ def _of_system(error: OSError) -> LaunchError:
     kind = UsageError if error.errno in _WRONG_PATH else LaunchError
     name = shortened(str(error.filename), _LONGEST_NAME)
     return kind(f"{error.strerror}: {name}" if error.filename else str(error))
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        Output().data(f"fsdplaunch {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[  # noqa: ARG001  (acts in its callback)
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
-    ] = False,
-) -> None:
-    """Take the options before any command, which a Ctrl-C does not end before it has cleared up."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so `main` has it until here
-        signal.signal(signal.SIGINT, signal.default_int_handler)

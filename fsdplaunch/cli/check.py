@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     announce,
     check_script,
@@ -18,7 +19,6 @@ from fsdplaunch.cli.launch.single_node import (
     report,
     signal_teller,
 )
-from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import size_words
@@ -28,7 +28,6 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
 TOLERANCE = 1e-4
@@ -53,14 +52,14 @@ class CheckResult:
 
 def check(
     script: str | None,
-    arguments: Sequence[str],
+    arguments: tuple[str, ...],
     *,
     file: Path | None,
     overrides: Sequence[str],
     module: bool,
-    steps: int | None,
     as_json: bool,
     out: Output,
+    steps: int | None = None,
     compare: bool = False,
     tolerance: float = TOLERANCE,
     noted: Sequence[str] = (),
@@ -86,6 +85,8 @@ def check(
     Raises:
         LaunchError: Before anything was started, or there was nothing to compare.
     """
+    if not compare and arguments[:1] == ("--compare",):  # right after the script it is this command's as well
+        compare, arguments = True, arguments[1:]
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
@@ -95,14 +96,14 @@ def check(
         from fsdplaunch.cli.compare import check_tolerance, prepared
 
         check_tolerance(tolerance)
-    loaded = load_config(file, overrides=overrides, torch=installed_numbers, noted=option_notes(noted))
+    loaded = load_config(file, overrides=overrides, noted=option_notes(noted))
     asked = loaded.config
     small, changed = shrunk(asked)
     if compare:
         small = replace(small, launch=replace(small.launch, keep_global_batch=True))
     loaded = replace(loaded, config=small)
     hardware = replace(read_hardware(os.environ), gpus=(), notes=())
-    target = LaunchTarget(name=script, arguments=tuple(arguments), is_module=module)
+    target = LaunchTarget(name=script, arguments=arguments, is_module=module)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
     rehearsed = {**plan.env, REHEARSAL_STEPS: str(steps or (5 if compare else 2))}
     plan = replace(plan, env=rehearsed, notes=(*plan.notes, *changed))
@@ -116,6 +117,16 @@ def check(
         return status
     result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
+
+
+def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **options: Any) -> int:
+    """Try a script as `check` does, or without one the workers' connections."""
+    if script is not None:
+        return check(script, arguments, out=out, **options)
+    from fsdplaunch.cli.doctor import doctor
+
+    options.pop("module")
+    return doctor(network=True, out=out, **options)
 
 
 def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:

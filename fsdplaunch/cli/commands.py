@@ -1,32 +1,100 @@
-"""The commands about runs, checkpoints and this machine: their options, and what is called with them.
+"""Every command: its options, their help, and the function that does it.
 
-Everything a command needs is imported when it is called: `fsdplaunch --help` takes tens of milliseconds.
+A command's options are declared here once. The function that does it is named beside them, imported when the
+command is called, and gets the options by their names, so `fsdplaunch --help` takes tens of milliseconds.
 """
 
 from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.models
 
-from fsdplaunch.cli.options import (
-    ConfigOption,
-    JsonOption,
-    OverwriteOption,
-    SetOption,
-    group,
-    number,
-    script_argument,
-    whole,
-)
+from fsdplaunch import __version__
+from fsdplaunch.cli.options import group, number, script_argument, size, whole
 from fsdplaunch.cli.output import Output
 
-LAUNCH_EPILOG = (
-    "Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
-    "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
-    "Everything after SCRIPT belongs to the script."
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-c",
+        "--config",
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="The YAML file [default: ./fsdp.yaml]",
+    ),
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
+ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
+NotedOption = Annotated[list[str] | None, typer.Option("--noted", hidden=True)]
+LogDirOption = Annotated[
+    Path | None,
+    typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")
+]
+ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
+
+# What follows SCRIPT belongs to the script.
+SCRIPT_SETTINGS = {
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "help_option_names": ["--help", "-h"],
+}
+CHECK_EPILOG = (
+    "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
+    "everything after it belongs to the script."
 )
+
+
+def _takes_list(hint: Any) -> bool:
+    return any(get_origin(part) is list for part in (hint, *get_args(hint)))
+
+
+def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare which function does a command: `module:function`, below `fsdplaunch.cli`.
+
+    It gets the command's options by their names, lists as tuples, a script's own arguments as `arguments`, and
+    `out`. What it returns is the exit status.
+
+    Args:
+        place: The function.
+        fixed: Further arguments of it.
+    """
+    module, _, name = place.partition(":")
+
+    def decorate(declared: Callable[..., None]) -> Callable[..., None]:
+        @wraps(declared)
+        def command(**options: Any) -> None:
+            context = options.pop("context", None)
+            if context is not None and context.invoked_subcommand is not None:
+                return
+            if context is not None and not hasattr(context.command, "commands"):
+                options["arguments"] = tuple(context.args)
+            options.pop("help_all", None)  # acts in its callback
+            for option, hint in get_type_hints(declared).items():
+                if option in options and _takes_list(hint):
+                    options[option] = tuple(options[option] or ())
+            function = getattr(import_module(f"fsdplaunch.cli.{module}"), name)
+            raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
+
+        return command
+
+    return decorate
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        Output().data(f"fsdplaunch {__version__}")
+        raise typer.Exit
 
 
 def _print_all_options(wanted: bool) -> None:
@@ -37,12 +105,55 @@ def _print_all_options(wanted: bool) -> None:
         raise typer.Exit
 
 
+app = group(
+    "Launch, shard, checkpoint and merge PyTorch FSDP training.",
+    name="fsdplaunch",
+    epilog="Start: fsdplaunch config, then fsdplaunch launch train.py",
+    no_args_is_help=True,
+)
+config_app = group("Write, show, check and convert the configuration file.")
+runs_app = group("List runs, show their output, cancel one.")
+app.add_typer(config_app, name="config")
+app.add_typer(runs_app, name="runs")
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+    ] = False,
+) -> None:
+    """Take the options before any command, which a Ctrl-C does not end before it has cleared up."""
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so `main` has it until here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@app.command("to-fsdp2", hidden=True)
+@does("config:convert", to="fsdp2")
+def to_fsdp2(
+    source: Annotated[Path, typer.Option("--config-file", "--config_file")],
+    target: Annotated[Path | None, typer.Option("--output-file", "--output_file")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
+
+
+@app.command(
+    "launch",
+    epilog="Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
+    "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
+    "Everything after SCRIPT belongs to the script.",
+    context_settings=SCRIPT_SETTINGS,
+)
+@does("launch:launch_script")
 def launch(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to run on every rank, and its arguments")] = None,
-    config: ConfigOption = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    module: ModuleOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
     ] = False,
@@ -65,7 +176,7 @@ def launch(
     follow: Annotated[
         bool, typer.Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
     ] = False,
-    noted: Annotated[list[str] | None, typer.Option("--noted", hidden=True)] = None,
+    noted: NotedOption = None,
     help_all: Annotated[
         bool,
         typer.Option(
@@ -75,99 +186,87 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a training script, sharded as the YAML says."""
-    from fsdplaunch.cli.launch.dispatch import launch_script, one_route
-    from fsdplaunch.cli.launch.single_node import LaunchOptions
-
-    launch_options = LaunchOptions(
-        module=module,
-        no_python=no_python,
-        dry_run=dry_run,
-        check_only=check_only,
-        allow_unsharded=allow_unsharded,
-        as_json=as_json,
-        route=one_route(slurm=slurm, kubernetes=kubernetes, follow=follow),
-        follow=follow,
-        noted=tuple(noted or ()),
-    )
-    status = launch_script(
-        script, context.args, file=config, overrides=overrides or [], launch_options=launch_options, out=Output()
-    )
-    raise typer.Exit(status)
 
 
-runs_app = group("List runs, show their output, cancel one.")
-
-LogDirOption = Annotated[
-    Path | None,
-    typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
-]
-
-
-@runs_app.callback(invoke_without_command=True)
-def runs(
-    context: typer.Context,
-    config: ConfigOption = None,
-    log_dir: LogDirOption = None,
-    limit: Annotated[
-        int,
+@app.command("merge-weights")
+@does("merge:merge_weights")
+def merge_weights(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
+    unsafe_serialization: Annotated[
+        bool,
         typer.Option(
-            "-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first"
+            "--unsafe-serialization",
+            "--unsafe_serialization",
+            help="Write pytorch_model.bin instead of safetensors",
         ),
-    ] = 20,
+    ] = False,
+    file_format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+    ] = "safetensors",
+    remove_checkpoint_dir: Annotated[
+        bool,
+        typer.Option(
+            "--remove-checkpoint-dir",
+            "--remove_checkpoint_dir",
+            help="Delete the checkpoint once the result has been read back and found equal",
+        ),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare")] = False,
+    no_checksums: Annotated[
+        bool, typer.Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
+    ] = False,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(parser=size("--max-shard-size"), metavar="SIZE", help="Largest output file, as in 5GB"),
+    ] = "50GB",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
+    ] = None,
+    keep_tied: Annotated[
+        bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
+    ] = False,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
+    ] = False,
+    copy_from: Annotated[
+        Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
+    ] = None,
+    jobs: Annotated[
+        int,
+        # How many it may be is for MergeOptions to say.
+        typer.Option(
+            parser=whole("--jobs", -(10**6), 10**6), metavar="N", help="How many processes write on this machine"
+        ),
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, newest first, with their states."""
-    if context.invoked_subcommand is None:
-        from fsdplaunch.cli import runs as run_commands
-
-        raise typer.Exit(run_commands.list_runs(config, log_dir, limit=limit, as_json=as_json, out=Output()))
+    """Join a sharded checkpoint into safetensors."""
 
 
-@runs_app.command("logs")
-def runs_logs(
-    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole("--rank", 0, 2**24),
-            metavar="N",
-            help="One rank's output instead of what the launcher showed",
-        ),
-    ] = None,
-    stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
-    config: ConfigOption = None,
-    log_dir: LogDirOption = None,
-) -> None:
-    """Print a run's output."""
-    from fsdplaunch.cli import runs as run_commands
-
-    wanted = run_commands.LogRequest(rank=rank, stream="stderr" if stderr else "stdout", follow=follow)
-    raise typer.Exit(run_commands.show_logs(run, config, log_dir, wanted=wanted, out=Output()))
-
-
-@runs_app.command("cancel")
-def runs_cancel(
-    run: Annotated[str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")],
-    config: ConfigOption = None,
-    log_dir: LogDirOption = None,
-) -> None:
-    """Ask a run to end; its workers may save first."""
-    from fsdplaunch.cli import runs as run_commands
-
-    raise typer.Exit(run_commands.cancel_run(run, config, log_dir, out=Output()))
-
-
-ESTIMATE_EPILOG = (
-    "Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
-    "fsdplaunch estimate train.py:build_model --exact --html memory.html."
+@app.command(
+    "estimate",
+    epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
+    "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact.",
 )
-CHECK_EPILOG = (
-    "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
-    "everything after it belongs to the script."
-)
-
-
+@does("estimate:estimate")
 def estimate(
     source: Annotated[
         str | None,
@@ -177,12 +276,14 @@ def estimate(
             show_default=False,
         ),
     ] = None,
-    config: ConfigOption = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[
         int | None, typer.Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, as in 80GB")] = None,
+    gpu_memory: Annotated[
+        int | None, typer.Option(parser=size("--gpu-memory"), metavar="SIZE", help="Memory of one GPU, as in 80GB")
+    ] = None,
     batch_size: Annotated[
         int, typer.Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
     ] = 1,
@@ -195,32 +296,18 @@ def estimate(
     exact: Annotated[
         bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
 
     It says how much each GPU needs, and for what, and what to change where that is too much.
     """
-    from fsdplaunch.cli.estimate import EstimateRequest
-    from fsdplaunch.cli.estimate import estimate as run_estimate
-    from fsdplaunch.cli.options import parse_size
-
-    wanted = EstimateRequest(
-        source=source,
-        world=world_size,
-        gpu_memory=parse_size(gpu_memory, option="--gpu-memory") if gpu_memory else None,
-        batch_size=batch_size,
-        length=seq_len,
-        optimizer=optimizer,
-        exact=exact,
-        html=html,
-    )
-    raise typer.Exit(run_estimate(wanted, file=config, overrides=overrides or [], as_json=as_json, out=Output()))
 
 
+@app.command("doctor")
+@does("doctor:doctor")
 def doctor(
-    config: ConfigOption = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
     network: Annotated[
         bool, typer.Option("--network", help="Start a short test of the connections between all workers")
@@ -235,31 +322,16 @@ def doctor(
 
     Exit 3 if something does.
     """
-    from fsdplaunch.cli.doctor import doctor as run_doctor
-
-    status = run_doctor(
-        file=config,
-        overrides=overrides or [],
-        network=network,
-        no_torch=no_torch,
-        paste=paste,
-        as_json=as_json,
-        out=Output(),
-    )
-    raise typer.Exit(status)
 
 
-def env(config: ConfigOption = None) -> None:
-    """Print the block for a bug report: what accelerate calls env, here doctor --paste."""
-    doctor(config=config, paste=True)
-
-
+@app.command("check", epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
+@does("check:check")
 def check(
     context: typer.Context,
-    script: Annotated[str | None, script_argument("Script to try, and its arguments")] = None,
-    config: ConfigOption = None,
+    script: ScriptToTry = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    module: ModuleOption = False,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -279,7 +351,7 @@ def check(
             parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"
         ),
     ] = 1e-4,
-    noted: Annotated[list[str] | None, typer.Option("--noted", hidden=True)] = None,
+    noted: NotedOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Try a script with its configuration on two CPU workers.
@@ -288,167 +360,41 @@ def check(
 
     With --compare, say whether it computes what it does in one process, or where and why not; exit 1 if not.
     """
-    from fsdplaunch.cli.check import check as run_check
-
-    arguments = list(context.args)
-    if not compare and arguments[:1] == ["--compare"]:  # right after the script it is this command's as well
-        compare, arguments = True, arguments[1:]
-    status = run_check(
-        script,
-        arguments,
-        file=config,
-        overrides=overrides or [],
-        module=module,
-        steps=steps,
-        as_json=as_json,
-        out=Output(),
-        compare=compare,
-        tolerance=tolerance,
-        noted=noted or (),
-    )
-    raise typer.Exit(status)
 
 
-def test(
-    context: typer.Context,
-    script: Annotated[str | None, script_argument("Script to try, and its arguments")] = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Try a script as check does: what accelerate calls test. Without a script, try the workers' connections."""
-    if script is None:
-        doctor(config=config, overrides=overrides, network=True, as_json=as_json)
-    check(context, script, config=config, overrides=overrides, module=module, as_json=as_json)
-
-
-_COUNT = whole("--jobs", -(10**6), 10**6)
-"""How many it may be is for MergeOptions to say."""
-
-CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
-]
-OutputArgument = Annotated[
-    Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")
-]
-UnsafeSerializationOption = Annotated[
-    bool,
-    typer.Option(
-        "--unsafe-serialization",
-        "--unsafe_serialization",
-        help="Write pytorch_model.bin instead of safetensors",
-    ),
-]
-FileFormatOption = Annotated[
-    str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
-]
-RemoveCheckpointDirOption = Annotated[
-    bool,
-    typer.Option(
-        "--remove-checkpoint-dir",
-        "--remove_checkpoint_dir",
-        help="Delete the checkpoint once the result has been read back and found equal",
-    ),
-]
-OverwriteWeightsOption = Annotated[bool, typer.Option("--overwrite", help="Replace weights that OUTPUT holds")]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Read the result back and compare")]
-NoChecksumsOption = Annotated[
-    bool, typer.Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
-]
-MaxShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest output file, as in 5GB")]
-DtypeOption = Annotated[
-    str | None, typer.Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
-]
-OnlyOption = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
-]
-ExcludeOption = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
-]
-RenameOption = Annotated[
-    list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
-]
-KeepTiedOption = Annotated[
-    bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
-]
-OptimizerOption = Annotated[
-    bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
-]
-CopyFromOption = Annotated[
-    Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
-]
-PartsOption = Annotated[
-    str | None,
-    typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
-]
-JobsOption = Annotated[
-    int,
-    typer.Option(parser=_COUNT, metavar="N", help="How many processes write on this machine"),
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")]
-
-
-def merge_weights(
-    checkpoint: CheckpointArgument,
-    output: OutputArgument,
-    unsafe_serialization: UnsafeSerializationOption = False,
-    file_format: FileFormatOption = "safetensors",
-    remove_checkpoint_dir: RemoveCheckpointDirOption = False,
-    overwrite: OverwriteWeightsOption = False,
-    verify: VerifyOption = False,
-    no_checksums: NoChecksumsOption = False,
-    max_shard_size: MaxShardSizeOption = "50GB",
-    dtype: DtypeOption = None,
-    only: OnlyOption = None,
-    exclude: ExcludeOption = None,
-    rename: RenameOption = None,
-    keep_tied: KeepTiedOption = False,
-    optimizer: OptimizerOption = False,
-    copy_from: CopyFromOption = None,
-    parts: PartsOption = None,
-    jobs: JobsOption = 1,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Join a sharded checkpoint into safetensors."""
-    from fsdplaunch.checkpoint.merge.merge import MergeOptions
-    from fsdplaunch.cli.merge import merge_command, parse_format, parse_part, parse_rename
-    from fsdplaunch.cli.options import parse_size
-
-    options = MergeOptions(
-        max_shard_size=parse_size(max_shard_size),
-        overwrite=overwrite,
-        verify=verify or remove_checkpoint_dir,
-        checksums=not no_checksums,
-        safe_serialization=parse_format(file_format) and not unsafe_serialization,
-        remove_checkpoint_dir=remove_checkpoint_dir,
-        dtype=dtype,
-        only=tuple(only or ()),
-        exclude=tuple(exclude or ()),
-        rename=tuple(map(parse_rename, rename or ())),
-        keep_tied=keep_tied,
-        copy_from=copy_from,
-        optimizer=optimizer,
-        part=None if parts is None else parse_part(parts),
-        jobs=jobs,
-    )
-    merge_command(checkpoint, output, options=options, dry_run=dry_run, as_json=as_json, out=Output())
-
-
-TUNE_EPILOG = (
-    "Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml --html tune.html train.py; "
-    "fsdplaunch tune --try fsdp_reshard_after_forward=true,false train.py. "
-    "Everything after SCRIPT belongs to the script."
+@app.command(
+    "warm",
+    epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch.",
 )
+@does("warm:warm")
+def warm(
+    show: Annotated[bool, typer.Option("--list", help="List them (the default)")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End them; runs go on")] = False,
+    start: Annotated[bool, typer.Option("--start", help="Start one for launches with this configuration")] = False,
+    file: ConfigOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep torch imported for the next launch.
+
+    Lists, stops or starts interpreters that have it and wait.
+    """
 
 
+@app.command(
+    "tune",
+    epilog="Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml "
+    "train.py; fsdplaunch tune --try fsdp_reshard_after_forward=true,false train.py. "
+    "Everything after SCRIPT belongs to the script.",
+    context_settings=SCRIPT_SETTINGS,
+)
+@does("tune:tune_command")
 def tune(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to measure, and its arguments")] = None,
-    config: ConfigOption = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")] = False,
+    module: ModuleOption = False,
     tries: Annotated[
         list[str] | None,
         typer.Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
@@ -459,23 +405,30 @@ def tune(
             parser=whole("--steps", 3, 10**6), metavar="N", help="Optimizer steps measured in a first launch"
         ),
     ] = 10,
-    time_limit: Annotated[
+    limit_seconds: Annotated[
         float,
         typer.Option(
-            parser=number("--time-limit", 1, 10**7), metavar="X", help="Seconds that one launch may take"
+            "--time-limit",
+            parser=number("--time-limit", 1, 10**7),
+            metavar="X",
+            help="Seconds that one launch may take",
         ),
     ] = 300,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a worker may need [default: the GPU's memory]")
+        int | None,
+        typer.Option(
+            parser=size("--memory"), metavar="SIZE", help="What a worker may need [default: the GPU's memory]"
+        ),
     ] = None,
     precision: Annotated[bool, typer.Option("--allow-precision", help="Try other dtypes too")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Try torch.compile too")] = False,
+    compile: Annotated[  # noqa: A002  (as the option has it)
+        bool, typer.Option("--compile", help="Try torch.compile too")
+    ] = False,
     allow_writes: Annotated[
         bool, typer.Option("--allow-writes", help="Let the script write outside of its own folder")
     ] = False,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the picture")] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")
     ] = None,
@@ -485,62 +438,201 @@ def tune(
 
     It launches the script itself with one after the other, for a few steps each.
     """
-    from fsdplaunch.cli.options import parse_size
-    from fsdplaunch.cli.tune import TuneOutputs, TuneRequest
-    from fsdplaunch.cli.tune import tune as run_tune
-
-    request = TuneRequest(
-        script=script,
-        arguments=tuple(context.args),
-        module=module,
-        file=str(config) if config is not None else None,
-        overrides=tuple(overrides or ()),
-        tries=tuple(tries or ()),
-        steps=steps,
-        limit_seconds=time_limit,
-        memory=parse_size(memory, option="--memory") if memory else None,
-        precision=precision,
-        compile=compiled,
-        allow_writes=allow_writes,
-    )
-    outputs = TuneOutputs(write=write, html=html, overwrite=overwrite, as_json=as_json)
-    raise typer.Exit(run_tune(request, resume=resume, outputs=outputs, out=Output()))
 
 
-WARM_EPILOG = "fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch."
+@app.command("env", hidden=True)
+@does("doctor:doctor", paste=True)
+def env(file: ConfigOption = None) -> None:
+    """Print the block for a bug report: what accelerate calls env, here doctor --paste."""
 
 
-def warm(
-    show: Annotated[bool, typer.Option("--list", help="List them (the default)")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End them; runs go on")] = False,
-    start: Annotated[bool, typer.Option("--start", help="Start one for launches with this configuration")] = False,
-    config: ConfigOption = None,
+@app.command("test", hidden=True, epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
+@does("check:test")
+def test(
+    context: typer.Context,
+    script: ScriptToTry = None,
+    file: ConfigOption = None,
     overrides: SetOption = None,
+    module: ModuleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep torch imported for the next launch.
-
-    Lists, stops or starts interpreters that have it and wait.
-    """
-    from fsdplaunch.cli import warm as commands
-    from fsdplaunch.errors import UsageError
-
-    if show + stop + start > 1:
-        msg = "--list, --stop and --start are three commands"
-        raise UsageError(msg, hint="give one of them")
-    if start:
-        raise typer.Exit(commands.start(config, overrides or [], Output()))
-    if stop:
-        raise typer.Exit(commands.stop_servers(Output()))
-    raise typer.Exit(commands.list_servers(as_json=as_json, out=Output()))
+    """Try a script as check does: what accelerate calls test. Without a script, try the workers' connections."""
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"launch": launch, "check": check}
+@runs_app.callback(invoke_without_command=True)
+@does("runs:list_runs")
+def runs(
+    context: typer.Context,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first"
+        ),
+    ] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs, newest first, with their states."""
+
+
+@runs_app.command("logs")
+@does("runs:show_logs")
+def runs_logs(
+    run: RunArgument,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole("--rank", 0, 2**24),
+            metavar="N",
+            help="One rank's output instead of what the launcher showed",
+        ),
+    ] = None,
+    stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+) -> None:
+    """Print a run's output."""
+
+
+@runs_app.command("cancel")
+@does("runs:cancel_run")
+def runs_cancel(run: RunArgument, file: ConfigOption = None, log_dir: LogDirOption = None) -> None:
+    """Ask a run to end; its workers may save first."""
+
+
+def _answer(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+@config_app.callback(
+    invoke_without_command=True,
+    epilog="Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset cpu_debug --yes; "
+    "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes.",
+)
+@does("config:write_config")
+def config(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")] = False,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
+    ] = None,
+    overrides: SetOption = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
+    ] = None,
+    overwrite: OverwriteOption = False,
+    where: Annotated[str | None, _answer("PLACE", "here, machines, slurm, cpu or tpu")] = None,
+    nodes: Annotated[str | None, _answer("N", "Nodes that take part")] = None,
+    rendezvous: Annotated[str | None, _answer("HOST:PORT", "Address of node 0")] = None,
+    workers_per_node: Annotated[str | None, _answer("N", "Workers on each node, or auto")] = None,
+    xla: Annotated[str | None, _answer("WAY", "On TPUs: wrapper, or spmd for xla_fsdp_v2")] = None,
+    xla_grad_ckpt: Annotated[str | None, _answer("yes|no", "On TPUs: gradient checkpointing")] = None,
+    xla_settings: Annotated[str | None, _answer("NAME=VALUE,...", "On TPUs: xla_fsdp_settings")] = None,
+    model: Annotated[str | None, _answer("MODEL", "Model folder, or a size such as 8b; not stored")] = None,
+    goal: Annotated[str | None, _answer("GOAL", "balanced, fastest, hybrid or biggest")] = None,
+    precision: Annotated[str | None, _answer("DTYPE", "bf16, fp16 or no")] = None,
+    wrap: Annotated[str | None, _answer("UNITS", "auto, CLASS,..., size:N or none")] = None,
+    checkpoint_dir: Annotated[str | None, _answer("FOLDER", "Folder for checkpoints")] = None,
+    script: Annotated[
+        str | None, typer.Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
+
+
+@config_app.command("show")
+@does("config:show")
+def config_show(
+    file: ConfigOption = None,
+    overrides: SetOption = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the effective values."""
+
+
+@config_app.command("set")
+@does("config:set_values")
+def config_set(
+    assignments: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What to change")],
+    file: ConfigOption = None,
+) -> None:
+    """Change keys in the file; its comments and layout stay."""
+
+
+@config_app.command("validate")
+@does("config:validate")
+def config_validate(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Count notes, such as keys without effect, as problems")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Report every problem of one or more files."""
+
+
+@config_app.command("explain")
+@does("config:explain")
+def config_explain(
+    word: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="A key or a section [default: list all]")
+    ] = None,
+    file: ConfigOption = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The whole key reference as Markdown")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a key does, its values, its default and yours."""
+
+
+@config_app.command("schema")
+@does("config:schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the file, for editors."""
+
+
+@config_app.command("presets")
+@does("config:presets")
+def config_presets(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List ready-made configurations, or print one."""
+
+
+@config_app.command("convert")
+@does("config:convert")
+def config_convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File to read")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="File to write")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="fsdp2, or accelerate for a file that accelerate launch takes")
+    ],
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a file, and name every key that changes or is dropped."""
+
+
+_WITH_KEYS: dict[str, Callable[..., None]] = {"launch": launch, "check": check}
+"""Commands before whose script every configuration key is an option."""
 
 
 def expanded(argv: list[str]) -> list[str]:
     """Turn configuration keys written as options of `launch` or `check` into `--set`; anything else stays."""
-    if argv[:1] not in ([name] for name in _COMMANDS) or len(argv) < 2 or not argv[1].startswith("-"):  # noqa: PLR2004
+    if not argv or argv[0] not in _WITH_KEYS or not "".join(argv[1:2]).startswith("-"):
         return argv
     from fsdplaunch.cli.key_options import expand
 
@@ -551,13 +643,12 @@ def expanded(argv: list[str]) -> list[str]:
 def own_options(command: str) -> tuple[set[str], set[str]]:
     """Return names of a command's own options: those without a value, and those with one."""
     flags, options = {"--help", "-h"}, set[str]()
-    hints: dict[str, Any] = get_type_hints(_COMMANDS[command], include_extras=True)
-    for name, hint in hints.items():
-        for info in getattr(hint, "__metadata__", ()):
+    for name, parameter in signature(_WITH_KEYS[command]).parameters.items():
+        for info in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(info, typer.models.OptionInfo):
                 spelled = "--" + name.replace("_", "-")
                 first = () if info.default is ... else (str(info.default),)  # typer keeps the first spelling there
                 written = {*first, *(info.param_decls or ())}
                 names = written or {spelled, spelled.replace("--", "--no-", 1)}
-                (flags if hint.__origin__ is bool else options).update(names)
+                (flags if parameter.annotation.__origin__ is bool else options).update(names)
     return flags, options

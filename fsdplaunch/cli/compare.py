@@ -24,18 +24,10 @@ from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_dir import COMPARED_CHANGED
 
 
-def as_lines(
+def _as_lines(
     plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None
 ) -> list[str]:
-    """Return the table and the words below it.
-
-    Args:
-        plan: Of the workers.
-        plain: Of one process.
-        sharded: Of the workers.
-        verdict: Of comparing both.
-        cause: Where they part.
-    """
+    """Return the table and the words below it."""
     return [*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)]
 
 
@@ -78,7 +70,7 @@ def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | N
     ]
 
 
-def as_data(
+def _as_data(
     plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None, tolerance: float
 ) -> dict[str, Any]:
     """Return the same as plain data."""
@@ -142,7 +134,7 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         hint = f"run {again} until it works; its output is above"
         raise LaunchError(msg, hint=hint)
     if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
-        raise no_step(plan, workers=1)
+        raise _no_step(plan, workers=1)
     saved = saved_since(Path.cwd(), began)
     if saved is not None:
         out.say(f"  it saved {saved}: a script that resumes from what it finds does so in the next run")
@@ -178,7 +170,7 @@ def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
     ).returncode
 
 
-def no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
+def _no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
     """Return the error for a run that trained nothing."""
     where = "in one process" if workers == 1 else f"over {workers} workers"
     msg = f"{plan.script}, {where}, ended without an optimizer step"
@@ -206,7 +198,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     folder = Path(plan.env[COMPARE_DIR])
     plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
     if plain is None or sharded is None:
-        raise no_step(plan, workers=plan.workers)
+        raise _no_step(plan, workers=plan.workers)
     sharded = added_up(plain, sharded, tolerance)
     verdict = compare(plain, sharded, tolerance)
     dtype = plan.config.precision.param
@@ -215,9 +207,9 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
         changed = _run_changed(plan, out)
         cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
     if as_json:
-        out.json(as_data(plan, plain, sharded, verdict, cause, tolerance))
+        out.json(_as_data(plan, plain, sharded, verdict, cause, tolerance))
     else:
-        for line in as_lines(plan, plain, sharded, verdict, cause):
+        for line in _as_lines(plan, plain, sharded, verdict, cause):
             out.data(line)
     return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
 

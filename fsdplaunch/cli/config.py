@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from fsdplaunch.errors import EXIT_USAGE, UsageError
 def write_config(
     *,
     output: Path | None,
-    answers: Mapping[str, str | None],
     overrides: Sequence[str],
     preset: str | None,
     source: Path | None,
@@ -26,10 +25,13 @@ def write_config(
     no_input: bool,
     overwrite: bool,
     as_json: bool,
+    script: str | None,
     out: Output,
-    script: str | None = None,
+    **answers: str | None,
 ) -> int:
     """Write a configuration file, asking for what options do not say; then offer to measure a script with it.
+
+    `answers` are options that answer one question each.
 
     Raises:
         LaunchError: Nothing was written.
@@ -38,20 +40,20 @@ def write_config(
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
-    words = script_words(script)
-    start_from = starting_point(preset, source)
+    words = _script_words(script)
+    start_from = _starting_point(preset, source)
     if source is not None:
-        tell_ineffective_keys(source, out)
+        _tell_ineffective_keys(source, out)
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
     result = run_wizard(
         facts=facts,
         out=out,
         path=output or Path(DEFAULT_FILE),
-        answers={name: text for name, text in answers.items() if text is not None},
+        answers={name.replace("_", "-"): text for name, text in answers.items() if text is not None},
         overrides=overrides,
         start_from=start_from,
-        interactive=can_ask(no_input=no_input or as_json),
+        interactive=_can_ask(no_input=no_input or as_json),
         yes=yes,
         overwrite=overwrite,
     )
@@ -63,18 +65,14 @@ def write_config(
     if as_json:
         out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
     out.say(closing_words(result.path, result.command))
-    if words and not yes and can_ask(no_input=no_input or as_json):
+    if words and not yes and _can_ask(no_input=no_input or as_json):
         return _offer_to_measure(words, result.path, out)
     return 0
 
 
-def script_words(text: str | None) -> list[str]:
-    """Return `--script`'s script and its arguments; none where it was left out.
-
-    Raises:
-        UsageError: It is no command line, or there is no such script.
-    """
-    from fsdplaunch.cli.launch.single_node import check_script
+def _script_words(text: str | None) -> list[str]:
+    """Return `--script`'s script and its arguments; none where it was left out."""
+    from fsdplaunch.cli.single_node import check_script
 
     try:
         words = shlex.split(text or "")
@@ -88,7 +86,7 @@ def script_words(text: str | None) -> list[str]:
 
 def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
     """Ask whether to measure the script now, and do; the file that was written then says what was best."""
-    from fsdplaunch.wizard.prompts import Prompts
+    from fsdplaunch.wizard.conversation import Prompts
     from fsdplaunch.wizard.question import Choice
 
     choices = [
@@ -107,19 +105,15 @@ def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
     return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)
 
 
-def starting_point(preset: str | None, source: Path | None) -> Path | None:
-    """Return the file whose values are offered first: a preset's, another one, or none.
-
-    Raises:
-        UsageError: Both are named, or there is no such preset.
-    """
+def _starting_point(preset: str | None, source: Path | None) -> Path | None:
+    """Return the file whose values are offered first: a preset's, another one, or none."""
     if preset is not None and source is not None:
         msg = "--preset and --from both name where to start"
         raise UsageError(msg, hint="give one of them")
     return preset_folder() / f"{find_preset(preset).name}.yaml" if preset is not None else source
 
 
-def tell_ineffective_keys(source: Path, out: Output) -> None:
+def _tell_ineffective_keys(source: Path, out: Output) -> None:
     """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
     from fsdplaunch.config.convert import keys_ignored_by_accelerate
 
@@ -127,7 +121,7 @@ def tell_ineffective_keys(source: Path, out: Output) -> None:
         out.note(f"{source}: without effect under accelerate launch: {line}")
 
 
-def can_ask(*, no_input: bool) -> bool:
+def _can_ask(*, no_input: bool) -> bool:
     """Tell whether there is a person to ask."""
     forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
@@ -187,8 +181,7 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
     from fsdplaunch.config.layers import read_assignments
-    from fsdplaunch.config.render import write_text_atomically
-    from fsdplaunch.config.yaml_edit import set_keys
+    from fsdplaunch.config.render import set_keys, write_text_atomically
 
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
@@ -311,7 +304,9 @@ def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     return 0
 
 
-def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bool, out: Output) -> int:
+def convert(
+    source: Path, target: Path | None, *, to: str, overwrite: bool, out: Output, as_json: bool = False
+) -> int:
     """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
     from fsdplaunch.config.convert import to_accelerate, to_fsdp2
     from fsdplaunch.config.render import write_text_atomically
@@ -319,6 +314,7 @@ def convert(source: Path, target: Path, *, to: str, overwrite: bool, as_json: bo
     if to not in ("fsdp2", "accelerate"):
         msg = f"{to} is nothing to convert to"
         raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
+    target = target or source
     if target.exists() and not overwrite:
         msg = f"{target} exists"
         raise UsageError(msg, hint="name another file, or add --overwrite")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch import __version__
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import all_keys, value_at
@@ -27,25 +27,15 @@ from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import failure_lines
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_secret import SECRET
 
 _ANSWER = "network.json"
 
 
-def measure_network(
+def _measure_network(
     loaded: LoadedConfig | None, checks: Sequence[Check], out: Output
 ) -> tuple[list[Check], dict[str, Any] | None]:
-    """Run the test; return what it means and what was measured.
-
-    Args:
-        loaded: The configuration; None when it could not be read.
-        checks: What was found before: nothing is started on a machine that cannot train.
-        out: Where words go.
-
-    Raises:
-        LaunchError: The test could not be started.
-    """
+    """Run the test; return what it means and what was measured."""
     if loaded is None or any(check.status == "problem" for check in checks):
         text = "not tested: solve the problems above first"
         return [Check(topic="all-reduce", status="skipped", text=text)], None
@@ -98,12 +88,12 @@ _WORDS = {"ok": "", "warning": "warning: ", "problem": "problem: ", "skipped": "
 def doctor(
     *,
     file: Path | None,
-    overrides: Sequence[str],
-    network: bool,
-    no_torch: bool,
-    paste: bool,
-    as_json: bool,
     out: Output,
+    overrides: Sequence[str] = (),
+    network: bool = False,
+    no_torch: bool = False,
+    paste: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Look at this machine and say what was found.
 
@@ -120,7 +110,7 @@ def doctor(
     checks = run_checks(facts)
     measured = None
     if network:
-        found, measured = measure_network(loaded, checks, out)
+        found, measured = _measure_network(loaded, checks, out)
         checks += found
     if paste:
         out.data(bug_report_block(facts, checks, version=__version__, settings=_settings(loaded), users=_users()))
@@ -134,14 +124,14 @@ def doctor(
 def _load(file: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig | None, tuple[str, ...]]:
     """Return the configuration, or what is wrong with it: a doctor goes on where others stop."""
     try:
-        return load_config(file, overrides=overrides, torch=installed_numbers), ()
+        return load_config(file, overrides=overrides), ()
     except ConfigError as error:
         return None, tuple(str(problem).splitlines()[0] for problem in error.problems)
 
 
 def show(checks: Sequence[Check], out: Output) -> None:
     """Print one line per check, in words and marks; colour says nothing that words do not."""
-    marks = _MARKS if can_print("".join(_MARKS.values())) else _PLAIN_MARKS
+    marks = _MARKS if _can_print("".join(_MARKS.values())) else _PLAIN_MARKS
     plain = marks is _PLAIN_MARKS
     wide = max(len(check.topic) for check in checks)
     for check in checks:
@@ -152,7 +142,7 @@ def show(checks: Sequence[Check], out: Output) -> None:
     out.data(summary(checks))
 
 
-def can_print(text: str) -> bool:
+def _can_print(text: str) -> bool:
     """Tell whether standard output's encoding has these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")

@@ -2,16 +2,15 @@
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import LoadedConfig, load_config
-from fsdplaunch.config.render import write_text_atomically
 from fsdplaunch.config.resolve import uses_xla
-from fsdplaunch.display_text import printable, quoted
+from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup, ranks_of, training_setup
 from fsdplaunch.estimate.model import (
@@ -23,7 +22,7 @@ from fsdplaunch.estimate.model import (
     read_json_file,
     read_sizes,
 )
-from fsdplaunch.estimate.report import Report, make_report
+from fsdplaunch.estimate.report import Report, make_report, text_report
 from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import Hardware, read_hardware
 from fsdplaunch.probe.model_files import (
@@ -40,31 +39,6 @@ _OTHER_MEMORY = ("this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateRequest:
-    """What the command line says.
-
-    Attributes:
-        source: A model folder, config.json, hub name, size or SCRIPT:FUNCTION; None for a folder found here.
-        world: Ranks over all nodes; None for the configuration's.
-        gpu_memory: Of one GPU, in bytes; None for that of the GPUs here.
-        batch_size: Sequences per rank and step.
-        length: Tokens of each; None for the model's own, up to 2,048.
-        optimizer: Its name.
-        exact: Whether to trace a step.
-        html: Where to write the page.
-    """
-
-    source: str | None
-    world: int | None
-    gpu_memory: int | None
-    batch_size: int
-    length: int | None
-    optimizer: str
-    exact: bool
-    html: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
     """What was named: a file to build from, the function in it, what could be read without building, a name."""
 
@@ -76,9 +50,15 @@ class _Source:
 
 
 def estimate(
-    wanted: EstimateRequest, *, file: Path | None, overrides: Sequence[str], as_json: bool, out: Output
+    *,
+    source: str | None,
+    file: Path | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    out: Output,
+    **wanted: Any,
 ) -> int:
-    """Say what a run needs, and whether it fits.
+    """Say what a run needs, and whether it fits; `wanted` is what `_report` takes.
 
     Returns:
         0, whether it fits or not: the answer is the output.
@@ -88,20 +68,11 @@ def estimate(
     """
     loaded = load_config(file, overrides=overrides)
     hardware = read_hardware(os.environ)
-    source = _read_source(wanted.source)
-    report = _report(wanted, loaded, hardware, source, out)
-    if wanted.html is not None:
-        from fsdplaunch.estimate.html_report import html_report
-
-        write_text_atomically(wanted.html, printable(html_report(report)))
+    report = _report(loaded, hardware, _read_source(source), out, **wanted)
     if as_json:
         out.json(report.to_dict())
     else:
-        from fsdplaunch.estimate.report import text_report
-
-        out.data("\n".join(text_report(report, width=shutil.get_terminal_size().columns)))
-    if wanted.html is not None:
-        out.say(f"wrote {wanted.html}")
+        out.data("\n".join(text_report(report)))
     return 0
 
 
@@ -192,12 +163,22 @@ def _is_known(path: Path) -> bool:
 
 
 def _report(
-    wanted: EstimateRequest, loaded: LoadedConfig, hardware: Hardware, source: _Source, out: Output
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    source: _Source,
+    out: Output,
+    *,
+    world_size: int | None,
+    gpu_memory: int | None,
+    batch_size: int,
+    seq_len: int | None,
+    optimizer: str,
+    exact: bool,
 ) -> Report:
     config = loaded.config
     gpus = 0 if config.use_cpu else len(hardware.gpus)
-    world, per_node = ranks_of(config, gpus=gpus, given=wanted.world)
-    traced = wanted.exact or bool(source.function)
+    world, per_node = ranks_of(config, gpus=gpus, given=world_size)
+    traced = exact or bool(source.function)
     if source.case is None and not traced:
         read_architecture(source.path)  # says why it is not known
     shape = source.case.shape if source.case else None
@@ -206,9 +187,9 @@ def _report(
         config,
         world=world,
         per_node=per_node,
-        batch_size=wanted.batch_size,
-        length=wanted.length or min(longest, LENGTH),
-        optimizer=wanted.optimizer,
+        batch_size=batch_size,
+        length=seq_len or min(longest, LENGTH),
+        optimizer=optimizer,
         on_gpu=not config.use_cpu,
     )
     case, trace = source.case, None
@@ -223,10 +204,10 @@ def _report(
         case = MemoryCase(sizes=trace.sizes, shape=shape)
     if case is None:
         raise UsageError(str(source.path))
-    memory = wanted.gpu_memory or hardware.gpu_memory_bytes
+    memory = gpu_memory or hardware.gpu_memory_bytes
     return make_report(
         case, setup, title=_title(source, loaded, setup), model=_model_words(case, setup), memory=memory,
-        memory_from="--gpu-memory" if wanted.gpu_memory else "the smallest GPU here",
+        memory_from="--gpu-memory" if gpu_memory else "the smallest GPU here",
         host_memory=hardware.memory_bytes if hardware.gpus else None, exact=trace,
         notes=(*source.notes, *(_OTHER_MEMORY if uses_xla(config) else ()), *loaded.note_lines()),
     )  # fmt: skip

@@ -55,7 +55,7 @@ def keys_by_option() -> dict[str, KeySpec]:
     return {spec.dotted: spec for spec in all_keys()} | short
 
 
-def keys_by_alias() -> dict[str, KeySpec]:
+def _keys_by_alias() -> dict[str, KeySpec]:
     """Return every key by its other names, underscored: those of torchrun, and of accelerate with a prefix."""
     names = {alias: spec for spec in all_keys() for alias in spec.key.aliases}
     for section in section_classes():
@@ -96,7 +96,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
     Raises:
         UsageError: An option is refused, stands without its value, or is none.
     """
-    table = keys_by_alias() | keys_by_option()
+    table = _keys_by_alias() | keys_by_option()
     own = own_flags | own_options
     rest = list(argv)
     done: list[str] = []

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,24 +40,8 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def parse_format(text: str) -> bool:
-    """Read the name of an output format: True for safetensors, False for torch's own.
-
-    Raises:
-        UsageError: When it is neither.
-    """
-    if text not in {"safetensors", "torch"}:
-        msg = f"--format {text!r} is not known"
-        raise UsageError(msg, hint="use safetensors or torch")
-    return text == "safetensors"
-
-
-def choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
-    """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which.
-
-    Raises:
-        AmbiguousError: When it holds several and nobody can be asked.
-    """
+def _choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
+    """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which."""
     try:
         (find_optimizer if optimizer else find_model)(given)
     except AmbiguousError as problem:
@@ -78,12 +62,8 @@ def _asked(problem: AmbiguousError, out: Output) -> Path:
     return problem.candidates[int(answer) - 1]
 
 
-def parse_rename(text: str) -> tuple[str, str]:
-    """Read `OLD=NEW`.
-
-    Raises:
-        UsageError: When there is no `=`, or nothing beside it.
-    """
+def _parse_rename(text: str) -> tuple[str, str]:
+    """Read `OLD=NEW`."""
     old, equals, new = text.partition("=")
     if not equals or not (old or new):
         msg = f"--rename {text!r} is not OLD=NEW"
@@ -91,12 +71,8 @@ def parse_rename(text: str) -> tuple[str, str]:
     return old, new
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Read `N/M`, part N of M.
-
-    Raises:
-        UsageError: It is something else.
-    """
+def _parse_part(text: str) -> tuple[int, int]:
+    """Read `N/M`, part N of M."""
     found = _PART.fullmatch(text)
     if found is None:
         msg = f"--parts {text!r} is not N/M"
@@ -104,13 +80,40 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def merge_command(
-    checkpoint: Path, output: Path, *, options: MergeOptions, dry_run: bool, as_json: bool, out: Output
+def merge_weights(
+    *,
+    checkpoint: Path,
+    output: Path,
+    unsafe_serialization: bool,
+    file_format: str,
+    no_checksums: bool,
+    rename: Sequence[str],
+    parts: str | None,
+    dry_run: bool,
+    as_json: bool,
+    out: Output,
+    **further: Any,
 ) -> None:
-    """Merge a sharded checkpoint and report the result, or only show the plan."""
-    checkpoint = choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
+    """Merge a sharded checkpoint and report the result, or only show the plan; `further` goes to `MergeOptions`.
+
+    Raises:
+        UsageError: An option is none.
+        LaunchError: The checkpoint cannot be merged.
+    """
+    if file_format not in {"safetensors", "torch"}:
+        msg = f"--format {file_format!r} is not known"
+        raise UsageError(msg, hint="use safetensors or torch")
+    further["verify"] |= further["remove_checkpoint_dir"]
+    options = MergeOptions(
+        **further,
+        checksums=not no_checksums,
+        safe_serialization=file_format == "safetensors" and not unsafe_serialization,
+        rename=tuple(map(_parse_rename, rename)),
+        part=None if parts is None else _parse_part(parts),
+    )
+    checkpoint = _choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
     if dry_run:
-        show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
+        _show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
         return
     with ended_by_signals(), byte_progress(out) as update:
         result = merge(
@@ -118,19 +121,19 @@ def merge_command(
             output,
             options=options,
             progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
-            announce=lambda start: out.say("\n".join(start_lines(start))),
+            announce=lambda start: out.say("\n".join(_start_lines(start))),
         )
     if as_json:
-        out.json(result_as_data(result))
+        out.json(_result_as_data(result))
         return
-    lines = result_lines(result, checkpoint) if result.is_in_place else part_lines(result, options)
+    lines = _result_lines(result, checkpoint) if result.is_in_place else _part_lines(result, options)
     for line in lines:
         out.say(line)
     for path in result.files:
         out.data(str(path))
 
 
-def start_lines(start: MergeStart) -> list[str]:
+def _start_lines(start: MergeStart) -> list[str]:
     """Say what is about to be read and written, and what it takes."""
     size = size_words(start.nbytes)
     return [
@@ -139,23 +142,23 @@ def start_lines(start: MergeStart) -> list[str]:
     ]
 
 
-def show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
+def _show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
     """Print what a merge would do: files, tensors, sizes. The output's place and the disk are checked as well."""
     prepared = prepare_merge(checkpoint, options, output=output)
     if as_json:
         out.json(prepared.to_dict())
         return
     out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
-    for file in shown_files(prepared.plan, options):
+    for file in _shown_files(prepared.plan, options):
         out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
 
 
-def shown_files(plan: MergePlan, options: MergeOptions) -> tuple[PlannedFile, ...]:
+def _shown_files(plan: MergePlan, options: MergeOptions) -> tuple[PlannedFile, ...]:
     """Return the files that a merge with these options writes: all, or those of its part."""
     return plan.files if options.part is None else files_of_part(plan.files, *options.part)
 
 
-def part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
+def _part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
     """Say what a part wrote that was not the last, and what the output waits for."""
     number, count = options.part or (1, 1)
     lines = [f"part {number} of {count} has nothing to write: the output has fewer files"]
@@ -168,7 +171,7 @@ def part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
     return [*lines, f"all parts are written; another process puts {result.output} in place"]
 
 
-def result_as_data(result: MergeResult) -> dict[str, Any]:
+def _result_as_data(result: MergeResult) -> dict[str, Any]:
     """Return the result as plain data for `--json`."""
     return {
         "source": str(result.source),
@@ -191,7 +194,7 @@ def result_as_data(result: MergeResult) -> dict[str, Any]:
     }
 
 
-def result_lines(result: MergeResult, given: Path) -> list[str]:
+def _result_lines(result: MergeResult, given: Path) -> list[str]:
     """Say what was merged, in two or three lines."""
     lines = []
     if result.source != given and not (

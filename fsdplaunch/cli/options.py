@@ -1,28 +1,12 @@
 """Options that several commands take, and the numbers and sizes that options are given."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fsdplaunch.display_text import quoted
-from fsdplaunch.errors import EXIT_USAGE, LaunchError, UsageError
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "-c",
-        "--config",
-        "--config_file",
-        "--config-file",
-        metavar="FILE",
-        help="The YAML file [default: ./fsdp.yaml]",
-    ),
-]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
+from fsdplaunch.errors import EXIT_USAGE, LaunchError
 
 
 def script_argument(help_text: str) -> Any:
@@ -36,7 +20,7 @@ def group(help_text: str, **more: Any) -> typer.Typer:
 
 
 class OptionError(LaunchError):
-    """An option's value is no number, or not one that can be meant."""
+    """An option's value is not a number or a size, or not one that can be meant; typer passes it on."""
 
     exit_code = EXIT_USAGE
 
@@ -71,9 +55,8 @@ def _within(parser: str, option: str, kind: str, least: float, most: float) -> C
     return parsed
 
 
-_MOST = 2**60
-
-UNITS = {
+_MOST_BYTES = 2**60
+_UNITS = {
     "": 1,
     "B": 1,
     "KB": 10**3,
@@ -86,22 +69,22 @@ UNITS = {
 }
 
 
-def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
-    """Read a size such as `5GB`, `500 MB` or `2GiB`, in bytes.
+def size(option: str) -> Callable[[Any], int]:
+    """Return a parser of sizes for an option, such as `5GB`, `500 MB` or `2GiB`, in bytes."""
 
-    Raises:
-        UsageError: When it is no size.
-    """
-    from fsdplaunch.config.schema.kinds import check_digits  # --help reads no size
+    def parsed(value: Any) -> int:
+        from fsdplaunch.config.schema.kinds import check_digits  # --help reads no size
 
-    word = text.strip().upper().replace(" ", "")
-    digits = word.rstrip("KMGTIB")
-    try:
-        check_digits(digits)
-        size = int(float(digits) * UNITS[word[len(digits) :]])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if not 0 < size <= _MOST:
-        msg = f"{option} {quoted(text)} is not a size"
-        raise UsageError(msg, hint="write it as 5GB, 500MB or 2GiB")
-    return size
+        word = str(value).strip().upper().replace(" ", "")
+        digits = word.rstrip("KMGTIB")
+        try:
+            check_digits(digits)
+            found = int(float(digits) * _UNITS[word[len(digits) :]])
+        except (ValueError, KeyError, OverflowError):
+            found = 0
+        if not 0 < found <= _MOST_BYTES:
+            msg = f"{option} {quoted(str(value))} is not a size"
+            raise OptionError(msg, hint="write it as 5GB, 500MB or 2GiB")
+        return found
+
+    return parsed

@@ -4,14 +4,13 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
 from fsdplaunch.launch.schedulers.remote_launchers import Screen
 
@@ -21,29 +20,14 @@ MOST_TASKS = 16
 """An array of more tasks is one line in the list; --json has them all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRequest:
-    """Which output to show.
-
-    Attributes:
-        rank: One rank's own; None for what the launcher showed.
-        stream: `stdout` or `stderr`, of a rank.
-        follow: Go on until the run ends.
-    """
-
-    rank: int | None = None
-    stream: str = "stdout"
-    follow: bool = False
-
-
-def folder_of(config: Path | None, log_dir: Path | None) -> Path:
+def _folder_of(file: Path | None, log_dir: Path | None) -> Path:
     """Return where the runs are: as shown, or as the configuration says."""
-    return log_dir if log_dir is not None else Path(load_config(config).config.launch.log_dir)
+    return log_dir if log_dir is not None else Path(load_config(file).config.launch.log_dir)
 
 
-def list_runs(config: Path | None, log_dir: Path | None, *, limit: int, as_json: bool, out: Output) -> int:
+def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: bool, out: Output) -> int:
     """List runs, newest first."""
-    folder = folder_of(config, log_dir)
+    folder = _folder_of(file, log_dir)
     if log_dir is not None and not folder.is_dir():
         msg = f"--log-dir {folder} is no folder"
         raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
@@ -75,36 +59,35 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def show_logs(name: str, config: Path | None, log_dir: Path | None, *, wanted: LogRequest, out: Output) -> int:
-    """Print a run's output, and go on printing when asked so."""
-    folder = folder_of(config, log_dir)
-    run = find_run(folder, name)
-    tail = LogTail(run.dir if run.tasks else None)
-    if run.route == "kubernetes" and wanted.rank is None:
-        return _show_pods(run, follow=wanted.follow, out=out)
-    if wanted.rank is None and run.route == "here":
+def show_logs(
+    *, run: str, rank: int | None, stderr: bool, follow: bool, file: Path | None, log_dir: Path | None, out: Output
+) -> int:
+    """Print a run's output, or that of one rank, and go on printing when asked so."""
+    folder, stream = _folder_of(file, log_dir), "stderr" if stderr else "stdout"
+    found = find_run(folder, run)
+    tail = LogTail(found.dir if found.tasks else None)
+    if found.route == "kubernetes" and rank is None:
+        return _show_pods(found, follow=follow, out=out)
+    if rank is None and found.route == "here":
         out.note("a run started here showed its output there and then; this is rank 0's (--rank N for another's)")
-    files = log_files(run, rank=wanted.rank, stream=wanted.stream)
-    if not files and not wanted.follow:
-        if not run.unfinished:
-            msg = f"{run.id} has left no such output"
-            raise UsageError(msg, hint=f"see {run.dir}")
-        out.say(f"no output yet: {run.state}")
+    files = log_files(found, rank=rank, stream=stream)
+    if not files and not follow:
+        if not found.unfinished:
+            msg = f"{found.id} has left no such output"
+            raise UsageError(msg, hint=f"see {found.dir}")
+        out.say(f"no output yet: {found.state}")
     screen = Screen(sys.stdout)
     screen.write(tail.read(files))
-    while wanted.follow and run.unfinished:
+    while follow and found.unfinished:
         time.sleep(LOOK_SECONDS)
-        run = find_run(folder, run.id)
-        screen.write(tail.read(log_files(run, rank=wanted.rank, stream=wanted.stream)))
+        found = find_run(folder, found.id)
+        screen.write(tail.read(log_files(found, rank=rank, stream=stream)))
     screen.end()
     return 0
 
 
 def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
     kubernetes = feature(KUBERNETES)
-    if kubernetes is None:
-        msg = f"{run.id} runs on Kubernetes, which this installation is without"
-        raise UsageError(msg)
     if not follow:
         return int(kubernetes.show_logs(run.job))
     kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
@@ -141,8 +124,8 @@ def _follow_job(run: Run, out: Output) -> None:
         run = find_run(run.dir.parent, run.dir.name)
 
 
-def cancel_run(name: str, config: Path | None, log_dir: Path | None, *, out: Output) -> int:
+def cancel_run(*, run: str, file: Path | None, log_dir: Path | None, out: Output) -> int:
     """Ask a run to end."""
-    run = find_run(folder_of(config, log_dir), name)
-    out.say(f"{run.id}: {cancel(run)}")
+    found = find_run(_folder_of(file, log_dir), run)
+    out.say(f"{found.id}: {cancel(found)}")
     return 0

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import LINE_SECONDS, Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     check_script,
     pass_checks,
     plan_for_this_node,
     short_path,
 )
-from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.config.load import LoadedConfig, load_config, stack
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import write_text_atomically
@@ -30,9 +30,7 @@ from fsdplaunch.display_text import printable
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import Hardware, read_hardware
-from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_dir import fresh_run_id, rank_folder, read_heartbeat
-from fsdplaunch.tune.html_report import html_report
 from fsdplaunch.tune.result import (
     SUFFIX,
     TuneResult,
@@ -109,7 +107,7 @@ def resumed(state: TuneState, request: TuneRequest) -> TuneRequest:
     """
     if request != TuneRequest(file=request.file, overrides=request.overrides):
         msg = "--resume goes on with its own script and options"
-        raise UsageError(msg, hint="give only --write, --html, --json or --overwrite beside it")
+        raise UsageError(msg, hint="give only --write, --json or --overwrite beside it")
     try:
         kept = {name: state.request[name] for name in TuneRequest.__dataclass_fields__}
         lists = {name: tuple(kept[name]) for name in ("arguments", "overrides", "tries")}
@@ -150,7 +148,7 @@ class TuneJob:
             LaunchError: The search cannot begin.
         """
         tries = read_tries(request.tries)
-        loaded = load_config(request.path, overrides=request.overrides, torch=installed_numbers)
+        loaded = load_config(request.path, overrides=request.overrides)
         _check_config(loaded.config)
         hardware = read_hardware(os.environ)
         script = request.script or ""
@@ -186,9 +184,7 @@ class TuneJob:
         def read(overrides: Sequence[str]) -> Config:
             text = read_text(data, str(loaded.path or "defaults"))
             every = (*request.overrides, *overrides)
-            return stack(
-                text, path=loaded.path, environ=os.environ, overrides=every, torch=installed_numbers
-            ).config
+            return stack(text, path=loaded.path, environ=os.environ, overrides=every).config
 
         allowed = {
             name for name, wanted in (("precision", request.precision), ("compile", request.compile)) if wanted
@@ -335,30 +331,24 @@ class TuneOutputs:
 
     Attributes:
         write: The winner as a configuration.
-        html: The page.
         overwrite: Whether files that exist may be replaced.
         as_json: One JSON object on stdout instead of the table.
     """
 
     write: Path | None = None
-    html: Path | None = None
     overwrite: bool = False
     as_json: bool = False
 
 
-def check_outputs(outputs: TuneOutputs) -> None:
-    """Refuse a file that exists, or whose folder does not, before anything is measured.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+def _check_outputs(outputs: TuneOutputs) -> None:
+    """Refuse a file that exists, or whose folder does not, before anything is measured."""
     if outputs.write is not None and outputs.write.exists() and not outputs.overwrite:
         msg = f"{outputs.write} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --write FILE writes another one")
-    for path in (outputs.write, outputs.html):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            msg = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-            raise UsageError(msg, hint="name a file in a folder that exists")
+    path = outputs.write
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        msg = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+        raise UsageError(msg, hint="name a file in a folder that exists")
 
 
 def report(
@@ -381,9 +371,6 @@ def report(
         out.data("")
         for line in closing_lines(result):
             out.data(line)
-    if outputs.html is not None:
-        write_text_atomically(outputs.html, html_report(result))
-        out.say(f"wrote {outputs.html}")
     if outputs.write is not None and config is None:
         out.note(f"{outputs.write} is not written: there is no candidate to write")
     elif outputs.write is not None and config is not None:
@@ -423,6 +410,22 @@ def _changes(result: TuneResult, config: Config, loaded: LoadedConfig) -> list[t
 INTERRUPTED = 130
 
 
+def tune_command(
+    *,
+    file: Path | None,
+    resume: str | None,
+    write: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    out: Output,
+    **asked: Any,
+) -> int:
+    """Search as the command line says; `asked` is what `TuneRequest` has."""
+    request = TuneRequest(**asked, file=str(file) if file is not None else None)
+    outputs = TuneOutputs(write=write, overwrite=overwrite, as_json=as_json)
+    return tune(request, resume=resume, outputs=outputs, out=out)
+
+
 def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out: Output) -> int:
     """Measure candidates until the fastest that fits is known, and say and write it.
 
@@ -432,7 +435,7 @@ def tune(request: TuneRequest, *, resume: str | None, outputs: TuneOutputs, out:
     Raises:
         LaunchError: Before anything was started.
     """
-    check_outputs(outputs)
+    _check_outputs(outputs)
     state = find_state(resume, request.log_dir()) if resume is not None else None
     if state is not None:
         request = resumed(state, request)

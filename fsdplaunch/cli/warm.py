@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import plan_for_this_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import load_config
-from fsdplaunch.errors import MachineError
+from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.warm.client import ask_all, start_server
 from fsdplaunch.warm.identity import UnsafeFolderError, folder_path
@@ -19,7 +18,26 @@ DEFAULT_SECONDS = 600.0
 """How long one that was started by hand stays where the configuration says nothing."""
 
 
-def list_servers(*, as_json: bool, out: Output) -> int:
+def warm(
+    *,
+    show: bool,
+    stop: bool,
+    start: bool,
+    file: Path | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    out: Output,
+) -> int:
+    """List, stop or start the warm interpreters of this user."""
+    if show + stop + start > 1:
+        msg = "--list, --stop and --start are three commands"
+        raise UsageError(msg, hint="give one of them")
+    if start:
+        return _start_server_for(file, overrides, out)
+    return _stop_servers(out) if stop else _list_servers(as_json=as_json, out=out)
+
+
+def _list_servers(*, as_json: bool, out: Output) -> int:
     """Print the warm interpreters of this user."""
     found = _ask({"state": True})
     if as_json:
@@ -32,7 +50,7 @@ def list_servers(*, as_json: bool, out: Output) -> int:
     return 0
 
 
-def stop_servers(out: Output) -> int:
+def _stop_servers(out: Output) -> int:
     """End the warm interpreters of this user; runs that were forked from them go on."""
     for one in (stopped := _ask({"stop": True})):
         out.say(f"process {one['pid']} ends" + (f" with its {one['runs']} runs" if one["runs"] else ""))
@@ -41,13 +59,9 @@ def stop_servers(out: Output) -> int:
     return 0
 
 
-def start(file: Path | None, overrides: Sequence[str], out: Output) -> int:
-    """Start one for launches with this configuration.
-
-    Raises:
-        LaunchError: The configuration is wrong, or it cannot stay.
-    """
-    loaded = load_config(file, overrides=overrides, torch=torch_version.installed_numbers)
+def _start_server_for(file: Path | None, overrides: Sequence[str], out: Output) -> int:
+    """Start one for launches with this configuration."""
+    loaded = load_config(file, overrides=overrides)
     target = LaunchTarget(name="train.py")
     plan = plan_for_this_node(loaded, read_hardware(os.environ), target, allow_unsharded=True)
     seconds = plan.config.launch.keep_warm_seconds or DEFAULT_SECONDS

@@ -3,13 +3,13 @@
 Every key that changes is named with what that means for a run; nothing is dropped silently.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fsdplaunch.config.load import LoadedConfig, stack
 from fsdplaunch.config.names import key_prefix
-from fsdplaunch.config.render import render_values, values_to_write
+from fsdplaunch.config.render import render_values, set_keys, values_to_write
 from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, has_one_axis, mesh_sizes, resolve, world_size
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
 from fsdplaunch.config.schema.config import (
@@ -21,12 +21,11 @@ from fsdplaunch.config.schema.config import (
     section_classes,
     value_at,
 )
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError
 
-_FSDP2_DOES_SO = "FSDP2 always does so"
+Action = Literal["changed", "added", "dropped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class KeyChange:
     """
 
     key: str
-    action: Literal["changed", "added", "dropped"]
+    action: Action
     message: str
 
 
@@ -73,108 +72,83 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
         msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
         raise UsageError(msg, hint="set distributed_type: FSDP first")
     steps = list(_steps(loaded) if loaded.config.fsdp_config.fsdp_version == 1 else _leftovers(loaded))
-    if not steps:
-        return Conversion(text=text, changes=())
-    edits = [(keys_by_path()[path], value) for path, value, _ in steps]
-    converted = set_keys(text, edits, source=source)
+    converted = set_keys(text, [(keys_by_path()[path], value) for path, value, _ in steps], source=source)
     stack(read_text(converted, source))  # raises where the result breaks a rule
-    return Conversion(text=converted, changes=tuple(change for _, _, change in steps if change is not None))
+    return Conversion(text=converted, changes=tuple(_change(loaded, *step) for step in steps))
 
 
-_Step = tuple[KeyPath, Any, KeyChange | None]
-
-
-def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
-    """Yield new values by key (None takes it out), with what to tell about it."""
-    yield fsdp("version"), 2, KeyChange(key="fsdp_config.fsdp_version", action="changed", message="2")
-    yield from _strategy(loaded)
-    for path, message in _dropped(loaded.config).items():
-        if _is_set(loaded, path):
-            yield _removed(path, message)
-    if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
-        message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
-        yield _changed(fsdp("state_dict_type"), "SHARDED_STATE_DICT", message)
-    elif not _is_set(loaded, fsdp("state_dict_type")):
-        message = "FULL_STATE_DICT, which FSDP1 had by default; SHARDED_STATE_DICT is FSDP2's"
-        yield _added(fsdp("state_dict_type"), "FULL_STATE_DICT", message)
-
-
-def _leftovers(loaded: LoadedConfig) -> Iterator[_Step]:
-    """Take keys of FSDP1 out of a file for FSDP2."""
-    for path in _dropped(loaded.config):
-        if keys_by_path()[path].key.versions == (1,) and _is_set(loaded, path):
-            yield _removed(path, "a key of FSDP1, without effect under FSDP2")
-
-
-def _removed(path: KeyPath, message: str) -> _Step:
-    return path, None, KeyChange(key=".".join(path), action="dropped", message=message)
+_Step = tuple[KeyPath, Any, str]
+"""A key, its new value (None takes it out), and what that means for a run."""
+_VERSION, _STRATEGY, _RESHARD = fsdp("version"), fsdp("sharding_strategy"), fsdp("reshard_after_forward")
+_STATE_DICT, _REPLICAS, _SHARDS = fsdp("state_dict_type"), mesh("dp_replicate"), mesh("dp_shard")
+_DROPPED: Mapping[KeyPath, tuple[Any, str, str]] = {
+    fsdp("backward_prefetch"): (
+        "BACKWARD_PRE",
+        "FSDP2 always does so",
+        "{}; FSDP2 gathers the next unit ahead: more memory, faster",
+    ),
+    fsdp("use_orig_params"): (
+        True,
+        "FSDP2 always does so",
+        "{}; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
+    ),
+    fsdp("limit_all_gathers"): (
+        True,
+        "FSDP2 always does so",
+        "{}; FSDP2 always limits how many units are gathered at once",
+    ),
+    fsdp("forward_prefetch"): (
+        False,
+        "false, the default",
+        "{}; accelerate's FSDP2 has it not, fsdplaunch's has: add it where it was faster",
+    ),
+    fsdp("sync_module_states"): (True, "FSDP2 always does so", "{}; rank 0's values are sent to all ranks"),
+    ("precision", "buffer"): (None, "", "FSDP2 leaves buffers in their own dtype"),
+}
+"""Keys that only FSDP1 has: the value under which nothing changes, what that means, what any other one does."""
 
 
 def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
     return loaded.origins[path].layer != "default"
 
 
-def _changed(path: KeyPath, value: Any, message: str) -> _Step:
-    return path, value, KeyChange(key=".".join(path), action="changed", message=message)
+def _change(loaded: LoadedConfig, path: KeyPath, value: Any, message: str) -> KeyChange:
+    action: Action = "dropped" if value is None else "changed" if _is_set(loaded, path) else "added"
+    return KeyChange(key=".".join(path), action="changed" if path == _VERSION else action, message=message)
 
 
-def _added(path: KeyPath, value: Any, message: str) -> _Step:
-    return path, value, KeyChange(key=".".join(path), action="added", message=message)
-
-
-def _strategy(loaded: LoadedConfig) -> Iterator[_Step]:
+def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
+    """Yield what changes in a file for FSDP1."""
+    yield _VERSION, 2, "2"
     strategy = loaded.config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
-    reshard = fsdp("reshard_after_forward")
-    keeps = strategy in KEEPS_GATHERED
+    keeps, nodes = strategy in KEEPS_GATHERED, loaded.config.num_machines
+    if _is_set(loaded, _STRATEGY):
+        yield _STRATEGY, None, f"{strategy} is set by fsdp_reshard_after_forward and the mesh"
     meaning = "false: parameters stay gathered until backward" if keeps else "true"
-    if _is_set(loaded, fsdp("sharding_strategy")):
-        message = f"{strategy} is set by fsdp_reshard_after_forward and the mesh"
-        yield (
-            fsdp("sharding_strategy"),
-            None,
-            KeyChange(key="fsdp_config.fsdp_sharding_strategy", action="dropped", message=message),
-        )
-    action = _changed if _is_set(loaded, reshard) else _added
-    yield action(reshard, not keeps, f"{meaning} ({strategy})")
-    if strategy.startswith("HYBRID") or strategy == "NO_SHARD":
-        yield from _mesh_of_strategy(loaded, strategy)
-
-
-def _mesh_of_strategy(loaded: LoadedConfig, strategy: str) -> Iterator[_Step]:
-    replicas, shards = mesh("dp_replicate"), mesh("dp_shard")
+    yield _RESHARD, not keeps, f"{meaning} ({strategy})"
+    has_mesh = _is_set(loaded, _REPLICAS) or _is_set(loaded, _SHARDS)
     if strategy == "NO_SHARD":
-        yield _added(replicas, REST, "-1: every worker holds a replica (NO_SHARD)")
-        yield _added(shards, 1, "1: nothing is sharded (NO_SHARD)")
-    elif not _is_set(loaded, replicas) and not _is_set(loaded, shards):
-        machines = loaded.config.num_machines
-        if machines == 1:
-            return
-        yield _added(replicas, machines, f"{machines}: one replica per node ({strategy})")
+        yield _REPLICAS, REST, "-1: every worker holds a replica (NO_SHARD)"
+        yield _SHARDS, 1, "1: nothing is sharded (NO_SHARD)"
+    elif strategy.startswith("HYBRID") and not has_mesh and nodes > 1:
+        yield _REPLICAS, nodes, f"{nodes}: one replica per node ({strategy})"
+    for path, (usual, same, other) in _DROPPED.items():
+        value = value_at(loaded.config, path)
+        if _is_set(loaded, path):
+            yield path, None, same if value == usual else other.format(shown_value(value))
+    if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+        message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
+        yield _STATE_DICT, "SHARDED_STATE_DICT", message
+    elif not _is_set(loaded, _STATE_DICT):
+        message = "FULL_STATE_DICT, which FSDP1 had by default; SHARDED_STATE_DICT is FSDP2's"
+        yield _STATE_DICT, "FULL_STATE_DICT", message
 
 
-def _dropped(config: Config) -> dict[KeyPath, str]:
-    """Return what each key of FSDP1 becomes."""
-    old = config.fsdp_config
-    return {
-        fsdp("backward_prefetch"): _FSDP2_DOES_SO
-        if old.fsdp_backward_prefetch == "BACKWARD_PRE"
-        else f"{old.fsdp_backward_prefetch}; FSDP2 gathers the next unit ahead: more memory, faster",
-        fsdp("use_orig_params"): _FSDP2_DOES_SO
-        if old.fsdp_use_orig_params
-        else "false; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-        fsdp("limit_all_gathers"): _FSDP2_DOES_SO
-        if old.fsdp_limit_all_gathers
-        else "false; FSDP2 always limits how many units are gathered at once",
-        fsdp(
-            "forward_prefetch"
-        ): "true; accelerate's FSDP2 has it not, fsdplaunch's has: add it where it was faster"
-        if old.fsdp_forward_prefetch
-        else "false, the default",
-        fsdp("sync_module_states"): _FSDP2_DOES_SO
-        if old.fsdp_sync_module_states
-        else "false; rank 0's values are sent to all ranks",
-        ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
-    }
+def _leftovers(loaded: LoadedConfig) -> Iterator[_Step]:
+    """Take keys of FSDP1 out of a file for FSDP2."""
+    for path in _DROPPED:
+        if keys_by_path()[path].key.versions == (1,) and _is_set(loaded, path):
+            yield path, None, "a key of FSDP1, without effect under FSDP2"
 
 
 _ALWAYS_WRITTEN = {
@@ -197,15 +171,8 @@ _ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
 """Keys of our own that other keys of an accelerate file can say."""
 
 
-def accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
-    """Return the values of a file for accelerate, in the schema's order, and what it cannot say.
-
-    Args:
-        config: Resolved.
-
-    Raises:
-        UsageError: accelerate has no way to say it.
-    """
+def _accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
+    """Return the values of a file for accelerate, in the schema's order, and what it cannot say."""
     changes: list[KeyChange] = []
     values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
     values = {**_ALWAYS_WRITTEN, **values, **_workers(config, changes), **_rendezvous(config)}
@@ -282,7 +249,7 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
     Raises:
         UsageError: accelerate has no way to say it.
     """
-    values, changes = accelerate_values(loaded.config)
+    values, changes = _accelerate_values(loaded.config)
     plain = resolve(replace(loaded.config, **{name: section_classes()[name]() for name in own_sections()}))
     lost = [
         KeyChange(key=spec.dotted, action="dropped", message=f"{shown_value(value)}; {_LOST[spec.path[0]]}")

@@ -46,19 +46,11 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
     raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")
 
 
-def default_text(spec: KeySpec) -> str:
+def _default_text(spec: KeySpec) -> str:
     """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
     if spec.default is None or spec.default in ((), {}):
         return "left out"
     return flow_text(plain_value(spec, spec.default))
-
-
-def needs_torch(spec: KeySpec) -> str:
-    """Return which torch the key needs, in words: `torch 2.9 or newer`; "" where every one will do."""
-    needed = spec.key.needs_torch
-    if isinstance(needed, str):
-        return f"torch {needed} or newer" if needed else ""
-    return ", ".join(f"torch {version} or newer for {value}" for value, version in needed.items())
 
 
 def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any]:
@@ -75,7 +67,6 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
         "not_supported_yet": spec.key.pending,
         "changes_nothing": spec.key.leftover,
         "without_effect": spec.key.noise,
-        "needs_torch": needs_torch(spec),
     }
     if loaded is not None:
         described["value"] = plain_value(spec, value_at(loaded.config, spec.path))
@@ -85,7 +76,7 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
 
 def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
     """Return a paragraph about one key; with a loaded file, its value and where that came from."""
-    head = f"{spec.dotted}    default: {default_text(spec)}"
+    head = f"{spec.dotted}    default: {_default_text(spec)}"
     if loaded is not None:
         value = value_at(loaded.config, spec.path)
         shown = "left out" if value is None else flow_text(plain_value(spec, value))
@@ -93,8 +84,6 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
     facts = [("values", spec.key.kind.expects), ("env", spec.env)]
     if len(spec.key.versions) == 1:
         facts.append(("only", f"FSDP{spec.key.versions[0]}"))
-    if spec.key.needs_torch:
-        facts.append(("needs", needs_torch(spec)))
     if spec.key.aliases:
         facts.append(("also", ", ".join(spec.key.aliases)))
     if spec.key.leftover:
@@ -233,10 +222,8 @@ def _key(spec: KeySpec) -> Iterator[str]:
     only = f"; only `fsdp_version: {spec.key.versions[0]}`" if len(spec.key.versions) == 1 else ""
     yield f"### `{spec.name}`\n"
     yield spec.key.text + "\n"
-    yield f"* {spec.key.kind.expects}; default: `{default_text(spec)}`{only}"
+    yield f"* {spec.key.kind.expects}; default: `{_default_text(spec)}`{only}"
     yield f"* environment: `{spec.env}`"
-    if spec.key.needs_torch:
-        yield f"* needs {needs_torch(spec)}"
     if spec.key.aliases:
         yield f"* also written {', '.join(f'`{alias}`' for alias in spec.key.aliases)}"
     if spec.key.former:

@@ -18,7 +18,6 @@ from fsdplaunch.config.names import (
 )
 from fsdplaunch.config.problems import MOST_SHOWN, ConfigError, Problem, TextPosition
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, keys_by_path, section_classes
-from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.kinds import FLAG, PORT, TEXT, NotedValueError
 from fsdplaunch.config.yaml_text import UnreadableValueError, YamlEntry, YamlText, read_scalar
 
@@ -41,8 +40,14 @@ class SetValue:
     """One value that a layer sets. None takes back what lower layers set."""
 
     value: Any
-    origin: ValueOrigin
+    layer: LayerName
     place: TextPosition
+
+    @property
+    def origin(self) -> ValueOrigin:
+        """Return what the user reads about where it comes from."""
+        line = f":{self.place.line}" if self.place.line else ""
+        return ValueOrigin(layer=self.layer, text=f"{self.place.source}{line}")
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class Layer:
     """One source's values.
 
     Attributes:
+        name: Which layer it is.
         values: Canonical values by path.
         broken: Keys it sets wrongly; rules that look at them stay silent.
         problems: What is wrong.
@@ -58,6 +64,7 @@ class Layer:
         variables: Single entries of `launch.env`, added to what lower layers set.
     """
 
+    name: LayerName
     values: dict[KeyPath, SetValue] = field(default_factory=dict)
     broken: set[KeyPath] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
@@ -73,39 +80,36 @@ class Layer:
         """Add a note."""
         self.notes.append(Problem(id=rule, key=key, message=message, place=place))
 
-    def take(self, spec: KeySpec, value: Any, place: TextPosition, origin: ValueOrigin) -> None:
+    def take(self, spec: KeySpec, value: Any, place: TextPosition) -> None:
         """Add a value, canonical if it can be made so, else a problem."""
         try:
             canonical = None if value is None else spec.key.kind.parse(value)
         except ValueError as error:
             if (
                 value == "" and spec.default is None and spec.key.kind in (TEXT, PORT)
-            ):  # as some writers leave it out
+            ):  # some writers leave it out so
                 self.note("empty-value", spec.dotted, "says nothing: it is empty", place)
-                return
-            if spec.key.noise:  # whatever it says, no run reads it
+            elif spec.key.noise:  # whatever it says, no run reads it
                 message = f"has no effect here, whatever it says: {shown(value)}"
                 self.note("written-by-accelerate", spec.dotted, message, place)
-                return
-            if spec.key.leftover and len(spec.path) == 1:  # another engine's, which alone knows its form
+            elif spec.key.leftover and len(spec.path) == 1:  # another engine's, which alone knows its form
                 self.note("other-engine", spec.dotted, spec.key.leftover, place)
-                return
-            self.broken.add(spec.path)
-            self.refuse(spec, value, place, error)
+            else:
+                self.refuse(spec, value, place, error)
             return
-        self.values[spec.path] = SetValue(value=canonical, origin=origin, place=place)
+        self.values[spec.path] = SetValue(value=canonical, layer=self.name, place=place)
 
     def refuse(self, spec: KeySpec, value: Any, place: TextPosition, error: ValueError) -> None:
         """Add the problem of a value that the key does not take."""
+        self.broken.add(spec.path)
         why = spec.key.kind.refusal(value)
-        if isinstance(error, NotedValueError):
+        if isinstance(error, UnreadableValueError | NotedValueError):
             self.reject("wrong-value", spec.dotted, str(error), place)
-            return
-        if why is not None:
+        elif why is not None:
             self.reject("unsupported-value", spec.dotted, f"{value} is not supported: {why}", place)
-            return
-        message = f"must be {spec.key.kind.expects}, got {shown(value)}"
-        self.reject("wrong-value", spec.dotted, message, place, _value_hint(spec, value))
+        else:
+            message = f"must be {spec.key.kind.expects}, got {shown(value)}"
+            self.reject("wrong-value", spec.dotted, message, place, _value_hint(spec, value))
 
 
 def shown(value: Any) -> str:
@@ -129,14 +133,14 @@ def _value_hint(spec: KeySpec, value: Any) -> str | None:
 
 def env_layer(environ: Mapping[str, str]) -> Layer:
     """Read the variables that carry keys, in the encodings accelerate uses."""
-    layer = Layer()
+    layer = Layer("env")
     for path, value in raw_values(environ).items():
         spec = keys_by_path()[path]
-        source = f"env {spec.env}"
-        layer.take(spec, value, TextPosition(source=source), ValueOrigin(layer="env", text=source))
+        layer.take(spec, value, TextPosition(source=f"env {spec.env}"))
     for name, meant in _strangers(environ).items():
-        place = TextPosition(source=f"env {name}")
-        layer.note("unread-variable", "", f"is not read; did you mean {meant}?", place)
+        layer.note(
+            "unread-variable", "", f"is not read; did you mean {meant}?", TextPosition(source=f"env {name}")
+        )
     return layer
 
 
@@ -151,125 +155,115 @@ def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
 
 def file_layer(text: YamlText) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
-    layer = Layer()
-    entries = text.entries(text.root)
-    sections = any(entry.is_mapping and entry.name in section_classes() for entry in entries)
-    bare = not sections and is_bare_section(entry.name for entry in entries)
-    if bare:
-        place = TextPosition(source=text.source)
-        layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
-    found = list(_placed(layer, text, "fsdp_config" if bare else "", entries))
-    for section, entry in found:
-        if find_former(section, entry.name) is None:
-            _entry(layer, text, section, entry, bare=bare)
-    for section, entry in found:
-        _former_entry(layer, text, section, entry)  # last: what a key's own place says is known then
-    layer.problems[:0] = text.problems
-    return layer
+    return _FileReader(text).read()
 
 
-def _placed(
-    layer: Layer, text: YamlText, home: str, entries: Iterable[YamlEntry]
-) -> Iterator[tuple[str, YamlEntry]]:
-    """Yield every entry of a file with its section."""
-    for entry in entries:
-        elsewhere = not entry.is_mapping and find_former("", entry.name) is not None
-        if home or entry.name not in section_classes() or elsewhere:
-            yield home, entry
-        elif not entry.is_null and not entry.is_mapping:
-            hint = "indent them below it"
-            layer.reject("not-a-mapping", entry.name, "must hold keys of its own", entry.place, hint)
-        elif not entry.is_null:
-            yield from ((entry.name, one) for one in text.entries(entry.node, entry.name))
+class _FileReader:
+    """Reads one file's keys into a layer."""
+
+    def __init__(self, text: YamlText) -> None:
+        self._text, self._layer, self._bare = text, Layer("file"), False
+
+    def read(self) -> Layer:
+        layer, text = self._layer, self._text
+        entries = text.entries(text.root)
+        sections = any(entry.is_mapping and entry.name in section_classes() for entry in entries)
+        self._bare = not sections and is_bare_section(entry.name for entry in entries)
+        if self._bare:
+            place = TextPosition(source=text.source)
+            layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
+        found = list(self._placed("fsdp_config" if self._bare else "", entries))
+        for section, entry in found:
+            if find_former(section, entry.name) is None:
+                self._entry(section, entry)
+        for section, entry in found:
+            self._former_entry(section, entry)  # last: what a key's own place says is known then
+        layer.problems[:0] = text.problems
+        return layer
+
+    def _placed(self, home: str, entries: Iterable[YamlEntry]) -> Iterator[tuple[str, YamlEntry]]:
+        """Yield every entry of a file with its section."""
+        for entry in entries:
+            elsewhere = not entry.is_mapping and find_former("", entry.name) is not None
+            if home or entry.name not in section_classes() or elsewhere:
+                yield home, entry
+            elif not entry.is_null and not entry.is_mapping:
+                hint = "indent them below it"
+                self._layer.reject("not-a-mapping", entry.name, "must hold keys of its own", entry.place, hint)
+            elif not entry.is_null:
+                yield from ((entry.name, one) for one in self._text.entries(entry.node, entry.name))
+
+    def _entry(self, section: str, entry: YamlEntry) -> None:
+        layer, dotted = self._layer, _dotted(section, entry.name)
+        found = find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
+        if isinstance(found, UnknownKey):
+            if found.meant is None or not found.meant.key.pending:
+                layer.reject(found.id, dotted, found.message, entry.place, found.hint)
+            if found.meant is None:
+                return
+            found = found.meant
+        if entry.is_null:
+            return
+        if found.path in layer.values:
+            self._second_spelling(found, dotted, entry)
+            return
+        if entry.name != found.name:
+            layer.aliases[dotted] = found.name
+            if not (self._bare and key_prefix(section) + entry.name == found.name):  # so such files write it
+                layer.note("other-spelling", dotted, f"is read as {found.name}", entry.place)
+        try:
+            layer.take(found, self._text.value(entry.node, verbatim=found.key.kind.verbatim), entry.place)
+        except UnreadableValueError as error:
+            layer.broken.add(found.path)
+            layer.reject("wrong-value", dotted, str(error), entry.place)
+
+    def _second_spelling(self, found: KeySpec, dotted: str, entry: YamlEntry) -> None:
+        """Judge a key that the file has set under another spelling: the same value says nothing new."""
+        earlier = self._layer.values[found.path]
+        try:
+            value = found.key.kind.parse(self._text.value(entry.node, verbatim=found.key.kind.verbatim))
+        except ValueError:  # UnreadableValueError is one
+            value = None
+        if value == earlier.value:
+            self._layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", entry.place)
+            return
+        message = f"sets {found.name} again (first on line {earlier.place.line})"
+        self._layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
+
+    def _former_entry(self, section: str, entry: YamlEntry) -> None:
+        """Take a key from where older files say it; what its own place says must agree."""
+        found = find_former(section, entry.name)
+        if found is None:
+            return
+        (spec, former), layer, dotted = found, self._layer, _dotted(section, entry.name)
+        given = value = None
+        try:
+            given = None if entry.is_null else self._text.value(entry.node, verbatim=False)
+            if given is not None and former.means is None:
+                value = spec.key.kind.parse(given)
+            elif given is not None:
+                value = former.means if FLAG.parse(given) else None
+        except ValueError as error:  # UnreadableValueError is one
+            if former.means is None and given is not None:
+                layer.refuse(spec, given, entry.place, error)
+            else:
+                layer.broken.add(spec.path)
+                words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
+                layer.reject("wrong-value", dotted, words, entry.place)
+            return
+        earlier = layer.values.get(spec.path)
+        if value is None:
+            layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", entry.place)
+        elif earlier is not None and earlier.value != value:
+            message = f"means {value}, but {spec.dotted} is {earlier.value} on line {earlier.place.line}"
+            layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
+        else:
+            layer.note("former-place", dotted, f"is read as {spec.dotted}: {value}", entry.place)
+            layer.take(spec, value, earlier.place if earlier else entry.place)
 
 
 def _dotted(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
-
-
-def _entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare: bool) -> None:
-    found = find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
-    dotted = _dotted(section, entry.name)
-    if isinstance(found, UnknownKey):
-        if found.meant is None or not found.meant.key.pending:
-            layer.reject(found.id, dotted, found.message, entry.place, found.hint)
-        if found.meant is None:
-            return
-        found = found.meant
-    if entry.is_null:
-        return
-    if found.path in layer.values:
-        _second_spelling(layer, text, found, dotted, entry)
-        return
-    if entry.name != found.name:
-        layer.aliases[dotted] = found.name
-        if not (bare and key_prefix(section) + entry.name == found.name):  # how files of one section write it
-            layer.note("other-spelling", dotted, f"is read as {found.name}", entry.place)
-    origin = ValueOrigin(layer="file", text=f"{text.source}:{entry.place.line}")
-    try:
-        value = text.value(entry.node, verbatim=found.key.kind.verbatim)
-    except UnreadableValueError as error:
-        layer.broken.add(found.path)
-        layer.reject("wrong-value", dotted, str(error), entry.place)
-        return
-    layer.take(found, value, entry.place, origin)
-
-
-def _second_spelling(layer: Layer, text: YamlText, found: KeySpec, dotted: str, entry: YamlEntry) -> None:
-    """Judge a key that the file has set under another spelling: the same value says nothing new."""
-    earlier = layer.values[found.path]
-    try:
-        value = found.key.kind.parse(text.value(entry.node, verbatim=found.key.kind.verbatim))
-    except ValueError:  # UnreadableValueError is one
-        value = None
-    if value == earlier.value:
-        layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", entry.place)
-        return
-    message = f"sets {found.name} again (first on line {earlier.place.line})"
-    layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
-
-
-def _former_entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry) -> None:
-    """Take a key from where older files say it; what its own place says must agree."""
-    found = find_former(section, entry.name)
-    if found is None:
-        return
-    spec, former = found
-    dotted = _dotted(section, entry.name)
-    try:
-        value = None if entry.is_null else _meaning(spec, former, text.value(entry.node, verbatim=False))
-    except UnreadableValueError as error:
-        layer.reject("wrong-value", dotted, str(error), entry.place)
-        return
-    except ValueError as error:
-        layer.broken.add(spec.path)
-        if former.means is None:
-            layer.refuse(spec, text.value(entry.node, verbatim=False), entry.place, error)
-        else:
-            layer.reject("wrong-value", dotted, "must be true or false", entry.place)
-        return
-    if value is None:
-        layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", entry.place)
-        return
-    earlier = layer.values.get(spec.path)
-    if earlier is not None and earlier.value != value:
-        message = f"means {value}, but {spec.dotted} is {earlier.value} on line {earlier.place.line}"
-        layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
-        return
-    layer.note("former-place", dotted, f"is read as {spec.dotted}: {value}", entry.place)
-    if earlier is None:
-        layer.take(spec, value, entry.place, ValueOrigin(layer="file", text=f"{text.source}:{entry.place.line}"))
-
-
-def _meaning(spec: KeySpec, former: FormerPlace, value: Any) -> Any:
-    """Return what a value in a key's former place means for it, None where it says nothing.
-
-    Raises:
-        ValueError: It is none of the values that stand there.
-    """
-    if former.means is None:
-        return spec.key.kind.parse(value)
-    return former.means if FLAG.parse(value) else None
 
 
 POLICY: KeyPath = ("fsdp_config", "fsdp_auto_wrap_policy")
@@ -277,11 +271,11 @@ BY_WORD = f"--fsdp {AUTO_WRAP}"
 """The origin of a policy that the word has set, and no policy by its name."""
 
 
-def flag_layer(overrides: Iterable[str]) -> Layer:
+def flag_layer(overrides: Iterable[str], *, name: LayerName = "flag", source: str = "command line") -> Layer:
     """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers set."""
-    layer = Layer()
+    layer = Layer(name)
     for override in overrides:
-        _override(layer, override)
+        _override(layer, override, TextPosition(source=source))
     return layer
 
 
@@ -293,17 +287,15 @@ def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
     """
     layer = flag_layer(assignments)
     if layer.variables:
-        layer.reject(
-            "not-an-assignment", "launch.env", "must be set as a whole", TextPosition(source="command line")
-        )
+        place = TextPosition(source="command line")
+        layer.reject("not-an-assignment", "launch.env", "must be set as a whole", place)
     if layer.problems:
         raise ConfigError(layer.problems)
     return [(keys_by_path()[path], one.value) for path, one in layer.values.items()]
 
 
-def _override(layer: Layer, override: str) -> None:
+def _override(layer: Layer, override: str, place: TextPosition) -> None:
     name, equals, text = override.partition("=")
-    place = TextPosition(source="command line")
     if not equals or not name.strip():
         layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place)
         return
@@ -311,33 +303,27 @@ def _override(layer: Layer, override: str) -> None:
     if path[:2] == ("launch", "env") and len(path) > 2:  # noqa: PLR2004  (launch.env.NAME)
         layer.variables[name.split(".", 2)[2]] = text
         return
-    spec = _named(layer, path, place)
+    spec = _key_named(layer, path, place)
     if spec is None:
         return
-    said = "command line"
     if spec.path == POLICY and text == AUTO_WRAP:
-        text, said = "TRANSFORMER_BASED_WRAP", BY_WORD
+        text, place = "TRANSFORMER_BASED_WRAP", TextPosition(source=BY_WORD)
     try:
-        value = read_scalar(text, verbatim=spec.key.kind.verbatim)
+        layer.take(spec, read_scalar(text, verbatim=spec.key.kind.verbatim), place)
     except UnreadableValueError as error:
         layer.broken.add(spec.path)
         layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)
-        return
-    layer.take(spec, value, place, ValueOrigin(layer="flag", text=said))
 
 
-def _named(layer: Layer, path: KeyPath, place: TextPosition) -> KeySpec | None:
-    dotted = ".".join(path)
+def _key_named(layer: Layer, path: KeyPath, place: TextPosition) -> KeySpec | None:
+    """Return the key that `section.key`, or its name alone, means; None after a problem."""
     bare = find_bare(path[0]) if len(path) == 1 else None
     if bare is not None:
         return bare
-    found = find_key(".".join(path[:-1]), path[-1]) if path[:-1] in _sections() else None
+    section = ".".join(path[:-1])
+    found = find_key(section, path[-1]) if section in ("", *section_classes()) else None
     if isinstance(found, KeySpec):
         return found
     hint = found.hint if found else "fsdplaunch config explain lists every key"
-    layer.reject("unknown-key", dotted, "is not a key", place, hint)
+    layer.reject("unknown-key", ".".join(path), "is not a key", place, hint)
     return None
-
-
-def _sections() -> set[KeyPath]:
-    return {(), *((name,) for name in section_classes())}

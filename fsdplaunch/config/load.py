@@ -23,7 +23,6 @@ from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_or
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
 from fsdplaunch.config.rules.base import (
     RuleContext,
-    TorchVersion,
     Violation,
     find_notes,
     find_violations,
@@ -84,7 +83,6 @@ def load_config(
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
     cwd: Path | None = None,
-    torch: TorchVersion | None = None,
     noted: Sequence[Problem] = (),
 ) -> LoadedConfig:
     """Read every layer and return the resolved configuration.
@@ -95,7 +93,6 @@ def load_config(
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
         assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
-        torch: Says which torch the run will have, where that is known: the run is for this machine.
         noted: Notes about options that are no key's.
 
     Raises:
@@ -105,7 +102,7 @@ def load_config(
     cwd = Path.cwd() if cwd is None else cwd
     path = find_file(file, environ, cwd)
     text = YamlText("defaults") if path is None else read_file(path, cwd)
-    loaded = stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed, torch=torch)
+    loaded = stack(text, path=path, environ=environ, overrides=overrides, assumed=assumed)
     return replace(loaded, notes=(*loaded.notes, *noted)) if noted else loaded
 
 
@@ -116,7 +113,6 @@ def stack(
     environ: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     assumed: Sequence[str] = (),
-    torch: TorchVersion | None = None,
 ) -> LoadedConfig:
     """Return the configuration that a text, an environment and overrides make together.
 
@@ -124,14 +120,13 @@ def stack(
         ConfigError: With every problem of every layer.
     """
     layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
-    values, problems = _merge([_scheduler_layer(assumed), *layers])
+    values, problems = _merge([flag_layer(assumed, name="env", source="scheduler"), *layers])
     broken = set().union(*(layer.broken for layer in layers))
     if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_units(_with_version(values)).items()})
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
-    context = replace(context, torch=torch) if torch else context
     notes = tuple(note for layer in layers for note in layer.notes)
     if not unread:
         problems += _located(find_violations(context), values, text, broken)
@@ -146,17 +141,6 @@ def stack(
         notes=notes,
         aliases=MappingProxyType(layers[0].aliases),
     )
-
-
-def _scheduler_layer(assumed: Sequence[str]) -> Layer:
-    layer = flag_layer(assumed)
-    for path, one in layer.values.items():
-        layer.values[path] = SetValue(
-            value=one.value,
-            place=TextPosition(source="scheduler"),
-            origin=ValueOrigin(layer="env", text="scheduler"),
-        )
-    return layer
 
 
 def check(config: Config) -> tuple[Problem, ...]:
@@ -196,8 +180,8 @@ def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Probl
 def _add_variables(layer: Layer, values: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
     spec = keys_by_path()["launch", "env"]
     table = {**(values[spec.path].value if spec.path in values else {}), **layer.variables}
-    extra = Layer()
-    extra.take(spec, table, TextPosition(source="command line"), ValueOrigin(layer="flag", text="command line"))
+    extra = Layer("flag")
+    extra.take(spec, table, TextPosition(source="command line"))
     values.update(extra.values)
     problems += extra.problems
 
@@ -207,7 +191,7 @@ def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]
     if _VERSION in values:
         return dict(values)
     old = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
-    one = SetValue(value=1, origin=old[0].origin, place=old[0].place) if old else None
+    one = replace(old[0], value=1) if old else None
     return {**values, _VERSION: one} if one else dict(values)
 
 
@@ -219,9 +203,9 @@ def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
     xla, size, policy = values.get(_XLA), values.get(_SIZE), values.get(POLICY)
     if xla is None or not xla.value or size is None or not size.value:
         return values
-    if policy is not None and (policy.origin.text != BY_WORD or _NAMES in values):
+    if policy is not None and (policy.place.source != BY_WORD or _NAMES in values):
         return values
-    return {**values, POLICY: SetValue(value="SIZE_BASED_WRAP", origin=size.origin, place=size.place)}
+    return {**values, POLICY: replace(size, value="SIZE_BASED_WRAP")}
 
 
 def _located(

@@ -1,16 +1,27 @@
-"""The text of a new file: what differs from the default, what must be pinned, comments; and the presets."""
+"""The text of a file: a new one, or an existing one with keys changed; and the presets.
 
+A new file says what differs from the default and what must be pinned, with a comment per key. In an existing one
+values are spliced in at the places that the YAML reader gives: ruamel.yaml's round trip loses comments (those of a
+file without keys, those below a list that becomes a line), and writes JSON files half as YAML. What cannot be
+changed safely, such as a value shared through an anchor, is refused, never guessed.
+"""
+
+import json
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from yaml.nodes import CollectionNode, MappingNode, Node
+
 import fsdplaunch
 from fsdplaunch import __version__
-from fsdplaunch.config.names import closest
+from fsdplaunch.config.layers import file_layer
+from fsdplaunch.config.names import closest, find_key, is_bare_section
+from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import is_read_by_xla, resolve, shards_models, shards_on_xla
 from fsdplaunch.config.schema.config import (
     Config,
@@ -22,7 +33,7 @@ from fsdplaunch.config.schema.config import (
     section_classes,
     value_at,
 )
-from fsdplaunch.config.yaml_text import block_lines, plain_value
+from fsdplaunch.config.yaml_text import YamlEntry, YamlText, block_lines, flow_text, plain_value, read_text
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.files import atomic_file
 
@@ -124,11 +135,6 @@ def _comment(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=lead)
 
 
-def key_lines(spec: KeySpec, value: Any, indent: int) -> list[str]:
-    """Return the lines of one key as `render` writes them, without a comment."""
-    return block_lines(spec.name, plain_value(spec, value), indent)
-
-
 def write_text_atomically(path: Path, text: str) -> None:
     """Put `text` into a file, whole or not at all. A link is followed, permissions of an old file are kept.
 
@@ -198,3 +204,168 @@ def _read(path: Path) -> Preset:
     comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("# ")]
     summary = next((line for line in comments if not line.startswith("yaml-language-server")), "")
     return Preset(name=path.stem, summary=summary, text=text)
+
+
+Splice = tuple[int, int, str]
+"""Where a text begins and ends that is replaced, and by what."""
+
+
+def set_keys(text: str, changes: Sequence[tuple[KeySpec, Any]], *, source: str = "the file") -> str:
+    """Return `text` with keys changed.
+
+    Args:
+        text: A file's text.
+        changes: Keys and their new canonical values; None takes the key out.
+        source: What messages call the text.
+
+    Raises:
+        ConfigError: The text is not YAML.
+        UsageError: A value is shared through an anchor.
+    """
+    bom = "\ufeff" if text.startswith("\ufeff") else ""
+    body = text.removeprefix("\ufeff")
+    newline = "\r\n" if "\r\n" in body else "\n"
+    for spec, value in changes:
+        splice = _splice(body, spec, value, source)
+        if splice is None:
+            continue
+        start, end, new = splice
+        changed = body[:start] + new.replace("\n", newline) + body[end:]
+        if _others(changed, spec, source) != _others(body, spec, source):
+            msg = f"{spec.dotted} cannot be changed in {source} without touching other keys"
+            raise UsageError(msg, hint="change it by hand")
+        body = changed
+    return bom + body
+
+
+def _others(text: str, spec: KeySpec, source: str) -> dict[KeyPath, Any] | None:
+    """Return what a text says apart from one key, to compare before and after; None where it cannot be read."""
+    read = read_text(text, source)
+    values = file_layer(read).values
+    return None if read.problems else {path: one.value for path, one in values.items() if path != spec.path}
+
+
+def _splice(text: str, spec: KeySpec, value: Any, source: str) -> Splice | None:
+    read = read_text(text, source)
+    if read.problems:
+        raise ConfigError(read.problems)
+    top = read.entries(read.root)
+    is_bare = is_bare_section(entry.name for entry in top)
+    if is_bare and spec.path[0] != "fsdp_config":
+        msg = f"{source} holds keys of fsdp_config without that section"
+        raise UsageError(msg, hint="put fsdp_config: above them and indent them")
+    if len(spec.path) == 1 or is_bare:
+        return _in_mapping(text, read, read.root, spec, value)
+    section = next((entry for entry in top if entry.name == spec.path[0]), None)
+    if section is None or not isinstance(section.node, MappingNode):
+        return None if value is None else _new_section(text, read.root, section, spec, value)
+    if _is_shared(section) or not _own(read.root, [section]):
+        msg = f"{spec.path[0]} in {source} is shared through an anchor"
+        raise UsageError(msg, hint="change it by hand")
+    return _in_mapping(text, read, section.node, spec, value)
+
+
+def _new_section(
+    text: str, root: MappingNode | None, empty: YamlEntry | None, spec: KeySpec, value: Any
+) -> Splice:
+    """Add a section with one key; `empty` is a section that stands there without keys."""
+    if root is not None and root.flow_style:
+        return _into_flow(text, root, spec.path[0], {spec.name: plain_value(spec, value)})
+    if empty is not None:
+        lines = _lines(spec, value, empty.key_node.start_mark.column + 2)
+        start, end = empty.node.start_mark.index, empty.node.end_mark.index
+        is_spelled = start < end  # a null
+        return (start, end, f"\n{lines}") if is_spelled else _below(text, empty.key_node.end_mark.index, lines)
+    column, end = _foot(root, root.value if root else [], len(text))
+    blank = "\n" if root is not None and root.value else ""
+    return _below(text, end, f"{blank}{' ' * column}{spec.path[0]}:\n" + _lines(spec, value, column + 2))
+
+
+def _in_mapping(text: str, read: YamlText, node: MappingNode | None, spec: KeySpec, value: Any) -> Splice | None:
+    own = _own(node, read.entries(node))
+    section = ".".join(spec.path[:-1])
+    for entry in own:
+        if find_key(section, entry.name) == spec:
+            return _replace(text, entry, spec, value, flow=bool(node and node.flow_style))
+    if value is None:
+        return None
+    if node is not None and node.flow_style:
+        return _into_flow(text, node, spec.name, plain_value(spec, value))
+    # A new key of the top level goes below its other keys, not below the last section.
+    keys = [(entry.key_node, entry.node) for entry in own if section or not entry.is_mapping]
+    column, end = _foot(node, keys or (node.value if node else []), len(text))
+    return _below(text, end, _lines(spec, value, column))
+
+
+def _replace(text: str, entry: YamlEntry, spec: KeySpec, value: Any, *, flow: bool) -> Splice:
+    if _is_shared(entry) or text[entry.node.start_mark.index : entry.node.start_mark.index + 1] in ("&", "*"):
+        msg = f"{spec.dotted} is shared through an anchor"
+        raise UsageError(msg, hint="change it by hand")
+    key_start, key_end = entry.key_node.start_mark.index, entry.key_node.end_mark.index
+    end = _end(entry.node, entry.key_node)
+    colon = text.index(":", key_end) + 1
+    if value is None and not flow:
+        return text.rfind("\n", 0, key_start) + 1, _line_end(text, end), ""
+    plain = None if value is None else plain_value(spec, value)
+    words = json.dumps(plain, ensure_ascii=False) if text[key_end - 1] == '"' else flow_text(plain)
+    end = max(colon, len(text[:end].rstrip()))
+    return colon, end, f" {words}"
+
+
+def _into_flow(text: str, node: MappingNode, name: str, value: Any) -> Splice:
+    """Add an entry to a mapping in braces, in words that JSON has as well."""
+    words = f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+    if not node.value:
+        return node.end_mark.index - 1, node.end_mark.index - 1, words
+    key, last = node.value[-1]
+    before = text[: key.start_mark.index]
+    gap = before[len(before.rstrip(" \r\n")) :]
+    end = _end(last, key)
+    return end, end, "," + (gap.replace("\r\n", "\n") if "\n" in gap else " ") + words
+
+
+def _lines(spec: KeySpec, value: Any, indent: int) -> str:
+    return "\n".join(block_lines(spec.name, plain_value(spec, value), indent))
+
+
+def _foot(node: Node | None, keys: Sequence[tuple[Node, Node]], empty: int) -> tuple[int, int]:
+    """Return the column of a mapping's keys, and where the text of the last of `keys` ends."""
+    if node is None or not keys:
+        return 0, empty
+    return int(keys[0][0].start_mark.column), max(_end(value, key) for key, value in keys)
+
+
+def _below(text: str, index: int, lines: str) -> Splice:
+    """Insert whole lines below the line that holds `index`."""
+    at = _line_end(text, index)
+    return at, at, ("" if at == 0 or text[at - 1] == "\n" else "\n") + lines + "\n"
+
+
+def _line_end(text: str, index: int) -> int:
+    """Return the place behind the line break of the line that holds `index`."""
+    if index and text[index - 1] == "\n":
+        return index
+    found = text.find("\n", index)
+    return len(text) if found < 0 else found + 1
+
+
+def _own(node: Node | None, entries: list[YamlEntry]) -> list[YamlEntry]:
+    """Return the entries that stand in the mapping itself, not in one that `<<` names."""
+    keys = {id(key) for key, _ in node.value} if node is not None else set()
+    return [entry for entry in entries if id(entry.key_node) in keys]
+
+
+def _is_shared(entry: YamlEntry) -> bool:
+    """Return whether the value is an alias: its text then stands somewhere before its key."""
+    return bool(entry.node.start_mark.index < entry.key_node.start_mark.index)
+
+
+def _end(node: Node, key: Node) -> int:
+    """Return where a value's own text ends; block collections end with their last item, not at the next token."""
+    if node.start_mark.index < key.start_mark.index:
+        return int(key.end_mark.index)
+    if isinstance(node, CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        inner_key, inner = last if isinstance(node, MappingNode) else (last, last)
+        return _end(inner, inner_key)
+    return max(int(node.end_mark.index), int(key.end_mark.index))

@@ -191,7 +191,7 @@ _RESOLVERS = (
 )
 
 
-def first_characters() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+def _first_characters() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Return the table PyYAML asks: a plain scalar's first character -> tags to try."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, firsts in _RESOLVERS:
@@ -207,7 +207,7 @@ class _TooDeepError(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """Composes nodes with YAML 1.2's plain scalars and a bound on nesting."""
 
-    yaml_implicit_resolvers = first_characters()
+    yaml_implicit_resolvers = _first_characters()
     _depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
@@ -306,7 +306,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _resolvers() -> dict[str, Any]:
     """Return both versions' plain scalars, by first character."""
-    old, new = yaml.SafeDumper.yaml_implicit_resolvers, first_characters()
+    old, new = yaml.SafeDumper.yaml_implicit_resolvers, _first_characters()
     return {first: [*old.get(first, []), *new.get(first, [])] for first in {*old, *new}}
 
 

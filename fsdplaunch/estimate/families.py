@@ -1,4 +1,7 @@
-"""Model families of transformers: parameter shapes and what activations depend on, from a `config.json`."""
+"""Decoders of transformers, by `model_type`: parameter shapes and what activations depend on.
+
+Other models are built by `--exact`, which needs torch and transformers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,23 +23,20 @@ class ActivationShape:
 
     Attributes:
         hidden: Width of the residual stream.
-        layers: Blocks, of encoder and decoder together.
+        layers: Blocks.
         heads: Elements of a token's queries: heads times head size.
         keys: Elements of a token's keys.
         ffn: Width inside the feed-forward part, times the experts each token visits.
         vocab: Width of the output; 0 for a model without a head over the vocabulary.
         gated: Whether the feed-forward part multiplies two branches.
         full_norm: Whether norms compute in fp32 step by step (RMSNorm) or in one kernel (LayerNorm).
-        relu: Whether the feed-forward part's only activation function is relu.
         composite: Whether the activation function is written out in many steps (GPT-2's gelu_new).
         dropout: Dropout masks a block keeps, in widths of the residual stream.
         norms: Norms of a block that see the whole residual stream.
         head_norms: Norms of a block that see queries and keys.
-        cross: Attentions over the encoder that a decoder block adds.
         eager: Heads whose attention weights are kept in full, where no fused attention is used; 0 otherwise.
         head_count: Heads of queries; 0 where the configuration does not say.
         max_length: Longest sequence; 0 where none is set.
-        upcasts: Whether the loss is computed from an fp32 copy of the logits.
         capped: Whether logits and attention scores are squeezed through tanh.
     """
 
@@ -48,16 +48,13 @@ class ActivationShape:
     vocab: int
     gated: bool = True
     full_norm: bool = True
-    relu: bool = False
     composite: bool = False
     dropout: float = 0
     norms: int = 2
     head_norms: int = 0
-    cross: int = 0
     eager: int = 0
     head_count: int = 0
     max_length: int = 0
-    upcasts: bool = True
     capped: bool = False
 
 
@@ -130,9 +127,7 @@ def repeated(prefix: str, count: int, block: Shapes) -> Shapes:
     return {f"{prefix}.{number}.{name}": shape for number in range(count) for name, shape in block.items()}
 
 
-def head_tensors(
-    read: ConfigNumbers, head: str, vocab: int, width: int, *, tied: bool, output: str = "lm_head"
-) -> Shapes:
+def head_tensors(read: ConfigNumbers, head: str, vocab: int, width: int, *, tied: bool) -> Shapes:
     """Return the tensors of a decoder's head.
 
     Args:
@@ -141,12 +136,11 @@ def head_tensors(
         vocab: Entries of the vocabulary.
         width: What the head reads.
         tied: Whether the family shares its embedding with the output, where the configuration does not say.
-        output: The family's name of the matrix to the vocabulary.
     """
     if head == "classify":
         return {"score.weight": (read.labels, width)}
     has_own = head == "lm" and not read.flag("tie_word_embeddings", default=tied)
-    return {f"{output}.weight": (vocab, width)} if has_own else {}
+    return {"lm_head.weight": (vocab, width)} if has_own else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,143 +249,6 @@ def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
     return shapes, shape, {"transformer.h": layers}
 
 
-def gpt_neox(read: ConfigNumbers, *, head: str) -> Answer:
-    """Describe GPT-NeoX and Pythia."""
-    h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
-    ffn, bias = read("intermediate_size"), read.flag("attention_bias", default=True)
-    block = norm("input_layernorm", h) | norm("post_attention_layernorm", h)
-    block |= linear("attention.query_key_value", 3 * h, h, bias=bias)
-    block |= linear("attention.dense", h, h, bias=bias)
-    block |= linear("mlp.dense_h_to_4h", ffn, h) | linear("mlp.dense_4h_to_h", h, ffn)
-    shapes: Shapes = {"gpt_neox.embed_in.weight": (vocab, h)}
-    shapes |= repeated("gpt_neox.layers", layers, block) | norm("gpt_neox.final_layer_norm", h)
-    shapes |= head_tensors(read, head, vocab, h, tied=False, output="embed_out")
-    shape = ActivationShape(
-        hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
-        full_norm=False, max_length=read("max_position_embeddings", default=0),
-        head_count=read("num_attention_heads", default=0),
-    )  # fmt: skip
-    return shapes, shape, {"gpt_neox.layers": layers}
-
-
-def opt(read: ConfigNumbers, *, head: str) -> Answer:
-    """Describe OPT."""
-    h, layers, vocab, ffn = (
-        read("hidden_size"), read("num_hidden_layers"), read("vocab_size"), read("ffn_dim")
-    )  # fmt: skip
-    width, bias = read("word_embed_proj_dim", default=h), read.flag("enable_bias", default=True)
-    length = read("max_position_embeddings")
-    inside = "model.decoder"
-    shapes: Shapes = {
-        f"{inside}.embed_tokens.weight": (vocab, width), f"{inside}.embed_positions.weight": (length + 2, h)
-    }  # fmt: skip
-    if width != h:
-        shapes |= {f"{inside}.project_in.weight": (h, width), f"{inside}.project_out.weight": (width, h)}
-    block = norm("self_attn_layer_norm", h) | norm("final_layer_norm", h)
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        block |= linear(f"self_attn.{name}", h, h, bias=bias)
-    block |= linear("fc1", ffn, h, bias=bias) | linear("fc2", h, ffn, bias=bias)
-    shapes |= repeated(f"{inside}.layers", layers, block)
-    if read.flag("do_layer_norm_before", default=True) and not read.flag(
-        "_remove_final_layer_norm", default=False
-    ):
-        shapes |= norm(f"{inside}.final_layer_norm", h)
-    shapes |= head_tensors(read, head, vocab, width, tied=True)
-    dropout = 2.0 if read.config.get("dropout", 0.1) else 0
-    shape = ActivationShape(
-        hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
-        full_norm=False, dropout=dropout, max_length=length, head_count=read("num_attention_heads", default=0),
-        relu=read.config.get("activation_function", "relu") == "relu",
-    )  # fmt: skip
-    return shapes, shape, {f"{inside}.layers": layers}
-
-
-def bert(prefix: str, *, roberta: bool = False) -> Family:
-    """Describe BERT and RoBERTa; `prefix` is what a head's names put before the encoder's."""
-
-    def family(read: ConfigNumbers, *, head: str) -> Answer:
-        h, layers, vocab = read("hidden_size"), read("num_hidden_layers"), read("vocab_size")
-        ffn, length = read("intermediate_size"), read("max_position_embeddings")
-        inside = f"{prefix}." if head != "none" else ""
-        shapes: Shapes = {
-            f"{inside}embeddings.word_embeddings.weight": (vocab, h),
-            f"{inside}embeddings.position_embeddings.weight": (length, h),
-            f"{inside}embeddings.token_type_embeddings.weight": (read("type_vocab_size", default=2), h),
-        } | norm(f"{inside}embeddings.LayerNorm", h)
-        block = norm("attention.output.LayerNorm", h) | norm("output.LayerNorm", h)
-        for name in (
-            "attention.self.query",
-            "attention.self.key",
-            "attention.self.value",
-            "attention.output.dense",
-        ):
-            block |= linear(name, h, h)
-        block |= linear("intermediate.dense", ffn, h) | linear("output.dense", h, ffn)
-        shapes |= repeated(f"{inside}encoder.layer", layers, block)
-        shapes |= _bert_head(read, head, h, vocab, roberta=roberta, inside=inside)
-        dropout = 2.0 if read.config.get("hidden_dropout_prob", 0.1) else 0
-        shape = ActivationShape(
-            hidden=h, layers=layers, heads=h, keys=h, ffn=ffn, vocab=vocab if head == "lm" else 0, gated=False,
-            full_norm=False, dropout=dropout, max_length=length - 2 if roberta else length, upcasts=False,
-            head_count=read("num_attention_heads", default=0),
-        )  # fmt: skip
-        return shapes, shape, {f"{inside}encoder.layer": layers}
-
-    return family
-
-
-def _bert_head(read: ConfigNumbers, head: str, h: int, vocab: int, *, roberta: bool, inside: str) -> Shapes:
-    if head == "lm":
-        name = "lm_head" if roberta else "cls.predictions"
-        inner = "" if roberta else ".transform"
-        last = "layer_norm" if roberta else "transform.LayerNorm"
-        own = {} if read.flag("tie_word_embeddings", default=True) else {f"{name}.decoder.weight": (vocab, h)}
-        return linear(f"{name}{inner}.dense", h, h) | norm(f"{name}.{last}", h) | {f"{name}.bias": (vocab,)} | own
-    pooler = linear(f"{inside}pooler.dense", h, h)
-    if head == "none":
-        return pooler
-    if roberta:
-        return linear("classifier.dense", h, h) | linear("classifier.out_proj", read.labels, h)
-    return pooler | linear("classifier", read.labels, h)
-
-
-def t5(read: ConfigNumbers, *, head: str) -> Answer:
-    """Describe T5: an encoder, and a decoder that reads it."""
-    h, vocab, ffn = read("d_model"), read("vocab_size"), read("d_ff")
-    heads = read("num_heads")
-    q = heads * read("d_kv")
-    encoder, buckets = read("num_layers"), read("relative_attention_num_buckets", default=32)
-    decoder = read("num_decoder_layers", default=encoder)
-    gated = "gated" in str(read.config.get("feed_forward_proj", "relu"))
-    shapes: Shapes = {"shared.weight": (vocab, h)}
-    lists = {}
-    for side, count, parts in (("encoder", encoder, 1), ("decoder", decoder, 2)):
-        for number in range(count):
-            layers_of_block = f"{side}.block.{number}.layer"
-            for part in range(parts):
-                name = "EncDecAttention" if part else "SelfAttention"
-                for each in ("q", "k", "v"):
-                    shapes[f"{layers_of_block}.{part}.{name}.{each}.weight"] = (q, h)
-                shapes[f"{layers_of_block}.{part}.{name}.o.weight"] = (h, q)
-                shapes[f"{layers_of_block}.{part}.layer_norm.weight"] = (h,)
-            for each in ("wi_0", "wi_1") if gated else ("wi",):
-                shapes[f"{layers_of_block}.{parts}.DenseReluDense.{each}.weight"] = (ffn, h)
-            shapes[f"{layers_of_block}.{parts}.DenseReluDense.wo.weight"] = (h, ffn)
-            shapes[f"{layers_of_block}.{parts}.layer_norm.weight"] = (h,)
-        shapes[f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (buckets, heads)
-        shapes[f"{side}.final_layer_norm.weight"] = (h,)
-        lists[f"{side}.block"] = count
-    if head == "lm" and not read.flag("tie_word_embeddings", default=True):
-        shapes["lm_head.weight"] = (vocab, h)
-    shape = ActivationShape(
-        hidden=h, layers=encoder + decoder, heads=q, keys=q, ffn=ffn, vocab=vocab if head == "lm" else 0,
-        gated=gated, dropout=3.0 if read.config.get("dropout_rate", 0.1) else 0, eager=heads, upcasts=False,
-        head_count=heads, cross=decoder,
-        relu=not gated and "relu" in str(read.config.get("feed_forward_proj", "relu")),
-    )  # fmt: skip
-    return shapes, shape, lists
-
-
 FAMILIES: Mapping[str, Family] = {
     "llama": decoder(Decoder()),
     "mistral": decoder(Decoder()),
@@ -407,10 +264,5 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": decoder(Decoder(experts=True)),
     "qwen3_moe": decoder(Decoder(head_norm=True, experts=True)),
     "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "opt": opt,
-    "bert": bert("bert"),
-    "roberta": bert("roberta", roberta=True),
-    "t5": t5,
 }
 """Every family by its `model_type`."""

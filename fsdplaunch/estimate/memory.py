@@ -306,24 +306,6 @@ def attention_at_once(shape: ActivationShape, setup: TrainingSetup, width: int) 
     return inside * (in_width * width + in_fp32 * max(width, FP32))
 
 
-def sent_bytes(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
-    """Return the bytes that one rank sends in a step for attention, forward and backward of all blocks.
-
-    Args:
-        shape: The model's.
-        setup: The run.
-        width: Bytes per element of the computation.
-    """
-    tokens, others = setup.tokens // setup.context, setup.context - 1
-    passes = 3 if setup.checkpointing else 2
-    heads, keys = shape.heads // setup.tensor, shape.keys // setup.tensor
-    if goes_in_ring(shape, setup):
-        gradients = setup.context * max(width, FP32)
-        return shape.layers * tokens * 2 * keys * (passes * others * width + gradients)
-    elements = 2 * (heads + _exchanged_keys(shape, setup) // setup.tensor)
-    return shape.layers * tokens * passes * elements * width * others // setup.context
-
-
 def _heads(shape: ActivationShape, setup: TrainingSetup) -> int:
     return shape.head_count // setup.tensor
 
@@ -381,14 +363,13 @@ def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> 
     else:
         kept = 0 if setup.checkpoint_offload else shape.layers * entry // setup.context
     scores = tokens * shape.vocab
-    wide = FP32 if shape.upcasts else width  # the dtype that the loss is computed in
     capped = width if shape.capped else 0
-    logits = scores * (width + wide + capped)
+    logits = scores * (width + FP32 + capped)  # the loss is computed in fp32
     return Activations(
         block=block,
         kept=kept + entry,
         logits=logits,
-        loss=scores * 2 * wide,
+        loss=scores * 2 * FP32,
         attention=attention_at_once(split, setup, width),
     )
 
@@ -398,16 +379,11 @@ def _per_token(shape: ActivationShape, width: int) -> float:
     norm = (FP32 * h + width * h if width < FP32 else 2 * width * h) if shape.full_norm else width * h
     head_norm = (FP32 + width) * (q + kv) if width < FP32 else 2 * width * (q + kv)
     attention = width * (h + 2 * q + 2 * kv)
-    if shape.relu:
-        inside = shape.ffn  # relu keeps its result, which the next layer keeps anyway
-    elif shape.gated:
-        inside = 4 * shape.ffn
-    else:
-        inside = (_STEPS_OF_GELU if shape.composite else 2) * shape.ffn
+    inside = shape.ffn * (4 if shape.gated else _STEPS_OF_GELU if shape.composite else 2)
     return (
         shape.norms * norm
         + (head_norm if shape.head_norms else 0)
-        + attention * (1 + shape.cross / max(shape.layers, 1))
+        + attention
         + width * (h + inside)
         + shape.dropout * h * (width + 1)
     )
@@ -417,7 +393,7 @@ def _weights(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
     """Return the bytes of attention weights, where they are kept: scores, softmax, what dropout makes of it."""
     pairs = setup.batch_size * shape.eager * setup.length * setup.length
     each = FP32 + (width if width < FP32 else 0) + 2 * width if shape.capped else width + 2
-    return round(pairs * each * (1 + shape.cross / max(shape.layers, 1)))
+    return pairs * each
 
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")

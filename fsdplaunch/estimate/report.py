@@ -1,6 +1,6 @@
 """What an estimate answers: whether it fits, what to change and what that saves, fewest ranks, largest batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,6 @@ from fsdplaunch.estimate.memory import (
     Verdict,
     alternatives,
     divides_heads,
-    goes_in_ring,
-    sent_bytes,
     verdict_of,
 )
 from fsdplaunch.estimate.trace_client import StepTrace
@@ -210,32 +208,21 @@ def own_notes(case: MemoryCase, need: MemoryNeed, host_memory: int | None) -> li
     rows = max((unit.rows for unit in (case.sizes.root, *case.sizes.blocks)), default=1)
     if setup.shards > rows and setup.version != 1:
         notes.append(f"no tensor has {setup.shards} rows: some ranks hold nothing")
-    return [*notes, *_exchanges(case, setup)]
+    return [*notes, *_indivisible(case, setup)]
 
 
-def _exchanges(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
-    """Yield what ranks that split layers or sequences exchange in one step, beside what FSDP does."""
-    shape = case.shape
-    if shape is None:
+def _indivisible(case: MemoryCase, setup: TrainingSetup) -> Iterator[str]:
+    """Yield what ranks that split layers or sequences cannot divide."""
+    if case.shape is None:
         return
-    width = setup.widths(case.sizes)[1]
-    if setup.tensor > 1:
-        amount = 4 * shape.layers * setup.tokens // setup.context * shape.hidden * width
-        yield f"the {setup.tensor} ranks that split layers add up {amount / GIB:.2f} GiB of activations per step"
-    if shape.head_count % setup.tensor:
+    heads = case.shape.head_count
+    if heads % setup.tensor:
+        yield f"tp_size {setup.tensor} does not divide the model's {heads} heads: its attention cannot be split"
+    if not divides_heads(case.shape, setup):
         yield (
-            f"tp_size {setup.tensor} does not divide the model's {shape.head_count} heads: its attention cannot be"
-            " split by heads"
-        )
-    if not divides_heads(shape, setup):
-        yield (
-            f"cp_size {setup.context} does not divide the model's {shape.head_count} heads: training would stop"
+            f"cp_size {setup.context} does not divide the model's {heads} heads: training would stop"
             " at its first step; set sharding.context_parallel_attention to auto or ring"
         )
-    elif setup.context > 1:
-        what = "keys and values in a ring" if goes_in_ring(shape, setup) else "positions for heads"
-        amount = sent_bytes(shape, setup, width)
-        yield f"the {setup.context} ranks that split sequences send {amount / GIB:.2f} GiB each per step, {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,11 +294,6 @@ class Report:
         return verdict_of(self.exact.total + self.yours.need.context, self.memory)
 
     @property
-    def longest(self) -> int:
-        """Return the bytes that the longest bar stands for: the most any way needs, or the memory there is."""
-        return max([row.need.gpu for row in self.rows] + [self.memory or 0]) or 1
-
-    @property
     def gpu(self) -> int:
         """Return bytes of a GPU in use at the peak of the configured run."""
         return self.yours.need.gpu if self.exact is None else self.exact.total + self.yours.need.context
@@ -374,7 +356,6 @@ def exact_data(trace: StepTrace) -> dict[str, Any]:
         "host_per_rank": trace.host,
         "phase": trace.phase,
         "module": trace.module,
-        "course": [list(point) for point in trace.course],
         "seconds": trace.seconds,
     }
 
@@ -440,34 +421,17 @@ def name_of(setup: TrainingSetup) -> str:
     return f"{setup.strategy}{layout}{', offload' if setup.offload else ''}"
 
 
-def moment_words(need: MemoryNeed) -> str:
-    """Return when most is needed, in words."""
-    return MOMENTS[need.moment]
-
-
-def shares(parts: Mapping[str, int], context: int) -> list[tuple[str, int]]:
-    """Return parts in the order they are shown, without empty ones; the context last."""
-    return [(name, parts[name]) for name in PARTS if parts.get(name)] + ([("context", context)] if context else [])
-
-
-LETTERS = {
-    "parameters": "p", "gradients": "g", "optimizer": "o", "gathered": "w", "communication": "c",
-    "activations": "a", "temporary": "t", "context": "x",
-}  # fmt: skip
-"""The letter that stands for each part in a bar."""
 _HEADS = ("params", "grads", "optim", "gathered", "comm", "activ", "temp", "context")
 _MOST_CHANGES = 5
 
 
-def text_report(report: Report, *, width: int = 100) -> list[str]:
+def text_report(report: Report) -> list[str]:
     """Return the whole report as lines.
 
     Args:
         report: The estimate.
-        width: Columns of the terminal.
     """
     lines = [report.title, report.model, "", *_table(report)]
-    lines += ["", *_bars(report, width)]
     if report.exact is not None:
         lines += ["", *_exact_lines(report)]
     lines += ["", *_answers(report)]
@@ -496,37 +460,6 @@ def _verdict(row: Row) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _bars(report: Report, width: int) -> Iterator[str]:
-    """Draw a bar per way to shard, a letter per part; `|` marks the memory of one GPU where bars reach it."""
-    wide = max(len(row.label) for row in report.rows)
-    room = max(20, min(width, 120) - wide - 2)
-    for row in report.rows:
-        bar = bar_of(shares(row.need.parts, row.need.context), report.longest, room)
-        if report.memory:
-            mark = min(room - 1, round(room * report.memory / report.longest))
-            bar = f"{bar:<{room}}"
-            bar = (bar[:mark] + "|" + bar[mark + 1 :]).rstrip()
-        yield f"{row.label:<{wide}}  {bar}"
-    shown = [dict(shares(row.need.parts, row.need.context)) for row in report.rows]
-    used = [name for name in LETTERS if any(name in parts for parts in shown)]
-    yield " " * (wide + 2) + "  ".join(f"{LETTERS[name]} {name}" for name in used)
-
-
-def bar_of(parts: Sequence[tuple[str, int]], longest: int, room: int) -> str:
-    """Draw parts one after the other.
-
-    Args:
-        parts: (name, amount), in order.
-        longest: The amount that fills the room.
-        room: Characters.
-    """
-    bar, done = "", 0
-    for name, amount in parts:
-        done += amount
-        bar += LETTERS[name] * (round(room * done / longest) - len(bar))
-    return bar
-
-
 def _exact_lines(report: Report) -> Iterator[str]:
     trace = report.exact
     if trace is None:
@@ -552,7 +485,7 @@ def _answers(report: Report) -> Iterator[str]:
             f"{report.verdict:<15} {report.gpu / GIB:.1f} of {report.memory / GIB:.1f} GiB per GPU"
             f" ({report.memory_from}), {words}"
         )
-    yield f"peak            {moment_words(need)}"
+    yield f"peak            {MOMENTS[need.moment]}"
     if report.memory is not None:
         plural = "" if report.fewest == 1 else "s"
         fewest = f"{report.fewest} rank{plural}" if report.fewest else "no number of ranks is enough"

@@ -29,7 +29,6 @@ class StepTrace:
         host: Bytes per rank that lie in host memory instead, under fsdp_offload_params.
         phase: forward, backward or step: when the peak was.
         module: The module that computed then; empty outside of the model.
-        course: Bytes in use over the step, as (phase, bytes).
         sizes: The model that was built.
         messages: What sharding reported.
         seconds: How long it took.
@@ -39,7 +38,6 @@ class StepTrace:
     host: int
     phase: str
     module: str
-    course: tuple[tuple[str, int], ...]
     sizes: ModelSizes
     messages: tuple[str, ...]
     seconds: float
@@ -100,7 +98,6 @@ def trace_step(
         host=host,
         phase=answer["peak"]["phase"],
         module=answer["peak"]["module"],
-        course=tuple((phase, total - host) for phase, total in answer["course"]),
         sizes=model,
         messages=tuple(line.removeprefix(_MARK) for line in errors if line.startswith(_MARK)),
         seconds=answer["seconds"],

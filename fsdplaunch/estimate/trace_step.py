@@ -213,8 +213,6 @@ def _first_part(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.T
     return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
-POINTS = 240
-"""Points of the timeline that are kept."""
 _PARTS = {
     "Sharded Param": "parameters",
     "Buffer": "parameters",
@@ -241,17 +239,15 @@ _OPTIMIZERS: Mapping[str, Any] = {
 
 
 class StepTracker(FSDPMemTracker):
-    """Torch's tracker, which also keeps the course of memory over the step and where the peak was."""
+    """Torch's tracker, which also keeps where the peak was."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
         self.phase = "forward"
-        self.course: list[tuple[str, int]] = []
         self.peak_at = ("forward", "")
 
     def _update_peak_stats(self, peak_state: Any) -> None:  # noqa: ARG002  (torch calls it after every operation)
         for device, now in tracked_memory(self).items():
-            self.course.append((self.phase, now["Total"]))
             if note_peak(self, device, now):
                 self.peak_at = (self.phase, max(modules_running(self), key=len, default=""))
 
@@ -303,7 +299,6 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
     return {
         "parts": _parts(peak),
         "peak": {"phase": phase, "module": clean_name(module).removeprefix("FSDP")},
-        "course": _thin(tracker.course),
         "tensors": tensors,
         "units": list(prepared.units) if prepared else [],
     }
@@ -369,16 +364,6 @@ def _parts(peak: Mapping[Any, int]) -> dict[str, int]:
         if name != "Total":
             parts[_PARTS[name]] += amount
     return parts
-
-
-def _thin(course: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the highest point of each of some equal stretches, none of which crosses a change of phase."""
-    size = max(1, len(course) // POINTS)
-    kept: list[tuple[str, int]] = []
-    for phase in ("forward", "backward", "step"):
-        values = [total for name, total in course if name == phase]
-        kept += [(phase, max(values[start : start + size])) for start in range(0, len(values), size)]
-    return kept
 
 
 def main(argv: list[str]) -> None:

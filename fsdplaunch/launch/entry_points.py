@@ -1,9 +1,7 @@
-"""Parts that others only name: programs that a launch starts, what workers preload, features apart."""
+"""Parts that are only named, never imported: programs that a launch starts, and what its workers preload."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
@@ -12,7 +10,7 @@ AGENT = Path(__file__).parents[1] / "agent" / "main.py"
 """Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
 BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
 """The module that is every Python worker's entry."""
-SSH_REMOTE = "fsdplaunch.cli.launch.ssh_remote"
+SSH_REMOTE = "fsdplaunch.cli.ssh_remote"
 """The module that an ssh connection starts on the other node."""
 NETWORK_TEST = "fsdplaunch.doctor.network_test"
 """The module that workers run for `fsdplaunch doctor --network`."""
@@ -27,28 +25,6 @@ PRELOADED = (
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
 WARM_SERVER = Path(__file__).parents[1] / "warm" / "main.py"
 """Started by its path, for the same reason."""
-WARM_CLIENT = "fsdplaunch.warm.client"
-"""Asks a warm interpreter for an agent."""
-WARM_IMPORTS, WARM_STAY = "fsdplaunch.warm.import_record", "fsdplaunch.warm.server"
-"""What makes an interpreter that can be kept for the next launch."""
-KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
-"""Runs on Kubernetes."""
-
-
-def feature(name: str) -> Any:
-    """Return a module of a feature that an installation may leave out; None where it does.
-
-    Args:
-        name: One of the names above.
-    """
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            return None
-        raise
-
-
 _TORCH = ("torch", "torch.distributed")
 _BOOTSTRAP = ("-m", BOOTSTRAP)
 

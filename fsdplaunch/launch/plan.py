@@ -18,8 +18,9 @@ from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_secrets
 from fsdplaunch.launch.xla import is_on_cpu, xla_processes, xla_variables
-from fsdplaunch.probe.torch_version import NEWEST, Numbers
 from fsdplaunch.run_dir import FLIGHT_RECORDER
+
+DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,6 @@ class NodeFacts:
         gpus: Visible GPUs.
         cpus: Usable cores.
         python: The interpreter that workers run.
-        torch_version: Of the torch it has, major and minor.
         tpu_chips: TPU chips that are attached.
         port_holder: Who listens on the port the configuration names; None when it is free.
         environ: The caller's environment; a variable the user set is not overridden by a guess of ours.
@@ -39,221 +39,9 @@ class NodeFacts:
     gpus: int
     cpus: int
     python: str = sys.executable
-    torch_version: Numbers = NEWEST
     tpu_chips: int = 0
     port_holder: str | None = None
     environ: Mapping[str, str]
-
-
-def workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
-    """Return how many workers run on this node.
-
-    Raises:
-        MachineError: More than it has GPUs for.
-    """
-    if device == "xla":
-        return xla_processes(config, environ=node.environ, chips=node.tpu_chips)
-    workers = workers_on_node(config, gpus=gpus if device == "cuda" else 0, cpus=node.cpus)
-    if device == "cuda" and workers > gpus:
-        msg = f"the configuration asks for {workers} workers on this node, but it has {gpus} visible GPUs"
-        raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
-    return workers
-
-
-def workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
-    """Return how many workers run on each node.
-
-    Args:
-        config: Resolved configuration.
-        gpus: GPUs that workers will use; 0 on CPU.
-        cpus: Usable cores.
-
-    Raises:
-        MachineError: One worker per GPU is configured, and there is none.
-    """
-    if config.distributed_type == "NO":
-        return 1
-    auto = gpus or CPU_WORKERS
-    asked = config.launch.workers_per_node
-    if asked == "gpu" and not gpus:
-        msg = "launch.workers_per_node is gpu, but this run has no GPUs"
-        raise MachineError(msg, hint="set it to auto or to a number to run on CPU with gloo")
-    if asked is not None:
-        return asked if isinstance(asked, int) else cpus if asked == "cpu" else auto
-    if config.num_processes == "auto":
-        return auto
-    return config.num_processes // config.num_machines
-
-
-def chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
-    """Return the GPUs left to this run: those `gpu_ids` names, or all visible ones.
-
-    Raises:
-        MachineError: It names one that this node does not have.
-    """
-    if config.gpu_ids is None or config.gpu_ids.strip().lower() == "all":
-        return tuple(map(str, range(node.gpus)))
-    wanted = [item.strip() for item in config.gpu_ids.split(",") if item.strip()]
-    missing = [item for item in wanted if item.isdigit() and int(item) >= node.gpus]
-    if missing and not config.use_cpu:
-        msg = f"gpu_ids names GPU {', '.join(missing)}, but this node has {node.gpus} visible GPUs"
-        raise MachineError(msg, hint="set gpu_ids to numbers from 0, or leave it out to use all")
-    return tuple(wanted)
-
-
-RECORDED_EVENTS = "2000"
-"""How many collectives the flight recorder remembers; about 1 MB per rank."""
-_GENERAL_NAMES = (2, 9)
-
-
-def worker_variables(
-    config: Config,
-    *,
-    environ: Mapping[str, str],
-    cpus: int,
-    workers: int,
-    torch_version: tuple[int, int],
-    run_dir: Path,
-    allow_unsharded: bool,
-    ranks: int | None = None,
-) -> dict[str, str]:
-    """Return the variables that agent and workers get beside the caller's.
-
-    Args:
-        config: Resolved configuration.
-        environ: The caller's variables; what the user has set there is not overridden by a default of ours.
-        cpus: Usable cores of this node.
-        workers: Workers on this node.
-        torch_version: Of the installed torch, major and minor.
-        run_dir: The run's folder.
-        allow_unsharded: Let a script end without having sharded a model.
-        ranks: Workers over all nodes, where they are known.
-    """
-    world = workers * config.num_machines if ranks is None else ranks
-    # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
-    on_xla = uses_xla(config)
-    env = encode(without_secrets(config if on_xla else with_mesh(config, world))[0])
-    env[RUN_DIR] = str(run_dir)
-    if on_xla:
-        env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA
-    if allow_unsharded:
-        env[ALLOW_UNSHARDED] = "1"
-    if config.gpu_ids is not None and config.gpu_ids.strip().lower() != "all":
-        env["CUDA_VISIBLE_DEVICES"] = config.gpu_ids
-    if config.launch.max_restarts or config.launch.nodes:
-        # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    defaults = {"OMP_NUM_THREADS": str(max(1, cpus // workers)), **_flight_recorder(run_dir, torch_version)}
-    if config.launch.keep_global_batch:  # a script that numbers the words of a set numbers them alike on all ranks
-        defaults["PYTHONHASHSEED"] = "0"
-    env |= {name: value for name, value in defaults.items() if name not in environ}
-    return env | config.launch.env
-
-
-def _flight_recorder(run_dir: Path, torch_version: tuple[int, int]) -> dict[str, str]:
-    """Have torch remember the last collectives, and write them down when one of them times out.
-
-    Torch 2.9 gave the variables general names, and warns on every rank where it finds NCCL's.
-    """
-    size, file = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-    if torch_version < _GENERAL_NAMES:
-        size, file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    dump = str(run_dir / FLIGHT_RECORDER)
-    return {size: RECORDED_EVENTS, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", file: dump}
-
-
-DEFAULT_PORT = 29500
-
-
-def agent_command(config: Config, *, python: str, run_id: str, run_dir: Path, workers: int) -> list[str]:
-    """Return the agent's command line, up to what the workers are to run.
-
-    Args:
-        config: Resolved configuration.
-        python: The interpreter that agent and workers run in.
-        run_id: Unique per run and attempt.
-        run_dir: The run's folder.
-        workers: Workers on this node.
-
-    Raises:
-        UsageError: Nothing says where the nodes meet, or which one this is.
-    """
-    launch = config.launch
-    return [
-        python,
-        "-u",
-        str(AGENT),
-        f"--nnodes={launch.nodes or config.num_machines}",
-        f"--nproc-per-node={workers}",
-        f"--max-restarts={launch.max_restarts}",
-        f"--monitor-interval={launch.monitor_interval_seconds}",
-        f"--role={launch.role}",
-        *([f"--event-log-handler={launch.event_log}"] if launch.event_log else []),
-        *_rendezvous(config, launch.rendezvous_id or run_id),
-        f"--log-dir={run_dir}",
-    ]
-
-
-def _rendezvous(config: Config, name: str) -> list[str]:
-    """Return where the agents meet. `is_host` and the local address are always given: torchrun's guesses hang."""
-    endpoint = config.launch.rendezvous_endpoint
-    if config.num_machines == 1:
-        address = config.launch.local_address or "127.0.0.1"
-        return [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint or f'{address}:{config.main_process_port or 0}'}",
-            f"--rdzv-id={name}",
-            f"--rdzv-conf={_settings(config, is_host='1')}",
-            f"--local-addr={address}",
-        ]
-    if endpoint is None and config.main_process_ip:
-        endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
-    if endpoint is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says where the nodes meet"
-        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to node 0's address")
-    if config.machine_rank is None:
-        msg = f"num_machines is {config.num_machines}, but nothing says which node this is"
-        raise UsageError(
-            msg, hint=f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
-        )
-    local = [f"--local-addr={config.launch.local_address}"] if config.launch.local_address else []
-    if config.rdzv_backend == "static":
-        host, _, port_text = endpoint.rpartition(":")
-        place = [f"--master-addr={host}", f"--master-port={port_text}", f"--node-rank={config.machine_rank}"]
-        settings = f"--rdzv-conf={_settings(config, limit='timeout')}"
-        return [
-            "--rdzv-backend=static",
-            *place,
-            f"--rdzv-id={config.launch.rendezvous_id or endpoint}",
-            settings,
-            *local,
-        ]
-    return [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={config.launch.rendezvous_id or endpoint}",
-        f"--rdzv-conf={_settings(config, is_host=str(int(config.machine_rank == 0)))}",
-        *local,
-    ]
-
-
-def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> str:
-    """Return torch's rendezvous settings; what the configuration sets goes last and wins."""
-    timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
-    settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
-    return ",".join(f"{name}={value}" for name, value in settings.items())
-
-
-def join_port(config: Config) -> int:
-    """Return the configured port; 0 when any will do."""
-    if config.launch.rendezvous_endpoint:
-        return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
-    return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)
-
-
-def opens_port(config: Config) -> bool:
-    """Return whether this node is the one that listens there."""
-    return config.num_machines == 1 or config.machine_rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,21 +158,24 @@ def build_plan(
     if target.is_module and not target.is_python:
         msg = "-m names a Python module, and --no-python says that there is no Python to run"
         raise UsageError(msg, hint="leave one of them out")
-    gpus = () if uses_xla(config) else chosen_gpus(config, node)
+    gpus = () if uses_xla(config) else _chosen_gpus(config, node)
     device = "xla" if uses_xla(config) else "cpu" if config.use_cpu or not gpus else "cuda"
-    workers = workers_here(config, node, device, len(gpus))
-    with_port = _with_a_free_port(config, node)
-    command = agent_command(with_port, python=node.python, run_id=run_id, run_dir=run_dir, workers=workers)
-    env = worker_variables(
-        _with_device_known(config, device),
-        environ=node.environ,
-        cpus=node.cpus,
-        workers=workers,
-        torch_version=node.torch_version,
-        run_dir=run_dir,
-        allow_unsharded=allow_unsharded,
-        ranks=ranks,
-    )
+    workers = _workers_here(config, node, device, len(gpus))
+    launch = config.launch
+    command = [
+        *(node.python, "-u", str(AGENT)),
+        f"--nnodes={launch.nodes or config.num_machines}",
+        f"--nproc-per-node={workers}",
+        f"--max-restarts={launch.max_restarts}",
+        f"--monitor-interval={launch.monitor_interval_seconds}",
+        f"--role={launch.role}",
+        *([f"--event-log-handler={launch.event_log}"] if launch.event_log else []),
+        *_rendezvous(_with_a_free_port(config, node), run_id),
+        f"--log-dir={run_dir}",
+    ]
+    env = _worker_variables(_with_device_known(config, device), node, workers, run_dir=run_dir, ranks=ranks)
+    if allow_unsharded:
+        env[ALLOW_UNSHARDED] = "1"
     if device == "xla":
         env |= xla_variables(config, environ=node.environ, chips=node.tpu_chips)
     return LaunchPlan(
@@ -401,6 +192,121 @@ def build_plan(
         notes=(*notes, *_notes(config, node, target, device)),
         ranks=ranks,
     )
+
+
+def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
+    if device == "xla":
+        return xla_processes(config, environ=node.environ, chips=node.tpu_chips)
+    workers = _workers_on_node(config, gpus=gpus if device == "cuda" else 0, cpus=node.cpus)
+    if device == "cuda" and workers > gpus:
+        msg = f"the configuration asks for {workers} workers on this node, but it has {gpus} visible GPUs"
+        raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
+    return workers
+
+
+def _workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
+    if config.distributed_type == "NO":
+        return 1
+    auto = gpus or CPU_WORKERS
+    asked = config.launch.workers_per_node
+    if asked == "gpu" and not gpus:
+        msg = "launch.workers_per_node is gpu, but this run has no GPUs"
+        raise MachineError(msg, hint="set it to auto or to a number to run on CPU with gloo")
+    if asked is not None:
+        return asked if isinstance(asked, int) else cpus if asked == "cpu" else auto
+    return auto if config.num_processes == "auto" else config.num_processes // config.num_machines
+
+
+def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
+    """Return the GPUs left to this run: those `gpu_ids` names, or all visible ones."""
+    if _names_all_gpus(config):
+        return tuple(map(str, range(node.gpus)))
+    wanted = [item.strip() for item in (config.gpu_ids or "").split(",") if item.strip()]
+    missing = [item for item in wanted if item.isdigit() and int(item) >= node.gpus]
+    if missing and not config.use_cpu:
+        msg = f"gpu_ids names GPU {', '.join(missing)}, but this node has {node.gpus} visible GPUs"
+        raise MachineError(msg, hint="set gpu_ids to numbers from 0, or leave it out to use all")
+    return tuple(wanted)
+
+
+def _names_all_gpus(config: Config) -> bool:
+    return config.gpu_ids is None or config.gpu_ids.strip().lower() == "all"
+
+
+def _worker_variables(
+    config: Config, node: NodeFacts, workers: int, *, run_dir: Path, ranks: int | None
+) -> dict[str, str]:
+    """Return the variables that agent and workers get beside the caller's."""
+    world = workers * config.num_machines if ranks is None else ranks
+    # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
+    on_xla = uses_xla(config)
+    env = encode(without_secrets(config if on_xla else with_mesh(config, world))[0])
+    env[RUN_DIR] = str(run_dir)
+    if on_xla:
+        env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA
+    if not _names_all_gpus(config):
+        env["CUDA_VISIBLE_DEVICES"] = config.gpu_ids or ""
+    if config.launch.max_restarts or config.launch.nodes:
+        # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, node.cpus // workers)),
+        # Torch remembers the last collectives, about 1 MB per rank, and writes them when one of them times out.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir / FLIGHT_RECORDER),
+    }
+    if config.launch.keep_global_batch:  # a script that numbers the words of a set numbers them alike on all ranks
+        defaults["PYTHONHASHSEED"] = "0"
+    env |= {name: value for name, value in defaults.items() if name not in node.environ}
+    return env | config.launch.env
+
+
+def _rendezvous(config: Config, run_id: str) -> list[str]:
+    """Return where the agents meet. `is_host` and the local address are always given: torchrun's guesses hang."""
+    launch, endpoint, rank = config.launch, config.launch.rendezvous_endpoint, config.machine_rank
+    if config.num_machines == 1:
+        address = launch.local_address or "127.0.0.1"
+        endpoint = endpoint or f"{address}:{config.main_process_port or 0}"
+        return _c10d(config, endpoint, launch.rendezvous_id or run_id, address, is_host=True)
+    if endpoint is None and config.main_process_ip:
+        endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
+    if endpoint is None:
+        msg = f"num_machines is {config.num_machines}, but nothing says where the nodes meet"
+        raise UsageError(msg, hint="set main_process_ip (and main_process_port) to node 0's address")
+    if rank is None:
+        msg = f"num_machines is {config.num_machines}, but nothing says which node this is"
+        raise UsageError(
+            msg, hint=f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
+        )
+    name = launch.rendezvous_id or endpoint
+    if config.rdzv_backend != "static":
+        return _c10d(config, endpoint, name, launch.local_address, is_host=rank == 0)
+    host, _, port = endpoint.rpartition(":")
+    return [
+        "--rdzv-backend=static",
+        *(f"--master-addr={host}", f"--master-port={port}", f"--node-rank={rank}"),
+        f"--rdzv-id={name}",
+        f"--rdzv-conf={_settings(config, limit='timeout')}",
+        *([f"--local-addr={launch.local_address}"] if launch.local_address else []),
+    ]
+
+
+def _c10d(config: Config, endpoint: str, name: str, address: str | None, *, is_host: bool) -> list[str]:
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={name}",
+        f"--rdzv-conf={_settings(config, is_host=str(int(is_host)))}",
+        *([f"--local-addr={address}"] if address else []),
+    ]
+
+
+def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> str:
+    """Return torch's rendezvous settings; what the configuration sets goes last and wins."""
+    timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
+    settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
+    return ",".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _with_device_known(config: Config, device: str) -> Config:
@@ -427,3 +333,15 @@ def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -
     if not target.is_python and config.distributed_type == "FSDP":
         notes.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
     return notes
+
+
+def join_port(config: Config) -> int:
+    """Return the configured port; 0 when any will do."""
+    if config.launch.rendezvous_endpoint:
+        return int(config.launch.rendezvous_endpoint.rpartition(":")[2])
+    return config.main_process_port or (DEFAULT_PORT if config.num_machines > 1 else 0)
+
+
+def opens_port(config: Config) -> bool:
+    """Return whether this node is the one that listens there."""
+    return config.num_machines == 1 or config.machine_rank == 0

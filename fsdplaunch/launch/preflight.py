@@ -19,7 +19,7 @@ from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import GIB, MIB
 from fsdplaunch.errors import CheckpointError, LaunchError, MachineError
-from fsdplaunch.launch.entry_points import WARM_CLIENT, feature
+from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_port
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Gpu
@@ -101,9 +101,9 @@ def _listeners(name: str, port: int) -> Iterator[str]:
                 yield words[9]
 
 
-LITTLE_SPACE = GIB
-NO_SPACE = 64 * MIB
-FILES, FILES_PER_WORKER = 64, 8
+_LITTLE_SPACE = GIB
+_NO_SPACE = 64 * MIB
+FILES, _FILES_PER_WORKER = 64, 8
 """Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
 
 
@@ -124,7 +124,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_space(folders),
         *check_weights(config),
         *check_port(config),
-        *check_open_files(plan.workers),
+        *_check_open_files(plan.workers),
         *check_warm_folder(config),
     ]
 
@@ -133,10 +133,12 @@ def check_warm_folder(config: Config) -> Iterator[Finding]:
     """Check that an interpreter that is to stay after the run has a folder of this user's alone to listen in."""
     if not config.launch.keep_warm_seconds:
         return
-    warm = feature(WARM_CLIENT)
-    if warm is None:
-        yield Finding(message="no interpreter is kept warm", hint="this installation cannot", fatal=False)
-    elif problem := warm.folder_problem(os.environ):
+    try:
+        problem = feature(WARM_CLIENT).folder_problem(os.environ)
+    except LaunchError as error:
+        yield Finding(message=error.message, hint="leave launch.keep_warm_seconds out")
+        return
+    if problem:
         hint = "remove it; fsdplaunch makes it anew, for you alone"
         yield Finding(message=f"no interpreter is kept warm: {problem}", hint=hint, fatal=False)
 
@@ -241,18 +243,18 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
             yield Finding(message=f"{place} cannot be written to", hint="choose another log_dir or checkpoint dir")
             continue
         free = shutil.disk_usage(place).free
-        if free < LITTLE_SPACE:
+        if free < _LITTLE_SPACE:
             message = f"{place} has {free / MIB:.0f} MiB of free space left"
-            yield Finding(message=message, hint="checkpoints need more", fatal=free < NO_SPACE)
+            yield Finding(message=message, hint="checkpoints need more", fatal=free < _NO_SPACE)
 
 
-def check_open_files(workers: int) -> Iterator[Finding]:
+def _check_open_files(workers: int) -> Iterator[Finding]:
     """Check that a process may open as many files as a run does: torch waits long for a connection it cannot open.
 
     Args:
         workers: On this node.
     """
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + FILES_PER_WORKER * workers
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * workers
     if 0 <= limit < needed:
         message = f"a process here may open {limit} files, and {workers} workers need {needed}"
         yield Finding(message=message, hint="ulimit -n 1024, in the shell that starts this")

@@ -102,7 +102,7 @@ def failure_status(worker: Worker) -> int:
     return int(asked[1]) & 0xFF if asked else 1
 
 
-FRAME_LIMIT = 6
+_FRAME_LIMIT = 6
 """Frames of the user's own code to show of a traceback; the innermost ones."""
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
 _INSTALLED = ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
@@ -120,7 +120,7 @@ def user_frames(traceback: str, *, folder: str = "") -> list[str]:
     lines = [*traceback.rstrip().splitlines(), ""]
     found = [(match, code) for line, code in pairwise(lines) if (match := _FRAME.match(line))]
     own = [pair for pair in found if not is_installed(pair[0]["file"])] or found[-1:]
-    return [_frame(match, code, folder) for match, code in own[-FRAME_LIMIT:]]
+    return [_frame(match, code, folder) for match, code in own[-_FRAME_LIMIT:]]
 
 
 def _frame(match: re.Match[str], code: str, folder: str) -> str:

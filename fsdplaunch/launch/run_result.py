@@ -92,11 +92,11 @@ class RunResult:
             "failure": failure,
             "stopped_by": self.stopped_by,
             "notes": list(self.notes),
-            "attempts": [attempt_summary(attempt) for attempt in self.attempts],
+            "attempts": [_attempt_summary(attempt) for attempt in self.attempts],
         }
 
 
-def attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
+def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
     """Return one attempt in a few values: how long, how each rank ended, which failure explains the others."""
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
@@ -216,9 +216,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-TAIL_LIMIT = 6
+_TAIL_LIMIT = 6
 """Lines of error output to show where there is no exception."""
-MESSAGE_LIMIT = 4
+_MESSAGE_LIMIT = 4
 """Lines of the exception's own text to show."""
 _MINUTE, _HOUR = 60, 3600
 
@@ -261,7 +261,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
 
 
 def _agent_lines(failure: Failure, run_dir: str, *, fixed_size: bool) -> list[str]:
-    message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:MESSAGE_LIMIT]]
+    message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:_MESSAGE_LIMIT]]
     if failure.lost:
         hint = "is that node up, and its network?"
         hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
@@ -290,11 +290,11 @@ def _place(failure: Failure) -> list[str]:
 
 def _exception(failure: Failure, folder: str) -> list[str]:
     if failure.message is None:
-        return [f"    {shortened(line)}" for line in failure.tail[-TAIL_LIMIT:]]
+        return [f"    {shortened(line)}" for line in failure.tail[-_TAIL_LIMIT:]]
     text = failure.message.partition("\nhint: ")[0]
     message = shortened(text).splitlines()
-    lines = [f"  {line}" for line in message[:MESSAGE_LIMIT]]
-    lines += ["  ..."] if len(message) > MESSAGE_LIMIT else []
+    lines = [f"  {line}" for line in message[:_MESSAGE_LIMIT]]
+    lines += ["  ..."] if len(message) > _MESSAGE_LIMIT else []
     lines += ["  (the log below has all of it)"] if len(text) > MOST else []
     return [*lines, *(f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder))]
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import shards_models
+from fsdplaunch.errors import LaunchError
+from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.launch.coordination.run_control import RunControl, attach, conclude_run
 from fsdplaunch.launch.diagnosis import diagnose, failure_facts
-from fsdplaunch.launch.entry_points import WARM_CLIENT, feature, preload_lists
+from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
 from fsdplaunch.launch.run_result import RunResult, read_result
@@ -64,24 +66,15 @@ class AgentProcess(Protocol):
         """
 
 
-def start_agent(
+def _start_agent(
     plan: LaunchPlan,
     environ: Mapping[str, str],
     *,
     output: int | None,
     folder: Path | None,
-    lost_status: Callable[[], int],
-    held_port: socket.socket | None = None,
+    held_port: socket.socket | None,
 ) -> tuple[AgentProcess, int]:
     """Start the plan's agent, in a session of its own.
-
-    Args:
-        plan: What to run.
-        environ: All variables of the agent.
-        output: Descriptor of its standard output; ours when left out.
-        folder: Where it starts; the current one when left out.
-        lost_status: Returns its status where the warm interpreter it was forked from has gone before it.
-        held_port: Where the run's store is to listen; handed over, and closed here.
 
     Returns:
         The agent, and our end of its lifeline: to be held until the agent has ended.
@@ -95,8 +88,8 @@ def start_agent(
     files = [lifeline, *([held_port.fileno()] if held_port is not None else [])]
     try:
         with inherited_limit():
-            if any(modules) and (warm := feature(WARM_CLIENT)) is not None:
-                agent = warm.warm_agent(
+            with suppress(LaunchError):  # this package was built without warm interpreters
+                agent = feature(WARM_CLIENT).warm_agent(
                     plan.argv,
                     environ,
                     modules,
@@ -104,7 +97,7 @@ def start_agent(
                     [0, 1 if output is None else output, 2, *files],
                     keep_seconds=plan.config.launch.keep_warm_seconds,
                     blocked=[*before, signal.SIGINT],
-                    lost_status=lost_status,
+                    lost_status=lambda: _recorded_status(plan),
                 )
             agent = agent or subprocess.Popen(
                 plan.argv,
@@ -160,14 +153,8 @@ def run_plan(
     environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
-    agent, held = start_agent(
-        plan,
-        environ,
-        output=output,
-        folder=folder,
-        lost_status=lambda: _recorded_status(plan),
-        held_port=control.assignment.held_port if control is not None else None,
-    )
+    held_port = control.assignment.held_port if control is not None else None
+    agent, lifeline = _start_agent(plan, environ, output=output, folder=folder, held_port=held_port)
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
@@ -175,7 +162,7 @@ def run_plan(
         status, record = _read_record(plan, code, received)
         if control is not None:
             status, record = conclude_run(control, status, record)
-    os.close(held)
+    os.close(lifeline)
     if code < 0:  # it could not do so itself
         remove_abandoned_dirs()
     return _written(plan, _result(plan, status, record, round(time.monotonic() - start, 3)))
@@ -229,7 +216,7 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[
     status = shell_status(code)
     record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
     if status == 0 and (missing := unsharded_ranks(plan, record)):
-        status, record = 1, with_unsharded_cause(record, plan, missing[0])
+        status, record = 1, _with_unsharded_cause(record, plan, missing[0])
     return status, record
 
 
@@ -260,7 +247,7 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
 
 
-def with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
+def _with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
     """Return the agent's record, with the rank that did not shard as the failure it is."""
     attempts = [*record.get("attempts", [])]
     if not attempts:

@@ -16,120 +16,85 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
-from fsdplaunch.launch.entry_points import KUBERNETES, feature
+from fsdplaunch.features import KUBERNETES, feature
+from fsdplaunch.files import Maybe, matches
 from fsdplaunch.launch.schedulers import slurm
 from fsdplaunch.run_dir import JOB, LATEST, PLAN, RESULT, open_file, rank_folder, read_json, write_json
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
 """Of an object in a cluster; none begins with a dash, as an option does."""
 _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
-_NEEDED = {
-    "here": ("host", "pid"),
-    "ssh": ("host", "pid"),
-    "slurm": ("job",),
-    "kubernetes": ("kind", "name"),
-}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _matches(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "route": lambda value: isinstance(value, str) and value in _NEEDED,
-    "host": _is_text,
-    "pid": lambda value: type(value) is int and value > 1,
-    "since": lambda value: value is None or type(value) is int,
-    "hosts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "job": _matches(_JOB),
-    "kind": lambda value: value in ("job", "trainjob"),
-    "name": _matches(_NAME),
-    "namespace": lambda value: value is None or _matches(_NAME)(value),
-}
-
-
-def read_job(run_dir: Path) -> dict[str, Any]:
-    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
-    job = read_json(run_dir / JOB)
-    needed = _NEEDED.get(str(job.get("route")), ("route",))
-    is_sound = all(name in job for name in needed)
-    is_sound = is_sound and all(check(job[name]) for name, check in _CHECKS.items() if name in job)
-    return job if is_sound else {}
-
-
-def read_end(folder: Path) -> dict[str, Any] | None:
-    """Return how one start of a run ended, as its launcher wrote it; None where nothing sound stands."""
-    result = read_json(folder / RESULT)
-    return result if type(result.get("exit_code")) is int else None
-
-
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
 
 
-def parts_of(run_dir: Path) -> list[Path]:
-    """Return the folders of a run's starts, oldest first: its own, or one for each time SLURM started it."""
-    tries = [path for path in run_dir.glob("try*") if path.is_dir()]
-    return sorted(tries, key=lambda path: path.stat().st_ctime) or [run_dir]
+def _matching(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
 
 
-def result_of(run_dir: Path) -> dict[str, Any] | None:
-    """Return how the last start of a run ended; None when it has not."""
-    return read_end(parts_of(run_dir)[-1])
+_PROCESS = {"host": str, "pid": lambda value: type(value) is int and value > 1, "since?": Maybe(int)}
+_JOBS = {
+    "here": _PROCESS,
+    "ssh": _PROCESS | {"hosts?": [str]},
+    "slurm": {"job": _matching(_JOB)},
+    "kubernetes": {
+        "kind": lambda value: value in ("job", "trainjob"),
+        "name": _matching(_NAME),
+        "namespace?": Maybe(_matching(_NAME)),
+    },
+}
+"""What each route knows a run by."""
 
 
-def ended_state(result: Mapping[str, Any]) -> str:
-    """Return how a run ended, in words.
+def _read_job(run_dir: Path) -> dict[str, Any]:
+    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
+    job = read_json(run_dir / JOB)
+    route = job.get("route")
+    return job if isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route]) else {}
 
-    Args:
-        result: As its launcher wrote it.
-    """
+
+def _result_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return how the last start of a run ended, of which SLURM may have made several; None when it has not."""
+    tries = sorted((path for path in run_dir.glob("try*") if path.is_dir()), key=lambda path: path.stat().st_ctime)
+    result = read_json((tries or [run_dir])[-1] / RESULT)
+    return result if type(result.get("exit_code")) is int else None
+
+
+def _ended_state(result: Mapping[str, Any]) -> str:
     if result.get("stopped_by"):
         return f"stopped by {result['stopped_by']}"
     return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
 
 
-def slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
-    """Return the state of a SLURM job or of one task of its array.
-
-    Args:
-        reported: SLURM's word for it; None when it does not know the job any more.
-        ended: Result of its last start, if that has ended.
-    """
+def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
+    """Return the state of a job or of one task of its array; `reported` is None when SLURM has forgotten it."""
     if reported is None:
-        return (ended_state(ended) if ended else "unknown to SLURM"), False
+        return (_ended_state(ended) if ended else "unknown to SLURM"), False
     word, _, reason = reported.partition(" ")
     if word in slurm.UNFINISHED:
         return f"{word.lower()} {reason}".rstrip(), True
     if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
         return word.lower(), False
-    return ended_state(ended), False
+    return _ended_state(ended), False
 
 
-def process_state(job: Mapping[str, Any]) -> State:
+def _process_state(job: Mapping[str, Any]) -> State:
     """Return the state of a run that a process of some node looks after."""
-    host = job.get("host")
     if not job:
         return "unknown", False
-    if host != socket.gethostname():
-        return f"started on {host}", True
-    if is_alive(job):
-        return "running", True
-    return "lost: its launcher has gone", False
+    if job["host"] != socket.gethostname():
+        return f"started on {job['host']}", True
+    return ("running", True) if _is_alive(job) else ("lost: its launcher has gone", False)
 
 
-def is_alive(job: Mapping[str, Any]) -> bool:
+def _is_alive(job: Mapping[str, Any]) -> bool:
     """Return whether the process that started a run is still there, and not another one of its number."""
-    since = start_of(int(job["pid"]))
+    since = _start_of(int(job["pid"]))
     return since is not None and since == job.get("since")
 
 
-def start_of(pid: int) -> int | None:
+def _start_of(pid: int) -> int | None:
     """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -184,25 +149,25 @@ class Run:
 def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
-    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
+    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": _start_of(pid), **what}
     write_json(run_dir / JOB, about)
 
 
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
-    found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
     return _read_all(found[:limit])
 
 
 def _read_all(folders: Sequence[Path]) -> list[Run]:
-    jobs = {path: read_job(path) for path in folders}
+    jobs = {path: _read_job(path) for path in folders}
     numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
     states = slurm.job_states(numbers)
     return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
 
 
-def is_run(path: Path) -> bool:
+def _is_run(path: Path) -> bool:
     """Return whether a folder is a run's; `latest` is another name of one."""
     return not path.is_symlink() and (path / PLAN).is_file()
 
@@ -219,7 +184,7 @@ def find_run(folder: Path, name: str) -> Run:
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
     if name == LATEST and (folder / name).is_dir():
         name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
-    names = [path.name for path in folder.iterdir() if is_run(path)]
+    names = [path.name for path in folder.iterdir() if _is_run(path)]
     chosen = [one for one in names if one == name] or [
         one for one in names if one.startswith(name) or one.endswith(name)
     ]
@@ -241,13 +206,7 @@ def _task_of(run: Run, name: str) -> Run:
 
 
 def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
-    """Return a run out of its folder.
-
-    Args:
-        path: The folder.
-        job: What the route knows it by.
-        reported: States of its tasks that SLURM knows; its own is under "".
-    """
+    """Return a run out of its folder; `reported` has SLURM's states of its tasks, its own under ""."""
     route = str(job.get("route") or "here")
     script = str(read_json(path / PLAN).get("script") or "")
     run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
@@ -260,15 +219,15 @@ def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Ru
 
 
 def _state(run: Run, reported: str | None) -> State:
-    ended = result_of(run.dir)
+    ended = _result_of(run.dir)
     if run.route == "slurm":
-        return slurm_state(reported, ended)
+        return _slurm_state(reported, ended)
     if ended is not None:
-        return ended_state(ended), False
+        return _ended_state(ended), False
     if run.route != "kubernetes":
-        return process_state(run.job)
-    kubernetes = feature(KUBERNETES)
-    return kubernetes.state_of(run.job) if kubernetes is not None else ("unknown to this installation", False)
+        return _process_state(run.job)
+    state, unfinished = feature(KUBERNETES).state_of(run.job)
+    return state, unfinished
 
 
 def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
@@ -278,7 +237,7 @@ def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
     for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
         name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
         task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
-        state, unfinished = slurm_state(reported.get(str(number)), result_of(task.dir))
+        state, unfinished = _slurm_state(reported.get(str(number)), _result_of(task.dir))
         tasks.append(replace(task, state=state, unfinished=unfinished))
     return tasks
 
@@ -287,9 +246,9 @@ def status_of(run: Run) -> int:
     """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
     if run.tasks:
         return next((status for task in run.tasks if (status := status_of(task))), 0)
-    if run.route == "kubernetes" and (kubernetes := feature(KUBERNETES)) is not None:
-        return int(kubernetes.status_of(run.job))
-    ended = result_of(run.dir)
+    if run.route == "kubernetes":
+        return int(feature(KUBERNETES).status_of(run.job))
+    ended = _result_of(run.dir)
     if ended is None or run.state.startswith(("cancelled", "timeout", "node_fail")):
         return EXIT_FAILED
     return int(ended["exit_code"])

@@ -29,7 +29,7 @@ def is_secret(name: str, value: str = "") -> bool:
     return bool(_NAME.search(name) or SECRET_VALUE.search(value) or IN_URL.search(value))
 
 
-def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables that anybody may read, and those that nobody may."""
     secret = {name: value for name, value in variables.items() if is_secret(name, value)}
     return {name: value for name, value in variables.items() if name not in secret}, secret
@@ -40,7 +40,7 @@ _KEY = "launch.env"
 
 def without_secrets(config: Config) -> tuple[Config, dict[str, str]]:
     """Return a configuration without the secrets in launch.env, and these."""
-    shown, secrets = split_secrets(config.launch.env)
+    shown, secrets = _split_secrets(config.launch.env)
     if not secrets:
         return config, {}
     return replace(config, launch=replace(config.launch, env=shown)), secrets
@@ -59,7 +59,7 @@ def without_secret_overrides(overrides: Sequence[str], config: Config) -> tuple[
         key, _, value = one.partition("=")
         name = key.strip().removeprefix(f"{_KEY}.")
         if key.strip() == _KEY:
-            left, found = split_secrets(config.launch.env)
+            left, found = _split_secrets(config.launch.env)
             secrets |= found
             shown += [f"{_KEY}.{name}={text}" for name, text in left.items()] if found else [one]
         elif name != key.strip() and is_secret(name, value):

@@ -6,7 +6,7 @@ from fsdplaunch.config.resolve import converts_to_bf16, runs_spmd, shards_on_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError, UsageError
 
-DEVICE, CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
+DEVICE, _CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
@@ -87,15 +87,15 @@ def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> 
     if not is_on_cpu(config, environ=environ, chips=chips):
         return quiet | _bf16(config) | ({} if environ.get(DEVICE) else {DEVICE: "TPU"})
     devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
-    return quiet | {DEVICE: "CPU", CPU_DEVICES: _given_devices(environ) or devices}
+    return quiet | {DEVICE: "CPU", _CPU_DEVICES: _given_devices(environ) or devices}
 
 
 def _given_devices(environ: Mapping[str, str]) -> str:
     """Return how many devices of a CPU the caller's variable asks for; an empty text where it is not set."""
-    given = environ.get(CPU_DEVICES, "").strip()
+    given = environ.get(_CPU_DEVICES, "").strip()
     if given and not (given.isascii() and given.isdecimal() and int(given)):
-        msg = f"{CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
-        raise UsageError(msg, hint=f"unset {CPU_DEVICES}; xla.cpu_devices says it, too")
+        msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
+        raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; xla.cpu_devices says it, too")
     return given
 
 

@@ -11,12 +11,12 @@ from fsdplaunch.errors import MachineError
 Numbers = tuple[int, int]
 """Major and minor version."""
 
-OLDEST: Numbers = (2, 7)
+OLDEST: Numbers = (2, 9)
 NEWEST: Numbers = (2, 15)
 """The oldest and the newest torch that the tests passed with. pyproject.toml declares the same range."""
 TESTED_ON = "2026-11-22"
 """When they did."""
-PRINTING_GLOO: tuple[Numbers, ...] = ((2, 8), (2, 9), (2, 10))
+PRINTING_GLOO: tuple[Numbers, ...] = ((2, 9), (2, 10))
 """The versions whose gloo writes a line to standard output for every process group."""
 
 
@@ -50,7 +50,7 @@ class Mismatch:
 
 
 def requirement() -> str:
-    """Return the range as pip reads it: `torch>=2.7,<2.16`."""
+    """Return the range as pip reads it: `torch>=2.9,<2.16`."""
     return f"torch>={_text(OLDEST)},<{_text((NEWEST[0], NEWEST[1] + 1))}"
 
 

@@ -15,8 +15,6 @@ from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.stores import group_store
 from fsdplaunch.runtime.patch import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
-from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
-from fsdplaunch.runtime.torch_internals.distributed import keep_groups_from_being_freed
 
 
 def see_own_gpu() -> None:
@@ -69,7 +67,6 @@ def join_group(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
     else:
-        mend_averages_on_cpu()
         dist.init_process_group("gloo", timeout=timeout, **place)
     tolerate_second_init()
     put_off_end()
@@ -169,6 +166,5 @@ def leave_group() -> None:
         return
     call_if_imported(RANK0_SAVES_CLOSE)
     if dist.is_initialized():
-        keep_groups_from_being_freed()
         destroy = dist.destroy_process_group
         getattr(destroy, "__wrapped__", destroy)()

@@ -26,7 +26,7 @@ def once_imported(name: str, adapt: Adapt) -> None:
     if name in sys.modules:
         adapt(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Waiting(name, adapt))
+        sys.meta_path.insert(0, _Finder(name, after=adapt))
 
 
 def before_import(name: str, start: Callable[[], None]) -> None:
@@ -37,55 +37,31 @@ def before_import(name: str, start: Callable[[], None]) -> None:
     if name in sys.modules:
         start()
     else:
-        sys.meta_path.insert(0, _Starting(name, start))
+        sys.meta_path.insert(0, _Finder(name, before=start))
 
 
-class _Starting(importlib.abc.MetaPathFinder):
-    """Stands first in the search until one package is looked for, and leaves."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Stands first in the search until one module is looked for, leaves, and finds it as the others do."""
 
-    def __init__(self, name: str, start: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, before: Callable[[], None] | None = None, after: Adapt | None = None) -> None:
         self.name = name
-        self.start = start
+        self.before = before
+        self.after = after
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Call the function when the package is looked for, and find it as the others do."""
+        """Call `before`, find the module, and have its execution followed by `after`."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
-        self.start()
-        return _found_by_others(fullname, path, target)
-
-
-class _Waiting(importlib.abc.MetaPathFinder):
-    """Stands first in the search, finds one module as the others would, and leaves."""
-
-    def __init__(self, name: str, adapt: Adapt) -> None:
-        self.name = name
-        self.adapt = adapt
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find module `name` with the finders behind this one, and have its execution followed by `adapt`."""
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = _found_by_others(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            _follow(spec.loader, self.adapt)
+        if self.before is not None:
+            self.before()
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
+        spec = next((each for each in specs if each is not None), None)
+        if spec is not None and spec.loader is not None and self.after is not None:
+            _follow(spec.loader, self.after)
         return spec
-
-
-def _found_by_others(
-    name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> importlib.machinery.ModuleSpec | None:
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path, target)
-        if spec is not None:
-            return spec
-    return None
 
 
 def _follow(loader: Any, adapt: Adapt) -> None:

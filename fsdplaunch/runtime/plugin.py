@@ -31,7 +31,6 @@ from fsdplaunch.runtime.sharding.settings import (
     DTYPES,
     Dtypes,
     Settings,
-    float8_of,
     fsdp1_policy,
     fsdp2_policy,
     settings_of,
@@ -613,7 +612,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             state_dict_type=STATE_DICT.parse(plain(self.state_dict_type)),
             ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
             forward_methods=tuple(names_in(self.forward_methods)),
-            float8=float8_of(self._config) if self._float8 else None,
+            float8=self._config.fp8_config if self._float8 else None,
             dtypes=dtypes_from(
                 self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
             ),

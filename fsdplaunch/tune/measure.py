@@ -1,13 +1,11 @@
-"""Count the rows and tokens that a script's data loaders give it."""
+"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it."""
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,36 +22,88 @@ from fsdplaunch.runtime.torch_internals.modules import watch_batches
 from fsdplaunch.tune.write_guard import install_guard
 
 _SEQUENCES = 2
-"""Dimensions of a batch of token numbers: rows, and tokens in each."""
+"""Dimensions of a batch of token ids: rows, and tokens in each."""
+_measurements: list["Measurement"] = []
 
 
-class BatchCount:
-    """What loaders have given since the process began.
+def measure(steps: int, config: Config) -> None:
+    """Measure the script that is about to run, and end it after so many optimizer steps.
 
-    Attributes:
-        rows: Of all batches.
-        tokens: Of batches of token numbers.
-        shape: Rows and tokens per row of the last batch of token numbers; None without one.
+    Args:
+        steps: Of the optimizer that steps most; at least 2.
+        config: The worker's.
+    """
+    install_guard()
+    measurement = Measurement(on_gpu=torch.cuda.is_available() and not config.use_cpu)
+    measurement.install()
+    _measurements.append(measurement)
+    stop_after(steps, _finish_at_step)
+
+
+def finish() -> None:
+    """Write down a script that ended before its steps were made."""
+    while _measurements:
+        _measurements.pop().write()
+
+
+def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
+    finish()
+    return {}
+
+
+class Measurement:
+    """The steps of one worker, by optimizer: when each ended, on a GPU by events in its stream.
+
+    Args:
+        on_gpu: Whether it computes on a GPU.
     """
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.tokens = 0
-        self.shape: tuple[int, int] | None = None
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._marks: dict[int, list[Any]] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._batch: tuple[int, int] | None = None
+        self._start = 0 if on_gpu else _own_memory("VmRSS")
 
     def install(self) -> None:
-        """Begin to count, until the process ends."""
-        watch_batches(self.count)
+        """Begin to measure, until the process ends."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def count(self, batch: Any) -> None:
-        """Count one batch by its first tensor; of a mapping, by `input_ids` where it has them."""
+        watch_batches(self.note_batch)
+        register_optimizer_step_post_hook(self.mark)
+
+    def note_batch(self, batch: Any) -> None:
+        """Note rows and tokens per row of a batch of token ids; other batches are ignored."""
         tensor = first_tensor(batch)
-        if tensor is None or not tensor.dim():
+        if tensor is not None and tensor.dim() == _SEQUENCES and not tensor.is_floating_point():
+            self._batch = (tensor.shape[0], tensor.shape[1])
+
+    def mark(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note that a step has ended; on a GPU nothing waits for it."""
+        moment: Any = time.perf_counter()
+        if self._on_gpu:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        self._optimizers.setdefault(id(optimizer), optimizer)
+        self._marks.setdefault(id(optimizer), []).append(moment)
+
+    def write(self) -> None:
+        """Write what was measured into this rank's folder; nothing where no step was made."""
+        folder = own_folder()
+        if folder is None or not self._marks:
             return
-        self.rows += tensor.shape[0]
-        if tensor.dim() == _SEQUENCES and not tensor.is_floating_point():
-            self.tokens += tensor.numel()
-            self.shape = (tensor.shape[0], tensor.shape[1])
+        key, marks = max(self._marks.items(), key=lambda item: len(item[1]))
+        model = {**model_facts(self._optimizers[key]), "batch": self._batch}
+        memory = torch.cuda.max_memory_allocated() if self._on_gpu else _own_memory("VmHWM")
+        facts = {"steps": len(marks), "seconds": self._seconds(marks), "memory": memory, "start": self._start}
+        write_json(folder / MEASURED, {**facts, "model": model})
+
+    def _seconds(self, marks: list[Any]) -> list[float]:
+        """Return the seconds between one end of a step and the next."""
+        if not self._on_gpu:
+            return [after - before for before, after in pairwise(marks)]
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
 
 
 def first_tensor(batch: Any) -> torch.Tensor | None:
@@ -68,59 +118,12 @@ def first_tensor(batch: Any) -> torch.Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-_CALLS = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
-
-
-class CollectiveWait:
-    """The time spent in collectives, counted once where one calls another.
-
-    Attributes:
-        seconds: Since the process began.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth = 0
-
-    def install(self) -> None:
-        """Begin to measure, until the process ends."""
-        for name in _CALLS:
-            setattr(dist, name, self._timed(getattr(dist, name)))
-        setattr(dist.Work, "wait", self._timed(dist.Work.wait))  # noqa: B010  (a method, for mypy)
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            began = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds += time.perf_counter() - began
-
-        return timed
-
-
 def model_facts(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the trained model's tensors, its transformers configuration and its optimizer, as plain data.
-
-    Args:
-        optimizer: That trains it.
+    """Return what `estimate` needs of the model that an optimizer trains, as plain data.
 
     Returns:
-        `tensors`: full shape and bytes per element by name; `config`: the `config.json`, None for other models;
-        `optimizer`: the class's name in lower case.
+        `tensors`: full shape and bytes per element by name; `config`: the `config.json`, None for models that are
+        not transformers'; `optimizer`: the class's name in lower case.
     """
     models = NamedModels()
     models.parameters_of(optimizer)
@@ -140,133 +143,11 @@ def _tensors(root: nn.Module) -> dict[str, Any]:
 
 
 def _config(root: nn.Module) -> dict[str, Any] | None:
-    """Return the configuration that transformers' models have."""
     config = getattr(root, "config", None)
     made = config.to_dict() if config is not None and hasattr(config, "to_dict") else None
     return made if isinstance(made, dict) and isinstance(made.get("model_type"), str) else None
 
 
-class StepClock:
-    """The moments at which steps ended: on a GPU, moments of its stream.
-
-    Attributes:
-        on_gpu: Whether the GPU's own clock counts.
-    """
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Note that a step has ended; on a GPU nothing waits for it."""
-        if not self.on_gpu:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Return the seconds between one end of a step and the next; on a GPU, after waiting for the last."""
-        if self.on_gpu and self._marks:
-            self._marks[-1].synchronize()
-        return [self._between(*pair) for pair in pairwise(self._marks)]
-
-    def _between(self, before: Any, after: Any) -> float:
-        return float(before.elapsed_time(after) / 1000 if self.on_gpu else after - before)
-
-
-_measurements: list["Measurement"] = []
-
-
-def measure(steps: int, config: Config) -> None:
-    """Measure the script that is about to run, and end it after so many optimizer steps.
-
-    Args:
-        steps: Of the optimizer that steps most; at least 2.
-        config: The worker's.
-    """
-    install_guard()
-    on_gpu = torch.cuda.is_available() and not config.use_cpu
-    compiles = config.dynamo_config.dynamo_backend != "NO"
-    measurement = Measurement(on_gpu=on_gpu, waits=not on_gpu and not compiles)
-    measurement.install()
-    _measurements.append(measurement)
-    stop_after(steps, _finish_at_step)
-
-
-def finish() -> None:
-    """Write down a script that ended before its steps were made."""
-    while _measurements:
-        _measurements.pop().write()
-
-
-def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
-    finish()
-    return {}
-
-
-class Measurement:
-    """One worker's.
-
-    Args:
-        on_gpu: Whether it computes on a GPU.
-        waits: Whether to measure the time in collectives.
-    """
-
-    def __init__(self, *, on_gpu: bool, waits: bool) -> None:
-        self._on_gpu = on_gpu
-        self._clocks: dict[int, StepClock] = {}
-        self._optimizers: dict[int, Optimizer] = {}
-        self._totals: dict[int, list[tuple[int, int, float]]] = {}
-        self._batches = BatchCount()
-        self._waits = CollectiveWait() if waits else None
-        self._start = _status("VmRSS") if not on_gpu else 0
-
-    def install(self) -> None:
-        """Begin to measure, until the process ends."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._batches.install()
-        if self._waits is not None:
-            self._waits.install()
-        register_optimizer_step_post_hook(self._mark)
-
-    def _mark(self, optimizer: Optimizer, *_: Any) -> None:
-        key = id(optimizer)
-        self._optimizers.setdefault(key, optimizer)
-        self._clocks.setdefault(key, StepClock(on_gpu=self._on_gpu)).mark()
-        waited = self._waits.seconds if self._waits is not None else 0.0
-        self._totals.setdefault(key, []).append((self._batches.rows, self._batches.tokens, waited))
-
-    def write(self) -> None:
-        """Write what was measured into this rank's folder; nothing where no step was made."""
-        folder = own_folder()
-        if folder is None or not self._clocks:
-            return
-        most = max(self._totals, key=lambda key: len(self._totals[key]))
-        write_json(folder / MEASURED, {**self._steps(most), **self._memory(), "model": self._model(most)})
-
-    def _steps(self, key: int) -> dict[str, Any]:
-        """Return the seconds of each step after the first, and the rows, tokens and seconds of waiting in it."""
-        totals = self._totals[key]
-        rows, tokens, waits = (
-            [after[place] - before[place] for before, after in pairwise(totals)] for place in range(3)
-        )
-        found: dict[str, Any] = {"steps": len(totals), "seconds": self._clocks[key].seconds(), "rows": rows}
-        return {**found, "tokens": tokens, "waits": waits if self._waits is not None else None}
-
-    def _memory(self) -> dict[str, Any]:
-        """Return the peak in bytes, and what the process took before the script began."""
-        if self._on_gpu:
-            reserved = torch.cuda.max_memory_reserved()
-            return {"memory": torch.cuda.max_memory_allocated(), "reserved": reserved, "start": 0}
-        return {"memory": _status("VmHWM"), "reserved": None, "start": self._start}
-
-    def _model(self, key: int) -> dict[str, Any]:
-        return {**model_facts(self._optimizers[key]), "batch": self._batches.shape}
-
-
-def _status(name: str) -> int:
-    """Return a number of this process's from the kernel, in bytes; 0 where it says none."""
+def _own_memory(name: str) -> int:
+    """Return a size of this process in bytes as the kernel says it; 0 where it does not."""
     return read_size(PROCESS, name) or 0

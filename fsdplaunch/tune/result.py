@@ -1,15 +1,14 @@
 """The result of a search: what is kept, in words, in a file to resume from, and as a configuration."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fsdplaunch.config.render import render
-from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, keys_by_path
-from fsdplaunch.config.yaml_edit import set_keys
+from fsdplaunch.config.render import render, set_keys
+from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
 from fsdplaunch.run_dir import PRIVATE_MODE, read_json, write_json
@@ -101,14 +100,6 @@ class TuneResult:
         makes_it_fit = not self.yours.fits and alone is not None and alone.fits
         return Gain(path=path, value=value, share=share, makes_it_fit=makes_it_fit)
 
-    def predictions(self) -> list[float]:
-        """Return how far each prediction of memory was off: 0.1 where a run needed 10 % more than predicted."""
-        return [
-            row.fastest.memory / row.predicted - 1
-            for row in self.rows
-            if row.fastest is not None and row.predicted and row.fastest.memory
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data: seconds and bytes."""
         return {
@@ -125,7 +116,6 @@ class TuneResult:
             "gains": [gain_data(gain) for gain in self.gains()],
             "candidates": [row_data(row) for row in self.rows],
             "comparisons": [duel_data(duel) for duel in self.duels],
-            "estimate_off": self.predictions(),
         }  # fmt: skip
 
 
@@ -151,11 +141,8 @@ def row_data(row: Row) -> dict[str, Any]:
         "step_quartiles": [low, high],
         "steps": len(fastest.seconds) if fastest else 0,
         "launches": len(row.outcomes),
-        "samples_per_second": fastest.rows if fastest else None,
-        "tokens_per_second": fastest.tokens if fastest else None,
         "memory": fastest.memory if fastest else None,
         "memory_predicted": row.predicted,
-        "waiting": fastest.waiting if fastest else None,
     }
 
 
@@ -279,29 +266,21 @@ def table_lines(
         kept: The one to take, which gets a mark.
         progress: What the running one is doing.
     """
-    measured = sorted((row for row in rows if row.fastest), key=_order)
-    others = [row for row in rows if not row.fastest]
-    slowest = max((row.fastest.median for row in measured if row.fastest), default=0.0)
-    rates = {name for row in measured if row.fastest for name in ("tokens", "rows") if getattr(row.fastest, name)}
-    rate = "tokens" if "tokens" in rates else "rows" if rates else ""
-    cells = [_cells(row, row.fastest, slowest, rate, limit) for row in measured if row.fastest]
-    head = ["", "step", "half of them", "", f"{'samples' if rate == 'rows' else rate}/s" if rate else "", "memory",
-            "waiting", ""]  # fmt: skip
+    measured = sorted(((row.fastest, row) for row in rows if row.fastest), key=lambda pair: pair[0].median)
+    slowest = max((fastest.median for fastest, _ in measured), default=0.0)
+    cells = [_cells(row, fastest, slowest, limit) for fastest, row in measured]
+    head = ("step", "half of them", "", "memory", "")
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     names = max((len(_name(row)) for row in rows), default=0)
     lines = [_line(" " * (names + 2), head, widths)] if cells else []
-    for row, own in zip(measured, cells, strict=True):
+    for (_, row), own in zip(measured, cells, strict=True):
         mark = "* " if row.candidate == kept else "  "
-        running = progress if row.state == "running" else own[-1]
-        lines.append(_line(f"{mark}{_name(row):<{names}}", [*own[:-1], running], widths))
-    for row in others:
+        state = progress if row.state == "running" else own[-1]
+        lines.append(_line(f"{mark}{_name(row):<{names}}", [*own[:-1], state], widths))
+    for row in (row for row in rows if not row.fastest):
         state = progress or "running" if row.state == "running" else _state(row)
         lines.append(f"  {_name(row):<{names}}  {state}".rstrip())
     return lines
-
-
-def _order(row: Row) -> float:
-    return row.fastest.median if row.fastest else 0.0
 
 
 def _name(row: Row) -> str:
@@ -315,27 +294,19 @@ def _state(row: Row) -> str:
     return f"{row.state}: {row.reason}" if row.reason else row.state
 
 
-def _line(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
-    aligned = [
-        f"{cell:<{width}}" if number in (2, 6) else f"{cell:>{width}}"
-        for number, (cell, width) in enumerate(zip([*cells][1:-1], [*widths][1:-1], strict=True))
-    ]
-    return "  ".join([name, *aligned, [*cells][-1]]).rstrip()
+def _line(name: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    step, half, bar, memory, state = cells
+    numbers = f"{step:>{widths[0]}}  {half:>{widths[1]}}  {bar:<{widths[2]}}  {memory:>{widths[3]}}"
+    return f"{name}  {numbers}  {state}".rstrip()
 
 
-def _cells(row: Row, fastest: Outcome, slowest: float, rate: str, limit: int | None) -> list[str]:
+def _cells(row: Row, fastest: Outcome, slowest: float, limit: int | None) -> list[str]:
     low, high = fastest.quartiles
-    bar = "#" * max(1, round(_BAR * fastest.median / slowest))
-    amount = getattr(fastest, rate) if rate else None
-    memory = size_words(fastest.memory) + (f" of {size_words(limit)}" if limit else "")
     return [
-        "",
         step_words(fastest.median),
         f"{step_words(low)} to {step_words(high)}",
-        bar,
-        f"{amount:,.0f}" if amount else "",
-        memory,
-        "" if fastest.waiting is None else f"{100 * fastest.waiting:.0f} %",
+        "#" * max(1, round(_BAR * fastest.median / slowest)),
+        size_words(fastest.memory) + (f" of {size_words(limit)}" if limit else ""),
         "" if row.state == "measured" else _state(row),
     ]
 
@@ -352,18 +323,6 @@ def closing_lines(result: TuneResult) -> Iterator[str]:
     yield from _answer(result)
     for gain in result.gains():
         yield f"  {gain_words(gain)}"
-    off = result.predictions()
-    if off:
-        worst = max(off, key=abs)
-        middle = sorted(off)[len(off) // 2]
-        yield (
-            f"estimate: runs needed {_off_words(middle)} memory than predicted (median of {len(off)}), "
-            f"{_off_words(worst)} at worst"
-        )
-
-
-def _off_words(off: float) -> str:
-    return f"{100 * abs(off):.0f} % {'less' if off < 0 else 'more'}"
 
 
 def _answer(result: TuneResult) -> Iterator[str]:
@@ -409,7 +368,7 @@ def gain_words(gain: Gain) -> str:
 
 
 _HEAD, _REMARK = "# measured by fsdplaunch tune", "# tune:"
-"""What our comments begin with: at the top, and before a key."""
+"""What our comments at the top of a file begin with."""
 
 
 def winner_text(
@@ -429,7 +388,7 @@ def winner_text(
             text = set_keys(_without_remarks(old), list(changes))
         except UsageError:  # values shared through anchors: the text cannot be kept
             text = render(config)
-    return "\n".join([*_head(result), *_with_gains(text, result)]) + "\n"
+    return "\n".join([*_head(result), *text.splitlines()]) + "\n"
 
 
 def _without_remarks(text: str) -> str:
@@ -445,22 +404,4 @@ def _head(result: TuneResult) -> Iterator[str]:
     speed = f", {result.speed:.2f} times the speed before" if result.speed and result.yours.fits else ""
     words = f"{result.script}: {step_words(fastest.median)} per step on {result.world} workers{speed}"
     yield f"{_HEAD} {words}"
-
-
-def _with_gains(text: str, result: TuneResult) -> Iterator[str]:
-    """Yield a text's lines, with a comment before each key that the search changed."""
-    gains = {gain.path[-1]: gain for gain in result.gains()}
-    for line in text.splitlines():
-        name = line.strip().partition(":")[0]
-        spellings = [key for key in gains if name in (key, *_short(key))]
-        if spellings and not line.lstrip().startswith("#"):
-            indent = line[: len(line) - len(line.lstrip())]
-            yield f"{indent}{_REMARK} {gain_words(gains[spellings[0]]).partition('  ')[2]}"
-        yield line
-
-
-def _short(key: str) -> tuple[str, ...]:
-    """Return the other spellings of a key that a user's file may have."""
-    spec = next(spec for spec in keys_by_path().values() if spec.name == key)
-    names = (key, *spec.key.aliases)
-    return tuple(name.removeprefix(prefix) for name in names for prefix in ("fsdp_", "parallelism_config_", ""))
+    yield from (f"{_REMARK} {gain_words(gain)}" for gain in result.gains())

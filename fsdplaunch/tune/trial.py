@@ -17,9 +17,6 @@ from fsdplaunch.launch.run_result import Failure, RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.run_dir import MEASURED, rank_folder, read_json
 
-_LEAST_FOR_QUARTILES = 2
-"""Values that quartiles need."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -29,9 +26,6 @@ class Outcome:
         seconds: Of each measured step, on the slowest rank; empty where nothing was measured.
         memory: Peak bytes on the rank that needed most: of the GPU's allocator, or resident on the CPU.
         start: Bytes a CPU rank had before the script began.
-        rows: Per second over all ranks; None where no loader told.
-        tokens: The same.
-        waiting: Share of the time spent in collectives; None where that cannot be told.
         wall: Seconds of the whole launch.
         failure: Why there is no measurement; "" where there is one.
         kind: Of failure: `memory`, `time`, `write`, `stopped` or `error`; "" without one.
@@ -41,9 +35,6 @@ class Outcome:
     seconds: tuple[float, ...] = ()
     memory: int = 0
     start: int = 0
-    rows: float | None = None
-    tokens: float | None = None
-    waiting: float | None = None
     wall: float = 0.0
     failure: str = ""
     kind: str = ""
@@ -57,20 +48,15 @@ class Outcome:
     @property
     def quartiles(self) -> tuple[float, float]:
         """Return the seconds under which a quarter and three quarters of the steps were."""
-        return quartiles(self.seconds)
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         found = {name: getattr(self, name) for name in Outcome.__dataclass_fields__}
         return {**found, "seconds": [round(each, 6) for each in self.seconds]}
-
-
-def quartiles(seconds: tuple[float, ...]) -> tuple[float, float]:
-    """Return the lower and the upper quartile."""
-    if len(seconds) < _LEAST_FOR_QUARTILES:
-        return seconds[0], seconds[0]
-    low, _, high = quantiles(seconds, n=4, method="inclusive")
-    return low, high
 
 
 def outcome_of(data: Mapping[str, Any]) -> Outcome:
@@ -96,41 +82,16 @@ def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
         steps: That were to be measured.
     """
     made = min((record.get("steps", 0) for record in records), default=0)
-    counted = made - WARM_UP
-    if counted < min(_FEWEST_STEPS, steps):
+    if made - WARM_UP < min(_FEWEST_STEPS, steps):
         found = "no optimizer step" if not made else f"{made} optimizer step{'s' if made > 1 else ''}"
         return Outcome(failure=f"the script ended after {found}, {WARM_UP + steps} are needed", kind="error")
-    first = made - 1 - counted  # the first interval begins after the first step
-    spans = slice(first, made - 1)
-    each_rank = [record["seconds"][spans] for record in records]
-    seconds = tuple(max(column) for column in zip(*each_rank, strict=True))
-    total = sum(seconds)
+    each_rank = [record["seconds"][WARM_UP - 1 : made - 1] for record in records]  # the first begins after a step
     return Outcome(
-        seconds=seconds,
+        seconds=tuple(max(column) for column in zip(*each_rank, strict=True)),
         memory=max(record["memory"] for record in records),
         start=max(record["start"] for record in records),
-        rows=_rate(records, "rows", spans, total),
-        tokens=_rate(records, "tokens", spans, total),
-        waiting=_waiting(records, spans, each_rank),
         model=records[0]["model"],
     )
-
-
-def _rate(records: Sequence[Mapping[str, Any]], name: str, spans: slice, seconds: float) -> float | None:
-    total = sum(sum(record[name][spans]) for record in records)
-    return float(total / seconds) if total and seconds else None
-
-
-def _waiting(
-    records: Sequence[Mapping[str, Any]], spans: slice, each_rank: Sequence[Sequence[float]]
-) -> float | None:
-    """Return the share of the steps that the ranks waited for each other, on average."""
-    if any(record["waits"] is None for record in records):
-        return None
-    shares = [
-        sum(record["waits"][spans]) / max(sum(own), 1e-9) for record, own in zip(records, each_rank, strict=True)
-    ]
-    return float(min(1.0, sum(shares) / len(shares)))
 
 
 _COPIED_BYTES = 1 << 20

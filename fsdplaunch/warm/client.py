@@ -37,11 +37,11 @@ _WORD_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-class RefusedError(Exception):
+class _RefusedError(Exception):
     """The warm interpreter does not fit, or does not answer."""
 
 
-class WarmAgent:
+class _WarmAgent:
     """An agent that was forked from a warm interpreter, whose child it is; handled as one of our own."""
 
     def __init__(self, channel: Channel, pid: int, process: int, lost_status: Callable[[], int]) -> None:
@@ -94,7 +94,7 @@ def warm_agent(
     keep_seconds: float,
     blocked: Sequence[int],
     lost_status: Callable[[], int],
-) -> WarmAgent | None:
+) -> _WarmAgent | None:
     """Have a warm interpreter fork an agent; None where there is none that fits.
 
     Args:
@@ -106,7 +106,7 @@ def warm_agent(
             is to listen at, where there is one.
         keep_seconds: How long the interpreter is to stay after this run; 0 leaves that to what it was told before.
         blocked: Signals that the agent begins with blocked.
-        lost_status: See `WarmAgent`.
+        lost_status: See `_WarmAgent`.
     """
     path = folder_path(environ)
     if not os.path.isdir(path):  # noqa: PTH112  (the common case, and a cheap one)
@@ -127,7 +127,7 @@ def warm_agent(
         except BaseException:
             channel.close()
             raise
-    except (OSError, ValueError, KeyError, TypeError, UnsafeFolderError, RefusedError) as error:
+    except (OSError, ValueError, KeyError, TypeError, UnsafeFolderError, _RefusedError) as error:
         _log.debug("a cold launch: %s", error)
         return None
 
@@ -138,7 +138,7 @@ def _forked(
     folder: Path,
     files: Sequence[int],
     lost_status: Callable[[], int],
-) -> WarmAgent:
+) -> _WarmAgent:
     """Send the request, and let the agent go once it is known here: one that is not known would run twice."""
     channel.limit_waiting(SECONDS)
     here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -149,13 +149,13 @@ def _forked(
     answer = channel.receive()
     if answer is None:
         msg = "no answer"
-        raise RefusedError(msg)
+        raise _RefusedError(msg)
     message, descriptors = answer
     if "pid" not in message or len(descriptors) != 1:
-        raise RefusedError(str(message.get("refused", message)))
+        raise _RefusedError(str(message.get("refused", message)))
     channel.limit_waiting(0)
     channel.send({"go": True})
-    return WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
+    return _WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
 
 
 def folder_problem(environ: Mapping[str, str]) -> str | None:

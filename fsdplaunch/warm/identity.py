@@ -9,11 +9,9 @@ time, variable by variable, and compared when a launch comes. What a forked proc
 over; in all else both must agree, or the launch is a cold one.
 """
 
-import ctypes
 import hashlib
 import json
 import os
-import platform
 import resource
 import socket
 import stat
@@ -39,7 +37,7 @@ _PREFIXES = (
     # checkers and profilers
     *("ASAN_", "LSAN_", "TSAN_", "UBSAN_"),
 )
-_PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE")
 """Of those, what differs from run to run and is read only while one runs."""
 _WITHOUT_SAY = ("FSDPLAUNCH_", "PWD", "OLDPWD", "SHLVL", "_")
 
@@ -80,52 +78,41 @@ def server_name(python: str, modules: Sequence[Sequence[str]], environ: Mapping[
 
 
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-_STATUS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid")
+_STATUS = (
+    *("Uid", "Gid", "Groups", "Cpus_allowed", "Mems_allowed", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+    *("NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid"),
+)
 _FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
-_GET_IO_PRIORITY = {"x86_64": 251, "aarch64": 31}
-_OF_PROCESS = 1
-_IGNORED, _BLOCKED = "SigIgn", "SigBlk"
-SETTINGS = {"oom_score_adj": "", "coredump_filter": "0x"}
-"""Files of /proc/self that a process may write, with what the kernel leaves out when it shows their number."""
-LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
+_LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 
 
 def surroundings() -> dict[str, Any]:
     """Return what must be the same: users, rights, group, name spaces, processors, priorities, stack size."""
     status = _status()
     return {
-        "users": [*os.getresuid(), *os.getresgid(), *sorted(os.getgroups())],
-        "namespaces": {name: _link(f"ns/{name}") for name in _NAMESPACES},
-        "root": _link("root"),
-        "processors": sorted(os.sched_getaffinity(0)),
-        "scheduling": [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), _io_priority()],
-        "memory nodes": [status.get("Mems_allowed"), _memory_policy()],
-        "stack": list(resource.getrlimit(resource.RLIMIT_STACK)),
-        "status": {name: status.get(name) for name in _STATUS},
-        **{name: _text(name) for name in _FILES},
+        **{name: status.get(name) for name in _STATUS},
+        **{name: kernel_text(name) for name in _FILES},
+        **{f"the name space {name}": _link(f"ns/{name}") for name in _NAMESPACES},
+        "the root folder": _link("root"),
+        "scheduling": [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)],
+        "the memory policy": kernel_text("numa_maps", first_line=True).split(" ")[1:2],  # as numactl sets it
+        "the stack's size": list(resource.getrlimit(resource.RLIMIT_STACK)),
     }
 
 
 def handed_over() -> dict[str, Any]:
-    """Return what a forked process takes over: umask, limits, signals, settings of /proc.
+    """Return what a forked process takes over: umask, limits, signals, whom the kernel kills first.
 
     Returns:
-        `ignored` and `blocked` are the kernel's masks, in hexadecimal digits.
+        `ignored` is the kernel's mask, in hexadecimal digits.
     """
     status = _status()
     return {
         "umask": int(status.get("Umask", "0022"), 8),
-        "limits": {str(number): list(resource.getrlimit(number)) for number in LIMITS},
-        "ignored": status.get(_IGNORED, "0"),
-        "blocked": status.get(_BLOCKED, "0"),
-        "settings": {name: setting(name) for name in SETTINGS},
+        "limits": {str(number): list(resource.getrlimit(number)) for number in _LIMITS},
+        "ignored": status.get("SigIgn", "0"),
+        "oom_score_adj": kernel_text("oom_score_adj"),
     }
-
-
-def setting(name: str) -> str:
-    """Return one of this process' settings as it can be written again; empty where the kernel has none."""
-    text = _text(name)
-    return SETTINGS[name] + text if text else ""
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -140,34 +127,20 @@ def signals_in(mask: str) -> set[int]:
 
 
 def _status() -> dict[str, str]:
-    lines = (line.partition(":") for line in _text("status").splitlines())
+    lines = (line.partition(":") for line in kernel_text("status").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
-def _text(name: str) -> str:
+def kernel_text(name: str, *, first_line: bool = False) -> str:
+    """Return what a file in /proc/self says; empty where there is none."""
     with suppress(OSError), open(f"/proc/self/{name}", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-        return file.read().strip()
+        return (file.readline() if first_line else file.read()).strip()
     return ""
 
 
 def _link(name: str) -> str:
     with suppress(OSError):
         return os.readlink(f"/proc/self/{name}")  # noqa: PTH115
-    return ""
-
-
-def _io_priority() -> int:
-    number = _GET_IO_PRIORITY.get(platform.machine())
-    if number is None:
-        return 0
-    found = int(ctypes.CDLL(None).syscall(*map(ctypes.c_long, (number, _OF_PROCESS, 0))))
-    return max(0, found)  # a kernel without it says -1
-
-
-def _memory_policy() -> str:
-    """Return what numactl may have set: the policy of the first mapping, `default` as a rule."""
-    with suppress(OSError), open("/proc/self/numa_maps", encoding="ascii", errors="replace") as file:  # noqa: PTH123
-        return file.readline().split(" ")[1]
     return ""
 
 

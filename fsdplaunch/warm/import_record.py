@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplaunch.warm.identity import has_say, native_variables
 
-FileMark = tuple[int, int, int]
+_FileMark = tuple[int, int, int]
 """Time of change in ns, size and number of a file."""
 
 
@@ -35,7 +35,7 @@ class ImportRecord:
         self._read: set[str] = set()
         self._printed: list[tuple[str, str]] = []
         self._changes: dict[str, tuple[str | None, str]] = {}
-        self._files: dict[str, FileMark] = {}
+        self._files: dict[str, _FileMark] = {}
         self._folders: dict[str, frozenset[str]] = {}
         self._sites = _sites()
         self.temporary_folder: str | None = None
@@ -150,7 +150,7 @@ def _noting_class(plain: type, read: set[str]) -> type:
     return Noting
 
 
-def _sites() -> dict[str, FileMark | bool | None]:
+def _sites() -> dict[str, _FileMark | bool | None]:
     """Return what decides, when an interpreter starts, which folders of packages it knows.
 
     Returns:
@@ -196,7 +196,7 @@ def _loaded_files() -> set[str]:
     return {path for path in found if path.startswith("/") and not path.endswith(" (deleted)")}
 
 
-def _mark(path: str) -> FileMark | None:
+def _mark(path: str) -> _FileMark | None:
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError:

@@ -53,7 +53,7 @@ def main(about: dict[str, Any]) -> None:
         os._exit(1)
     leave_files()
     os.close(answer)
-    run_forked_agent(server.serve())
+    run_forked_agent(server.serve(), record)
 
 
 if __name__ == "__main__":

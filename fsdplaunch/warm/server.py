@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplaunch.agent.fork_server import fork, freeze, has_threads, uses_gpu
@@ -28,12 +27,11 @@ from fsdplaunch.sockets import HELD
 from fsdplaunch.warm import identity
 from fsdplaunch.warm.identity import (
     PROTOCOL,
-    SETTINGS,
     UnsafeFolderError,
     difference,
     folder_path,
+    kernel_text,
     server_name,
-    setting,
     signals_in,
     surroundings,
 )
@@ -42,31 +40,16 @@ from fsdplaunch.warm.import_record import ImportRecord
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRequest:
-    """One agent to be.
+def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: str | None) -> list[str]:
+    """Take over everything that a launch has handed over, and return the agent's command line.
 
-    Attributes:
-        argv: Its command line, from the interpreter on.
-        record: What was imported before, for what is to be given again.
-    """
-
-    argv: tuple[str, ...]
-    record: ImportRecord = field(repr=False)
-
-
-def become_agent(message: Mapping[str, Any], files: Sequence[int], record: ImportRecord) -> AgentRequest:
-    """Take over everything that a launch has handed over.
+    An error means that something cannot be taken over: the launch has to be a cold one.
 
     Args:
-        message: The request of `launch.warm.client`.
+        message: The launcher's request.
         files: The current folder, standard input, output and error output, the lifeline, and the socket that the
             store is to listen at, where there is one.
-        record: What was imported before.
-
-    Raises:
-        OSError: Something cannot be taken over; the launch has to be a cold one.
-        ValueError: A limit cannot be set.
+        temporary: The folder for temporary files that importing chose; None where it chose none.
     """
     given = message["handed_over"]
     (here, *streams), inherited = files[:4], files[4:]
@@ -78,21 +61,21 @@ def become_agent(message: Mapping[str, Any], files: Sequence[int], record: Impor
         os.close(descriptor)
     os.umask(given["umask"])
     _set_limits(given["limits"])
-    for name in SETTINGS:
-        _set(name, given["settings"][name])
+    if kernel_text("oom_score_adj") != given["oom_score_adj"]:
+        _write_oom_score(given["oom_score_adj"])
     set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
     time.tzset()
-    argv = tuple(message["argv"])
+    argv = list(message["argv"])
     renew_streams()
     renew_randomness()
     _renew_seed()
-    _renew_folders(record.temporary_folder)
+    _renew_folders(temporary)
     importlib.invalidate_caches()
-    sys.argv, sys.orig_argv = list(argv[2:]), list(argv)
+    sys.argv, sys.orig_argv = argv[2:], argv
     show_as(argv)
     gc.enable()
     _set_signals(signals_in(given["ignored"]), message["blocked"])
-    return AgentRequest(argv=argv, record=record)
+    return argv
 
 
 def _renew_seed() -> None:
@@ -103,11 +86,7 @@ def _renew_seed() -> None:
 
 
 def _renew_folders(temporary: str | None) -> None:
-    """Forget in which folder this was imported, and which one for temporary files was chosen since.
-
-    Args:
-        temporary: The one that importing chose, or None.
-    """
+    """Forget in which folder this was imported, and which one for temporary files was chosen since."""
     tempfile.tempdir = temporary
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:  # what it spawns imports from there
@@ -120,10 +99,9 @@ def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
             resource.setrlimit(int(number), (wanted[0], wanted[1]))
 
 
-def _set(name: str, text: str) -> None:
-    if setting(name) != text:
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
-            file.write(text)
+def _write_oom_score(text: str) -> None:
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+        file.write(text)
 
 
 def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
@@ -142,10 +120,10 @@ def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
 
 LOOK_SECONDS = 2.0
 """How often an idle one looks whether it is still wanted."""
-READ_SECONDS = 1.0
-GO_SECONDS = 5.0
-FILES_SECONDS = 60.0
-SHORT_OF_MEMORY = 0.05
+_READ_SECONDS = 1.0
+_GO_SECONDS = 5.0
+_FILES_SECONDS = 60.0
+_SHORT_OF_MEMORY = 0.05
 """It ends when less than this part of the machine's memory is available."""
 _FIRST_TO_GO = "800"
 """Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
@@ -177,14 +155,14 @@ class WarmServer:
         self._is_closing = False
         self._served = 0
         self._deadline = time.monotonic() + seconds
-        self._next_files = time.monotonic() + FILES_SECONDS
+        self._next_files = time.monotonic() + _FILES_SECONDS
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._identity = (0, 0)
         self._take_signals()
         with identity.opened_folder(path, make=True) as opened:
             self._listener, self._identity = identity.listen(opened, name)
 
-    def serve(self) -> AgentRequest:
+    def serve(self) -> list[str]:
         """Serve until the time is over, and end; returns in forked agents only."""
         self._get_ready()
         while True:
@@ -194,8 +172,8 @@ class WarmServer:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
             self._tell_ended()
-            if self._listener.fileno() in readable and (request := self._accept()) is not None:
-                return request
+            if self._listener.fileno() in readable and (argv := self._accept()) is not None:
+                return argv
             if not self._runs and (self._is_closing or self._reason_to_end() is not None):
                 self._end()
 
@@ -215,12 +193,12 @@ class WarmServer:
 
     def _get_ready(self) -> None:
         """Be the first to go where memory is short, be found by name, and share memory with what is forked."""
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
-            file.write(_FIRST_TO_GO)
+        with suppress(OSError):
+            _write_oom_score(_FIRST_TO_GO)
         show_as(("fsdplaunch", "warm"))
         freeze()
 
-    def _accept(self) -> AgentRequest | None:
+    def _accept(self) -> list[str] | None:
         try:
             end, _ = self._listener.accept()
         except OSError:  # it has left again
@@ -230,7 +208,7 @@ class WarmServer:
             return None
         end.setblocking(True)
         channel = Channel(end)
-        channel.limit_waiting(READ_SECONDS)
+        channel.limit_waiting(_READ_SECONDS)
         try:
             received = channel.receive()
             if received is None:
@@ -241,7 +219,7 @@ class WarmServer:
             channel.close()
             return None
 
-    def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+    def _answer(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str] | None:
         try:
             if message.get("launch") == PROTOCOL and len(files) in _FILES:
                 return self._launch(channel, message, files)
@@ -255,7 +233,7 @@ class WarmServer:
                 with suppress(OSError):
                     os.close(file)
 
-    def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest | None:
+    def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str] | None:
         why_not = self._why_not(message)
         if why_not is not None:
             channel.send({"refused": why_not})
@@ -286,16 +264,16 @@ class WarmServer:
             self.close()
         return change
 
-    def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> AgentRequest:
+    def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str]:
         """Be the agent, in the child, once the launcher knows of it; until then nothing of it may be seen."""
         try:
             signal.set_wakeup_fd(-1)
             self._listener.close()
             for end in (*self._wake, *(other.fileno() for other in self._runs.values())):
                 os.close(end)
-            request = become_agent(message, files, self._record)
+            argv = _become_agent(message, files, self._record.temporary_folder)
             files.clear()
-            channel.limit_waiting(GO_SECONDS)
+            channel.limit_waiting(_GO_SECONDS)
             process = os.pidfd_open(os.getpid())
             channel.send({"pid": os.getpid()}, [process])
             os.close(process)
@@ -305,7 +283,7 @@ class WarmServer:
         if word is None or word[0].get("go") is not True:
             os._exit(0)
         channel.close()
-        return request
+        return argv
 
     def _tell_ended(self) -> None:
         while self._runs:
@@ -324,10 +302,10 @@ class WarmServer:
             return "its time is over"
         if not identity.is_at(self._path, self._name, self._identity):
             return "it is no longer to be found"
-        if is_short_of_memory():
+        if _is_short_of_memory():
             return "memory is short"
         if now > self._next_files:
-            self._next_files = now + FILES_SECONDS
+            self._next_files = now + _FILES_SECONDS
             return self._record.change()
         return None
 
@@ -352,18 +330,18 @@ class WarmServer:
         os._exit(0)
 
 
-def is_short_of_memory() -> bool:
+def _is_short_of_memory() -> bool:
     """Return whether little of the machine's memory is available to new processes."""
     total, available = (read_size(MEMORY, name) for name in ("MemTotal", "MemAvailable"))
-    return total is not None and available is not None and available < SHORT_OF_MEMORY * total
+    return total is not None and available is not None and available < _SHORT_OF_MEMORY * total
 
 
-def can_stay() -> bool:
+def _can_stay() -> bool:
     """Return whether this process may be forked from later: it has one thread and no GPU."""
     return not has_threads() and not uses_gpu() and hasattr(socket, "SO_PEERCRED")
 
 
-AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
+_AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
 """What an agent imports beside what its fork server has."""
 
 
@@ -371,7 +349,7 @@ class CannotStayError(Exception):
     """This process cannot be forked from later."""
 
 
-def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> AgentRequest:
+def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> list[str]:
     """Wait for launches in this process until its time is over; returns in agents forked from it only.
 
     Args:
@@ -400,9 +378,9 @@ def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds:
     server = WarmServer(folder_path(environ), name, record, seconds, about)
     try:
         with record.noting():
-            for module in AGENT_MODULES:
+            for module in _AGENT_MODULES:
                 importlib.import_module(module)
-        if why_not := "it has threads, or has opened the GPU" if not can_stay() else record.change():
+        if why_not := "it has threads, or has opened the GPU" if not _can_stay() else record.change():
             raise CannotStayError(why_not)
     except BaseException:
         server.close()

@@ -1,7 +1,7 @@
 """From questions to values: answers that need no asking, what all together write, the rules they break."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -11,75 +11,28 @@ from fsdplaunch.config.problems import ConfigError, Problem
 from fsdplaunch.config.rules.base import find_violations, rule_context
 from fsdplaunch.config.schema.config import KeyPath, build_config, value_at
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.model_questions import CHECKPOINTS, GOAL, MODEL, PRECISION, WRAP
-from fsdplaunch.wizard.question import KEEP, Question, accept, is_answer, proposed
-from fsdplaunch.wizard.run_questions import NODES, RENDEZVOUS, WHERE, WORKERS, XLA, XLA_GRAD_CKPT, XLA_SETTINGS
+from fsdplaunch.wizard.question import KEEP, Question
+from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.state import VERSION, WizardState
-
-_PLACE = (WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT, XLA_SETTINGS)
-QUESTIONS = (*_PLACE, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
-"""Everything that may be asked, besides one for all further keys."""
 
 
 def earlier(question: Question, state: WizardState) -> WizardState:
-    """Return the state with the answers that come before a question, which is all it may depend on.
-
-    Args:
-        question: One of QUESTIONS.
-        state: With any answers.
-    """
+    """Return the state with the answers that come before a question, which is all it may depend on."""
     names = {one.name for one in QUESTIONS[: QUESTIONS.index(question)]}
     return replace(state, answers={name: text for name, text in state.answers.items() if name in names})
 
 
-def check_names(given: Mapping[str, str]) -> None:
-    """Refuse answers to questions that do not exist.
-
-    Args:
-        given: Answers by question name.
-
-    Raises:
-        UsageError: A name is no question's.
-    """
-    names = [question.name for question in QUESTIONS]
-    for name in given:
-        if name not in names:
-            msg = f"{name} is not a question of the wizard"
-            raise UsageError(msg, hint=f"its questions are {', '.join(names)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingValues:
-    """A file whose values the answers start from.
-
-    Attributes:
-        text: The file's text.
-        values: What it says, canonical, by path.
-    """
-
-    text: str
-    values: Mapping[KeyPath, Any]
-
-
-def read_source(path: FilePath) -> StartingValues:
-    """Read a file whose values the answers start from.
-
-    Args:
-        path: The file.
+def read_source(path: FilePath) -> dict[KeyPath, Any]:
+    """Return the canonical values of a file from which the answers start, by path.
 
     Raises:
         ConfigError: It says something that cannot be understood.
     """
-    layer = file_layer(read_file(path, FilePath.cwd()))
-    values = _values(layer)
-    return StartingValues(text=path.read_text(encoding="utf-8"), values=values)
+    return _values(file_layer(read_file(path, FilePath.cwd())))
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[KeyPath, Any]:
     """Return the values that `KEY=VALUE` texts set, by path; None takes a key back.
-
-    Args:
-        overrides: As `--set` takes them.
 
     Raises:
         ConfigError: One of them names no key or gives it none of its values.
@@ -94,16 +47,12 @@ def _values(layer: Layer) -> dict[KeyPath, Any]:
 
 
 def drop_stale_answers(state: WizardState) -> WizardState:
-    """Return the state with every answer dropped that no longer matters or is no longer possible.
-
-    Args:
-        state: With any answers.
-    """
+    """Return the state with every answer dropped that no longer matters or is no longer possible."""
     kept = replace(state, answers={})
     for question in QUESTIONS:
         answer = state.answers.get(question.name)
-        if answer is not None and question.applies(kept) and is_answer(question, answer, kept):
-            kept = kept.answering(question.name, accept(question, answer, kept))
+        if answer is not None and question.applies(kept) and question.is_answer(answer, kept):
+            kept = kept.answering(question.name, question.accept(answer, kept))
     return kept
 
 
@@ -112,23 +61,21 @@ def compose(state: WizardState) -> dict[KeyPath, Any]:
 
     What was not asked comes from the edited file, else from the suggestion; a key that a question decides comes
     from its answer alone; a key that was set by name wins.
-
-    Args:
-        state: With consistent answers.
     """
-    suggested = state.suggestion.config
-    values = dict(state.base) if state.editing else _pinned(state)
+    suggestion = state.suggestion
+    pinned = {path: value_at(suggestion.config, path) for path in suggestion.pins}
+    values = dict(state.base) if state.editing else pinned
     for question in QUESTIONS:
         answer = state.answers.get(question.name)
         if answer is None and question.applies(state):
             if state.editing:
                 continue  # not asked yet: the file's values stand
-            answer = question.read(suggested, state)
+            answer = question.answer_in(suggestion.config, state)
         if _file_stands(question, answer, state):
             continue
         values = {path: value for path, value in values.items() if path not in question.keys}
         if answer is not None:
-            values |= question.write(answer, state)
+            values |= question.values(answer, state)
     if not state.on_tpus:  # torch's FSDP has versions
         values[VERSION] = state.version
     values |= state.settings
@@ -136,49 +83,31 @@ def compose(state: WizardState) -> dict[KeyPath, Any]:
 
 
 def _file_stands(question: Question, answer: str | None, state: WizardState) -> bool:
-    """Tell whether an answer only repeats the edited file, whose own spelling then stays."""
+    """Return whether an answer only repeats the edited file, whose own spelling then stays."""
     if answer == KEEP or not state.editing:
         return answer == KEEP
-    file = in_file(state)
+    file = _answers_of_file(state)
     if answer is None or question.name not in file.answers:
         return answer is None and not question.applies(file)  # it did not matter before either
-    return answer == file.answers[question.name] and question.write(answer, state) == question.write(answer, file)
+    same = answer == file.answers[question.name]
+    return same and question.values(answer, state) == question.values(answer, file)
 
 
-def in_file(state: WizardState) -> WizardState:
-    """Return the state with the edited file's own answers.
-
-    Args:
-        state: With the file's values.
-    """
+def _answers_of_file(state: WizardState) -> WizardState:
     found, config = replace(state, answers={}), build_config(state.base)
     for question in QUESTIONS:
-        answer = question.read(config, found) if question.applies(found) else None
+        answer = question.answer_in(config, found) if question.applies(found) else None
         found = found if answer is None else found.answering(question.name, answer)
     return found
 
 
-def _pinned(state: WizardState) -> dict[KeyPath, Any]:
-    suggestion = state.suggestion
-    return {path: value_at(suggestion.config, path) for path in suggestion.pins}
-
-
 def find_problems(state: WizardState) -> tuple[Problem, ...]:
-    """Return the rules broken by the values that would be written.
-
-    Args:
-        state: With any answers.
-    """
+    """Return the rules broken by the values that would be written."""
     return check(build_config(compose(state)))
 
 
 def broken_rule(question: Question, state: WizardState) -> str | None:
-    """Return which rule an answer breaks, or None; rules about what is asked later stay silent.
-
-    Args:
-        question: The question just answered.
-        state: With the answers up to this one.
-    """
+    """Return which rule the last answer, to `question`, breaks; rules about what is asked later stay silent."""
     place = QUESTIONS.index(question) + 1
     answered = {path for one in QUESTIONS[:place] for path in one.keys} | {*state.settings} | {VERSION}
     open_ones = {path for one in QUESTIONS[place:] for path in one.keys} - answered
@@ -205,14 +134,22 @@ def answer_automatically(question: Question, given: Mapping[str, str], state: Wi
         if by_key is not None:
             msg = f"{question.flag} and --set {'.'.join(by_key)} decide the same"
             raise UsageError(msg, hint="keep one of them")
-        return state.answering(question.name, read_flag(question, given, state))
+        return state.answering(question.name, _read_flag(question, given[question.name], state))
     if by_key is not None:
-        answer = question.read(build_config(compose(state)), state)
-        fits = answer is not None and is_answer(question, answer, state)
+        answer = question.answer_in(build_config(compose(state)), state)
+        fits = question.is_answer(answer, state)
         return state.answering(question.name, answer or "") if fits else state.without(question.name)
-    if not question.asked(state):
-        return state.answering(question.name, proposed(question, state))
-    return None
+    return None if question.asked(state) else state.answering(question.name, question.proposed(state))
+
+
+def _read_flag(question: Question, text: str, state: WizardState) -> str:
+    try:
+        return question.accept(text, state)
+    except UsageError:
+        raise
+    except ValueError as error:
+        msg = f"{question.flag} {error}"
+        raise UsageError(msg, hint=f"{question.flag} {question.metavar}: {question.help}") from None
 
 
 def answer_all(state: WizardState, given: Mapping[str, str], *, yes: bool) -> WizardState:
@@ -229,60 +166,22 @@ def answer_all(state: WizardState, given: Mapping[str, str], *, yes: bool) -> Wi
     unseen: list[tuple[Question, str]] = []
     for question in QUESTIONS:
         if not question.applies(state):
-            refuse_needless(question, given, state)
+            if question.name in given:  # nothing is accepted and ignored
+                decided_by = question.decided_by(state)
+                msg = f"{question.flag} has no meaning with --{decided_by} {state.answers.get(decided_by)}"
+                raise UsageError(msg, hint=f"leave {question.flag} out, or choose another --{decided_by}")
             continue
         after = answer_automatically(question, given, state)
         if after is None:
-            offer = proposed(question, state)
-            if not (yes or question.certain(state)) or not is_answer(question, offer, state):
+            offer = question.proposed(state)
+            if not (yes or question.certain(state)) or not question.is_answer(offer, state):
                 unseen.append((question, offer))
             after = state.answering(question.name, offer)
         state = after
     if unseen:
-        raise _must_ask(unseen)
+        questions = "; ".join(question.words for question, _ in unseen)
+        options = " ".join(f"{question.flag} {question.metavar}" for question, _ in unseen)
+        taken = ", ".join(f"{question.flag} {offer}" for question, offer in unseen if offer)
+        msg = f"cannot answer without asking: {questions}"
+        raise UsageError(msg, hint=f"pass {options}" + (f", or --yes, which takes {taken}" if taken else ""))
     return state
-
-
-def read_flag(question: Question, given: Mapping[str, str], state: WizardState) -> str:
-    """Return the canonical answer that an option gives.
-
-    Args:
-        question: The question.
-        given: Answers by question name, as typed.
-        state: The answers to earlier questions.
-
-    Raises:
-        UsageError: It is no answer.
-    """
-    try:
-        return accept(question, given[question.name], state)
-    except UsageError:
-        raise
-    except ValueError as error:
-        msg = f"{question.flag} {error}"
-        raise UsageError(msg, hint=f"{question.flag} {question.metavar}: {question.help}") from None
-
-
-def refuse_needless(question: Question, given: Mapping[str, str], state: WizardState) -> None:
-    """Refuse an option that the other answers leave without a meaning: nothing is accepted and ignored.
-
-    Args:
-        question: A question that does not apply.
-        given: Answers by question name, as typed.
-        state: The answers to earlier questions.
-
-    Raises:
-        UsageError: It was given.
-    """
-    if question.name in given:
-        decided_by = question.decided_by(state)
-        msg = f"{question.flag} has no meaning with --{decided_by} {state.answers.get(decided_by)}"
-        raise UsageError(msg, hint=f"leave {question.flag} out, or choose another --{decided_by}")
-
-
-def _must_ask(unseen: list[tuple[Question, str]]) -> UsageError:
-    questions = "; ".join(question.text for question, _ in unseen)
-    options = " ".join(f"{question.flag} {question.metavar}" for question, _ in unseen)
-    taken = ", ".join(f"{question.flag} {offer}" for question, offer in unseen if offer)
-    msg = f"cannot answer without asking: {questions}"
-    return UsageError(msg, hint=f"pass {options}" + (f", or --yes, which takes {taken}" if taken else ""))

@@ -1,10 +1,10 @@
 """What a question is: data and pure functions. Who asks it, and how, is the matter of `wizard.conversation`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdplaunch.config.schema.config import Config, KeyPath, build_config
+from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.wizard.state import WizardState
 
@@ -12,6 +12,13 @@ KEEP = "keep"
 """The answer that leaves a question's keys as the existing file says them."""
 TYPE_IT = "..."
 """The choice that opens a line to type an answer in."""
+
+
+class UserMessages(Protocol):
+    """Where words go that are not a prompt: `fsdplaunch.cli.output.Output`, or a list in a test."""
+
+    def say(self, text: str) -> None:
+        """Print something, on stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +40,17 @@ class Choice:
     disabled: str | None = None
 
 
-def _always(_: WizardState) -> bool:
-    return True
-
-
-def _no_choices(_: WizardState) -> tuple[Choice, ...]:
-    return ()
-
-
-def _no_remark(_: WizardState) -> str:
-    return ""
-
-
-def _by_place(_: WizardState) -> str:
-    return "where"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question.
+    """One question. What it does not say itself comes from the schema of its first key.
 
     Attributes:
         name: Of the answer, and of the flag: `--name`.
-        text: What is asked.
         help: One sentence for the flag's help and for `?`.
         metavar: What the flag takes, for its help.
         keys: The configuration keys it decides; no other part of the wizard writes them.
+        text: What is asked.
+        means: The first key's value for each answer, where answers are not the key's own words.
         write: The keys' values for an answer.
         read: The answer that a configuration holds; None when no answer says it.
         check: Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
@@ -72,108 +64,93 @@ class Question:
     """
 
     name: str
-    text: str
     help: str
     metavar: str
     keys: tuple[KeyPath, ...]
-    write: Callable[[str, WizardState], Mapping[KeyPath, Any]]
-    read: Callable[[Config, WizardState], str | None]
+    text: str = ""
+    means: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[[str, WizardState], Mapping[KeyPath, Any]] | None = None
+    read: Callable[[Config, WizardState], str | None] | None = None
     check: Callable[[str, WizardState], str] | None = None
-    applies: Callable[[WizardState], bool] = _always
-    asked: Callable[[WizardState], bool] = _always
-    choices: Callable[[WizardState], tuple[Choice, ...]] = _no_choices
+    applies: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
+    asked: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
+    choices: Callable[[WizardState], tuple[Choice, ...]] = lambda state: ()  # noqa: ARG005
     typed: str = ""
-    remark: Callable[[WizardState], str] = _no_remark
-    decided_by: Callable[[WizardState], str] = _by_place
-    certain: Callable[[WizardState], bool] = _always
+    remark: Callable[[WizardState], str] = lambda state: ""  # noqa: ARG005
+    decided_by: Callable[[WizardState], str] = lambda state: "where"  # noqa: ARG005
+    certain: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
 
     @property
     def flag(self) -> str:
         """Return the option that answers it."""
         return f"--{self.name}"
 
+    @property
+    def words(self) -> str:
+        """Return what is asked."""
+        return self.text or keys_by_path()[self.keys[0]].key.question or ""
 
-def accept(question: Question, text: str, state: WizardState) -> str:
-    """Return the canonical answer.
+    def values(self, answer: str, state: WizardState) -> Mapping[KeyPath, Any]:
+        """Return the keys' values for an answer."""
+        if self.write is not None:
+            return self.write(answer, state)
+        path = self.keys[0]
+        return {path: self.means[answer] if self.means else keys_by_path()[path].key.kind.parse(answer)}
 
-    Args:
-        question: The question.
-        text: As typed, chosen or given by flag.
-        state: The answers to earlier questions.
+    def answer_in(self, config: Config, state: WizardState) -> str | None:
+        """Return the answer that a configuration holds; None when no answer says it."""
+        if self.read is not None:
+            return self.read(config, state)
+        value = value_at(config, self.keys[0])
+        if self.means:
+            return next((answer for answer, meant in self.means.items() if meant == value), None)
+        return keys_by_path()[self.keys[0]].key.kind.write(value)
 
-    Raises:
-        ValueError: It is no answer; the text says why.
-    """
-    text = text.strip()
-    if text == KEEP and can_keep(question, state):
-        return KEEP
-    for choice in question.choices(state):
-        if choice.value == text.lower() and choice.value != TYPE_IT:
-            if choice.disabled:
-                msg = f"{choice.value} is not possible: {choice.disabled}"
-                raise ValueError(msg)
-            return choice.value
-    if question.check is None:
-        msg = f"must be one of {', '.join(choice.value for choice in question.choices(state))}, got {text!r}"
-        raise ValueError(msg)
-    try:
-        return question.check(text, state)
-    except LaunchError as error:
-        raise ValueError(error.message) from None
+    def accept(self, text: str, state: WizardState) -> str:
+        """Return the canonical answer.
 
+        Args:
+            text: As typed, chosen or given by flag.
+            state: The answers to earlier questions.
 
-def can_keep(question: Question, state: WizardState) -> bool:
-    """Tell whether the edited file says something here that no answer can say on this machine.
+        Raises:
+            ValueError: It is not an answer; the text says why.
+        """
+        text = text.strip()
+        if text == KEEP and self.can_keep(state):
+            return KEEP
+        choices = self.choices(state)
+        for choice in choices:
+            if choice.value == text.lower() and choice.value != TYPE_IT:
+                if choice.disabled:
+                    msg = f"{choice.value} is not possible: {choice.disabled}"
+                    raise ValueError(msg)
+                return choice.value
+        if self.check is None:
+            msg = f"must be one of {', '.join(choice.value for choice in choices)}, got {text!r}"
+            raise ValueError(msg)
+        try:
+            return self.check(text, state)
+        except LaunchError as error:
+            raise ValueError(error.message) from None
 
-    Args:
-        question: The question.
-        state: With the file's values.
-    """
-    if not any(path in state.base for path in question.keys):
-        return False
-    answer = _from_file(question, state)
-    return answer is None or not is_answer(question, answer, state)
+    def is_answer(self, text: str | None, state: WizardState) -> bool:
+        """Return whether a text answers it, given the answers to earlier questions."""
+        try:
+            return text is not None and self.accept(text, state) is not None
+        except ValueError:
+            return False
 
+    def can_keep(self, state: WizardState) -> bool:
+        """Return whether the edited file says something here that no answer can say on this machine."""
+        in_file = any(path in state.base for path in self.keys)
+        return in_file and not self.is_answer(self.answer_in(build_config(state.base), state), state)
 
-def _from_file(question: Question, state: WizardState) -> str | None:
-    return question.read(build_config(state.base), state)
-
-
-def proposed(question: Question, state: WizardState) -> str:
-    """Return the answer to offer first: the file's when one is edited, else the suggestion's.
-
-    Args:
-        question: The question.
-        state: The answers to earlier questions.
-    """
-    offers = [_from_file(question, state)] if state.editing else []
-    if state.editing and can_keep(question, state):
-        offers.insert(0, KEEP)
-    offers += [question.read(state.suggestion.config, state)]
-    offers += [choice.value for choice in question.choices(state) if not choice.disabled]
-    for offer in offers:
-        if offer is not None and is_answer(question, offer, state):
-            return offer
-    return ""
-
-
-def is_answer(question: Question, text: str, state: WizardState) -> bool:
-    """Tell whether a text answers a question.
-
-    Args:
-        question: The question.
-        text: The text.
-        state: The answers to earlier questions.
-    """
-    try:
-        accept(question, text, state)
-    except ValueError:
-        return False
-    return True
-
-
-class UserMessages(Protocol):
-    """Where such words go: `fsdplaunch.cli.output.Output`, or a list in a test."""
-
-    def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
+    def proposed(self, state: WizardState) -> str:
+        """Return the answer to offer first: the file's when one is edited, else the suggestion's."""
+        offers = [self.answer_in(build_config(state.base), state)] if state.editing else []
+        if state.editing and self.can_keep(state):
+            offers.insert(0, KEEP)
+        offers += [self.answer_in(state.suggestion.config, state)]
+        offers += [choice.value for choice in self.choices(state) if not choice.disabled]
+        return next((offer for offer in offers if offer is not None and self.is_answer(offer, state)), "")

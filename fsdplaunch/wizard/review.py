@@ -1,156 +1,21 @@
 """What the wizard comes to: the text to write or its changes, memory, notes, the command that repeats it."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.load import DEFAULT_FILE
-from fsdplaunch.config.render import render
-from fsdplaunch.config.resolve import resolve
+from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import flow_text, plain_value
-from fsdplaunch.display_text import GIB
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.memory import memory_need, training_setup, verdict_of
-from fsdplaunch.estimate.model import read_architecture, read_sizes
-from fsdplaunch.wizard.answers import QUESTIONS, answer_all, compose
-from fsdplaunch.wizard.model_questions import GOAL, memory_words
+from fsdplaunch.wizard.answers import answer_all, compose
 from fsdplaunch.wizard.question import KEEP
+from fsdplaunch.wizard.questions import GOAL, QUESTIONS, memory_words
 from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
-
-_LENGTH = 2048
-
-
-def step_words(state: WizardState) -> Iterator[str]:
-    """Yield a line about the memory of one step, activations included; nothing where it is not known.
-
-    Args:
-        state: With all answers.
-    """
-    model, workers = state.run_facts.model, state.workers
-    if model is None or model.folder is None or workers is None or state.answers.get("where") == "cpu":
-        return
-    try:
-        shape = read_architecture(model.folder / "config.json").shape
-        config = resolve(build_config(compose(state)))
-        setup = training_setup(
-            config,
-            world=workers * state.num_nodes,
-            per_node=workers,
-            batch_size=1,
-            length=min(shape.max_length or _LENGTH, _LENGTH),
-            optimizer="adamw",
-            on_gpu=True,
-        )
-        need = memory_need(read_sizes(model.folder), shape, setup)
-    except UsageError:
-        return  # a family that is not known, or a mesh that a rule refuses in its own words
-    memory = state.run_facts.hardware.gpu_memory_bytes
-    verdict = verdict_of(need.gpu, memory)
-    limit = f" of {memory / GIB:.0f}" if memory else ""
-    fits = f" ({verdict})" if verdict != "unknown" else ""
-    yield (
-        f"One step of 1 x {setup.length} tokens per worker: {need.gpu / GIB:.1f}{limit} GiB per GPU{fits}; "
-        f"fsdplaunch estimate {shlex.quote(str(model.folder))} says more."
-    )
-
-
-def preview(old: str | None, new: str, path: FilePath) -> str:
-    """Return the new file, or its differences from the existing one.
-
-    Args:
-        old: The existing file's text, or None.
-        new: What would be written.
-        path: The file.
-    """
-    if old is None:
-        return f"{path} (new)\n" + "".join(f"  {line}\n" for line in new.splitlines())
-    lines = list(unified_diff(old.splitlines(), new.splitlines(), f"{path} (now)", str(path), n=2, lineterm=""))
-    return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
-
-
-def remarks(state: WizardState) -> list[str]:
-    """Return what to say below the text: the estimate, and what no key can say.
-
-    Args:
-        state: With all answers.
-    """
-    goal = state.answers.get(GOAL.name)
-    words, _ = memory_words(goal, state) if goal and goal != KEEP else ("", None)
-    lines = [f"Estimate: {words}, before activations."] if words else []
-    lines += step_words(state)
-    notes = [note for note in state.suggestion.notes if note not in state.facts.hardware.notes]
-    return [*lines, *(f"Note: {note}" for note in notes)]
-
-
-def closing_words(path: FilePath, command: str) -> str:
-    """Return what to say once the file is written.
-
-    Args:
-        path: The file.
-        command: The command that writes it again.
-    """
-    option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
-    return (
-        f"Wrote {path}\n"
-        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing\n"
-        f"        fsdplaunch launch{option} train.py\n"
-        f"Same again without questions:\n"
-        f"        {command}"
-    )
-
-
-def repeat_command(state: WizardState, file: FilePath, *, overwrite: bool = False) -> str:
-    """Return the command that writes the same file without questions.
-
-    Args:
-        state: With all answers.
-        file: The file.
-        overwrite: Whether the command must replace a file.
-    """
-    answers, settings = _repeatable_answers(state)
-    words = ["fsdplaunch", "config"]
-    for question in QUESTIONS:
-        if answers.get(question.name):
-            words += [question.flag, answers[question.name]]
-    for path, spec in keys_by_path().items():
-        if path in settings:
-            value = settings[path]
-            words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
-    words += ["--output", str(file)] if str(file) != DEFAULT_FILE else []
-    return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
-
-
-def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[KeyPath, Any]]:
-    """Return the options and `--set`s that lead to the same values without questions and without a file."""
-    answers = {name: text for name, text in state.answers.items() if text != KEEP}
-    settings: dict[KeyPath, Any] = {} if state.version == NEWEST else {VERSION: state.version}
-    target = compose(state)
-    while True:
-        fresh = WizardState(facts=state.facts, settings=settings)
-        missed = _differences(compose(answer_all(fresh, answers, yes=True)), target)
-        if not missed:
-            return answers, settings
-        settings |= missed
-        # An option and a key that decide the same are refused together.
-        by_key = {one.name for one in QUESTIONS if settings.keys() & {*one.keys}}
-        answers = {name: text for name, text in answers.items() if name not in by_key}
-        left = WizardState(facts=state.facts, answers=answers, settings=settings)
-        answers = {one.name: answers[one.name] for one in QUESTIONS if one.name in answers and one.applies(left)}
-
-
-def _differences(before: Mapping[KeyPath, Any], after: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """Return the values that turn one configuration into another; None takes a key back."""
-    paths = [
-        path
-        for path, spec in keys_by_path().items()
-        if before.get(path, spec.default) != after.get(path, spec.default)
-    ]
-    return {path: after.get(path) for path in paths}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,27 +60,89 @@ def conclude(
         config=build_config(values),
         answers=dict(state.answers),
         reasons={".".join(pin): suggestion.reasons[".".join(pin)] for pin in taken},
-        notes=tuple(note for note in suggestion.notes if note not in state.facts.hardware.notes),
-        command=repeat_command(state, path, overwrite=overwrite),
+        notes=_notes(state),
+        command=_repeat_command(state, path, overwrite=overwrite),
     )
 
 
 def new_text(state: WizardState, edited: str | None) -> str:
-    """Return the text to write: the edited file with only its changed keys touched, else a new one.
-
-    Args:
-        state: With every answer.
-        edited: The text of the file that is changed in place, or None.
-    """
+    """Return the text to write: the edited file with only its changed keys touched, else a new one."""
     values = compose(state)
-    if edited is None:
-        return render(build_config(values))
-    changes = [
-        (spec, values.get(path))
-        for path, spec in keys_by_path().items()
-        if values.get(path) != state.base.get(path)
-    ]
-    try:
-        return set_keys(edited, changes)
-    except UsageError:
-        return render(build_config(values))  # values shared through anchors: the text cannot be kept
+    changed = [path for path in keys_by_path() if values.get(path) != state.base.get(path)]
+    if edited is not None:
+        try:
+            return set_keys(edited, [(keys_by_path()[path], values.get(path)) for path in changed])
+        except UsageError:
+            pass  # values shared through anchors: the text cannot be kept
+    return render(build_config(values))
+
+
+def preview(old: str | None, new: str, path: FilePath) -> str:
+    """Return the new file, or its differences from the existing one, whose text is `old`."""
+    if old is None:
+        return f"{path} (new)\n" + "".join(f"  {line}\n" for line in new.splitlines())
+    lines = list(unified_diff(old.splitlines(), new.splitlines(), f"{path} (now)", str(path), n=2, lineterm=""))
+    return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
+
+
+def remarks(state: WizardState) -> list[str]:
+    """Return what to print below the text: the estimate, and what no key can say."""
+    goal = state.answers.get(GOAL.name)
+    words, _ = memory_words(goal, state) if goal and goal != KEEP else ("", None)
+    model = state.run_facts.model
+    more = f"; fsdplaunch estimate {shlex.quote(str(model.folder))} says more" if model and model.folder else ""
+    lines = [f"Estimate: {words}, before activations{more}."] if words else []
+    return [*lines, *(f"Note: {note}" for note in _notes(state))]
+
+
+def _notes(state: WizardState) -> tuple[str, ...]:
+    return tuple(note for note in state.suggestion.notes if note not in state.facts.hardware.notes)
+
+
+def closing_words(path: FilePath, command: str) -> str:
+    """Return what to print once the file is written; `command` writes it again."""
+    option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
+    return (
+        f"Wrote {path}\n"
+        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing\n"
+        f"        fsdplaunch launch{option} train.py\n"
+        f"Same again without questions:\n"
+        f"        {command}"
+    )
+
+
+def _repeat_command(state: WizardState, file: FilePath, *, overwrite: bool) -> str:
+    answers, settings = _repeatable_answers(state)
+    words = ["fsdplaunch", "config"]
+    for question in QUESTIONS:
+        if answers.get(question.name):
+            words += [question.flag, answers[question.name]]
+    for path, spec in keys_by_path().items():
+        if path in settings:
+            value = settings[path]
+            words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
+    words += ["--output", str(file)] if str(file) != DEFAULT_FILE else []
+    return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
+
+
+def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[KeyPath, Any]]:
+    """Return the options and `--set`s that lead to the same values without questions and without a file."""
+    answers = {name: text for name, text in state.answers.items() if text != KEEP}
+    settings: dict[KeyPath, Any] = {} if state.version == NEWEST else {VERSION: state.version}
+    target = compose(state)
+    while True:
+        fresh = WizardState(facts=state.facts, settings=settings)
+        found = compose(answer_all(fresh, answers, yes=True))
+        missed = {  # None takes a key back
+            path: target.get(path)
+            for path, spec in keys_by_path().items()
+            if found.get(path, spec.default) != target.get(path, spec.default)
+        }
+        if not missed:
+            return answers, settings
+        settings |= missed
+        # An option and a key that decide the same are refused together.
+        by_key = {one.name for one in QUESTIONS if settings.keys() & {*one.keys}}
+        answers = {name: text for name, text in answers.items() if name not in by_key}
+        left = WizardState(facts=state.facts, answers=answers, settings=settings)
+        answers = {one.name: answers[one.name] for one in QUESTIONS if one.name in answers and one.applies(left)}

@@ -9,7 +9,7 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
 from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
-from fsdplaunch.wizard.answers import answer_all, check_names, find_problems, read_overrides, read_source
+from fsdplaunch.wizard.answers import answer_all, find_problems, read_overrides, read_source
 from fsdplaunch.wizard.question import UserMessages
 from fsdplaunch.wizard.review import WizardResult, conclude
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
@@ -46,18 +46,17 @@ def run_wizard(
         KeyboardInterrupt: The user left.
     """
     given = dict(answers or {})
-    check_names(given)
     source = read_source(start_from) if start_from else None
     state = WizardState(
         facts=facts,
         settings=read_overrides(overrides),
-        base=source.values if source else {},
+        base=source or {},
         editing=source is not None,
     )
     if interactive and not yes:
-        from fsdplaunch.wizard.conversation import FileChoice  # imports questionary, 100 ms
+        from fsdplaunch.wizard.conversation import Conversation  # imports questionary, 100 ms
 
-        return FileChoice(state=state, given=given, path=path, overwrite=overwrite, out=out).run()
+        return Conversation(state=state, given=given, path=path, overwrite=overwrite, out=out).run()
     if path.exists() and not overwrite:
         msg = f"{path} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --output FILE writes another one")

@@ -15,7 +15,7 @@ SCRIPT = "print('trains')\n"
         (["--memory", "much", "train.py"], "error: --memory 'much' is not a size"),
         (["--write", "fsdp.yaml", "train.py"], "error: fsdp.yaml exists"),
         (["--write", "no/where.yaml", "train.py"], "there is no folder"),
-        (["--html", "folder", "train.py"], "error: folder is a folder"),
+        (["--write", "folder", "--overwrite", "train.py"], "error: folder is a folder"),
         (["--resume", "nothing"], "error: --resume nothing: no search by this name"),
         (["--set", "num_machines=2", "--set", "main_process_ip=a", "train.py"], "is for 2 nodes, and"),
         (["--set", "distributed_type=MULTI_GPU", "train.py"], "distributed_type MULTI_GPU shards nothing"),

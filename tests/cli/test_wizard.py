@@ -18,9 +18,8 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from fsdplaunch.display_text import GIB
 from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
-from fsdplaunch.wizard.answers import QUESTIONS
-from fsdplaunch.wizard.conversation import FileChoice
-from fsdplaunch.wizard.prompts import Prompts
+from fsdplaunch.wizard.conversation import Conversation, Prompts
+from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
@@ -77,7 +76,7 @@ def talk(*keys, facts=EIGHT, columns=100, answers=None, path="fsdp.yaml", settin
         reader = threading.get_ident()
         typist = threading.Thread(target=type_when_at_rest, args=(keyboard, keys[1:], drawn, reader), daemon=True)
         typist.start()
-        dialogue = FileChoice(
+        dialogue = Conversation(
             state=WizardState(facts=facts, settings=settings or {}),
             given=answers or {},
             path=Path(path),
@@ -135,8 +134,8 @@ def test_wizard_tpus_lead_to_their_questions():
 
 def test_wizard_one_machine_is_asked_eight_questions_and_whether_to_write():
     drawn = talk(ENTER * 9).drawn
-    asked = {question.text for question in QUESTIONS if question.text in drawn}
-    assert {question.text for question in QUESTIONS} - asked == {
+    asked = {question.words for question in QUESTIONS if question.words in drawn}
+    assert {question.words for question in QUESTIONS} - asked == {
         "How many nodes?",
         "Where do the nodes meet? Address of node 0",
         *OF_TPUS,
@@ -422,7 +421,7 @@ def test_wizard_every_question_can_be_explained():
 def test_config_command_has_one_option_per_question():
     import inspect
 
-    from fsdplaunch.cli.config_commands import config
+    from fsdplaunch.cli.commands import config
 
     parameters = {name.replace("_", "-") for name in inspect.signature(config).parameters}
     assert {question.name for question in QUESTIONS} <= parameters

@@ -295,11 +295,11 @@ def test_copy_of_a_compiled_module_computes_with_its_own_parameters() -> None:
     from copy import deepcopy
     from inspect import signature
 
+    from fsdplaunch.config.schema.sharding_sections import DynamoConfig
     from fsdplaunch.runtime.sharding.compute import CompiledForward
-    from fsdplaunch.runtime.sharding.settings import Compiling
 
     module = nn.Linear(3, 2)
-    module.__dict__["forward"] = CompiledForward(module, Compiling(backend="eager"))
+    module.__dict__["forward"] = CompiledForward(module, DynamoConfig(dynamo_backend="EAGER"))
     copied = deepcopy(module)
     with torch.no_grad():
         copied.weight.zero_()

@@ -24,16 +24,13 @@ from tests.needs import has
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 1000, "intermediate_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "d_model": 64,
-    "num_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 96, "ffn_dim": 96, "word_embed_proj_dim": 64,
+    "vocab_size": 1000, "intermediate_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4,
     "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }  # fmt: skip
-GROUPED = 4 if has("torch", "2.9") else 8
-"""Heads of keys and values; for fewer of them than of queries torch 2.7 holds attention's matrix on the CPU."""
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 704,
-    "num_attention_heads": 8, "num_key_value_heads": GROUPED, "num_hidden_layers": 4, "vocab_size": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 4096,
     "max_position_embeddings": 1024, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 BATCH, LENGTH = 2, 256
@@ -64,11 +61,8 @@ def test_parameters_of_every_family_are_those_transformers_builds(kind: str) -> 
 
     tried = 0
     for name in (
-        "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM",
-        "AutoModelForSequenceClassification", "AutoModel",
+        "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModel",
     ):  # fmt: skip
-        if (kind in ("bert", "roberta") and "Causal" in name) or (kind == "t5" and "Sequence" in name):
-            continue  # heads that these families have, but nobody trains
         try:
             with torch.device("meta"):
                 model = getattr(transformers, name).from_config(small_config(kind))
@@ -178,8 +172,6 @@ def test_trace_at_a_thousand_ranks_adds_up(llama: Path) -> None:
     assert trace.sizes.parameters == read_architecture(llama).sizes.parameters
     assert trace.sizes.depth == 4
     assert trace.parts["optimizer"] == pytest.approx(2 * trace.parts["parameters"], rel=0.02)
-    assert {phase for phase, _ in trace.course} == {"forward", "backward", "step"}
-    assert max(amount for _, amount in trace.course) == trace.total
     assert trace.phase in ("forward", "backward")
     assert need is not None
     assert need.total == pytest.approx(trace.total, rel=0.15)

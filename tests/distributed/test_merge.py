@@ -35,10 +35,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
 from fsdplaunch.errors import CheckpointError
-from tests.needs import has, needs
 
 TIMEOUT = 120
-STRIDED = {"strided_even": 8} | ({"strided": 9} if has("torch", "2.9") else {})
+STRIDED = {"strided_even": 8, "strided": 9}
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -202,10 +201,9 @@ TWO = [
     *("rows", "columns", "fsdp2", "fsdp2_bf16", "odd", "fsdp1_sharded_tensor", "fsdp1_dtensor"),
     *("run/pytorch_model_fsdp_0", "flat", "accelerate1/pytorch_model_fsdp_0", "accelerate2/pytorch_model_fsdp_0"),
 ]
-_uneven = needs("torch", "2.9", "does not shard uneven rows twice, by FSDP2 and tensor parallelism")
 FOUR = [
     *("rows", "columns", "fsdp2", "fsdp2_bf16", "hsdp", "grid", "strided_even"),
-    pytest.param("strided", marks=_uneven),
+    "strided",
 ]
 
 

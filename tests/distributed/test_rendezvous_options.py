@@ -10,7 +10,6 @@ from fsdplaunch.agent.main import split
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
-from tests.needs import needs
 
 SAID = LaunchSection(
     max_restarts=3,
@@ -44,7 +43,6 @@ def test_every_option_reaches_torchs_configuration():
     assert said.items() <= config.rdzv_configs.items()
 
 
-@needs("torch", "2.9", "writes no events of its agent")
 def test_log_of_events_reaches_torchs_configuration():
     assert torchs(Config(launch=replace(SAID, event_log="console"))).event_log_handler == "console"
 

@@ -7,8 +7,8 @@ import shlex
 import pytest
 import typer.main
 
-from fsdplaunch.cli.app import app, run
-from fsdplaunch.cli.commands import expanded
+from fsdplaunch.cli.app import run
+from fsdplaunch.cli.commands import app, expanded
 from fsdplaunch.errors import LaunchError
 from tests.docs.pages import ROOT, blocks, every, spans
 

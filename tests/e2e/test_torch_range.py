@@ -25,7 +25,7 @@ if os.environ["RANK"] == "0":
     print("prepared")
 """
 GLOO_LINE = "[Gloo] Rank"
-"""The line of torch 2.8 to 2.10, which a torch that hides its version keeps."""
+"""The line of torch 2.9 and 2.10, which a torch that hides its version keeps."""
 SENTENCE = "torch 9.9.9 is too new to have been tested"
 
 
@@ -33,8 +33,7 @@ def made_up(folder: Path) -> dict[str, str]:
     (folder / "made-up/torch").mkdir(parents=True)
     (folder / "made-up/torch/__init__.py").write_text(STAND_IN)
     (folder / "made-up/torch/version.py").write_text('__version__ = "9.9.9"\n')
-    # A torch before 2.9 that hides its version would have its default store take a socket, which it cannot.
-    return {"PYTHONPATH": os.pathsep.join([str(folder / "made-up"), str(ROOT)]), "USE_LIBUV": "0"}
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "made-up"), str(ROOT)])}
 
 
 def without_gloo(output: str) -> list[str]:

@@ -48,7 +48,7 @@ def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_f
     assert "output of the script" not in stdout + stderr
     folder = stderr.rpartition("--resume ")[2].strip()
 
-    done = fsdplaunch("tune", "--resume", folder, "--json", "--write", "fast.yaml", "--html", "tune.html")
+    done = fsdplaunch("tune", "--resume", folder, "--json", "--write", "fast.yaml")
     assert done.returncode == 0, done.stderr
     assert "going on after 1 launch" in done.stderr
     found = json.loads(done.stdout)
@@ -60,17 +60,12 @@ def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_f
     assert re.fullmatch("rank [01]: ValueError: no checkpointing here", fails["reason"])
     assert yours["step_seconds"] >= 0.4
     assert 0.01 <= keeps["step_seconds"] < yours["step_seconds"]
-    assert 8 / 0.4 >= yours["samples_per_second"] > 0  # four rows on each of two workers
     assert yours["memory"] > 50 << 20
-    assert 0 <= yours["waiting"] <= 1
     assert found["comparisons"][0]["verdict"] == "first"
     assert "# mine" in (tmp_path / "fast.yaml").read_text()
-    assert (
-        "less time per step by itself\n  fsdp_reshard_after_forward: false" in (tmp_path / "fast.yaml").read_text()
-    )
-    assert "<svg" in (tmp_path / "tune.html").read_text()
+    assert "false  " in (tmp_path / "fast.yaml").read_text().splitlines()[1]  # what it gained
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "fast.yaml", "fsdp.yaml", "log.txt", "runs", "train.py", "tune.html",
+        "fast.yaml", "fsdp.yaml", "log.txt", "runs", "train.py",
     ]  # fmt: skip
     assert (tmp_path / "log.txt").stat().st_size == 2 << 20
     assert not list(tmp_path.glob("runs/*/work"))

@@ -119,7 +119,7 @@ def _free_port() -> int:
 
 
 def _of_ranks(printed: str) -> list[str]:
-    """Return what ranks print, without what gloo of torch 2.8 to 2.10 does."""
+    """Return what ranks print, without what gloo of torch 2.9 and 2.10 does."""
     return [line for line in printed.splitlines() if line.startswith("rank ")]
 
 

@@ -1,21 +1,16 @@
-"""Contradictions between keys. One small function per rule; every rule has a stable id.
+"""Contradictions between keys, and keys without effect: what a rule is, and how rules are looked at.
 
-A rule looks at a `RuleContext` and yields a `Violation` each time. Values of keys are checked by their kinds. What
-a rule of `NOTES` finds is no error: the key changes nothing, and the run is as accelerate and torch would have it.
+A rule is one small function with a stable id. It looks at a `RuleContext` and yields a `Violation` each time.
+Values of single keys are checked by their kinds. What a note rule finds is not an error: the key changes nothing,
+and the run is as accelerate and torch would have it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from fsdplaunch.config.resolve import resolve, shards_on_xla, uses_xla
-from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, value_at
-
-TorchVersion = Callable[[], tuple[int, int] | None]
-
-
-def _unknown() -> None:
-    """Return None: the run may be for another node."""
+from fsdplaunch.config.resolve import AxisSizes, configured_axes, resolve, shards_on_xla, uses_xla
+from fsdplaunch.config.schema.config import Config, FsdpConfig, KeyPath, KeySpec, all_keys, keys_by_path, value_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,37 +21,52 @@ class RuleContext:
         given: As configured; None where a key is not set.
         config: The same, resolved.
         set_paths: The keys that are set.
-        torch: Called where it matters, gives major and minor version of the torch that the run will have, or None
-            where that cannot be known here.
     """
 
     given: Config
     config: Config
     set_paths: frozenset[KeyPath]
-    torch: TorchVersion = _unknown
+
+    @property
+    def fsdp(self) -> FsdpConfig:
+        """Return fsdp_config, resolved."""
+        return self.config.fsdp_config
 
     @property
     def version(self) -> int:
         """Return the FSDP version that would run."""
-        return self.config.fsdp_config.fsdp_version or 2
+        return self.fsdp.fsdp_version or 2
+
+    @property
+    def strategy(self) -> str:
+        """Return the sharding strategy, resolved."""
+        return self.fsdp.fsdp_sharding_strategy or ""
+
+    @property
+    def axes(self) -> AxisSizes:
+        """Return the mesh's sizes as configured."""
+        return configured_axes(self.config)
 
     @property
     def shards(self) -> bool:
-        """Tell whether torch's FSDP is configured at all."""
+        """Return whether torch's FSDP is configured at all."""
         return self.config.distributed_type == "FSDP" and not uses_xla(self.config)
 
     @property
     def shards_on_xla(self) -> bool:
-        """Tell whether PyTorch/XLA shards."""
+        """Return whether PyTorch/XLA shards."""
         return shards_on_xla(self.config)
 
-    def sets(self, spec: KeySpec) -> bool:
-        """Tell whether a key is set to another value than its default."""
-        return spec.path in self.set_paths and value_at(self.given, spec.path) != spec.default
+    def sets(self, path: KeyPath) -> bool:
+        """Return whether a key is set to another value than its default."""
+        return path in self.set_paths and value_at(self.given, path) != keys_by_path()[path].default
+
+    def keys_set(self, wanted: Callable[[KeySpec], Any]) -> list[KeySpec]:
+        """Return the keys set to another value than their default for which `wanted` holds."""
+        return [spec for spec in all_keys() if wanted(spec) and self.sets(spec.path)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class Violation(NamedTuple):
     """A rule that a configuration breaks, or what a note is about.
 
     Attributes:
@@ -79,22 +89,19 @@ _ALWAYS = {"not-supported-yet", "other-engine", "nothing-sharded", "unused-block
 """Rules that look at how to shard where torch's FSDP does not shard, too; so do those with xla in their name."""
 
 
-def rule(rule_id: str) -> Callable[[Check], Check]:
+def rule(rule_id: str, table: dict[str, Check] = RULES) -> Callable[[Check], Check]:
     """Register a rule under its stable id."""
-    return _register(RULES, rule_id)
 
-
-def note_rule(rule_id: str) -> Callable[[Check], Check]:
-    """Register a rule whose violations are notes under its stable id."""
-    return _register(NOTES, rule_id)
-
-
-def _register(table: dict[str, Check], rule_id: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         table[rule_id] = check
         return check
 
     return register
+
+
+def note_rule(rule_id: str) -> Callable[[Check], Check]:
+    """Register a rule whose violations are notes under its stable id."""
+    return rule(rule_id, NOTES)
 
 
 def rule_context(config: Config) -> RuleContext:
@@ -113,34 +120,17 @@ def mesh(name: str) -> KeyPath:
     return ("parallelism_config", f"parallelism_config_{name}_size")
 
 
-@rule("not-supported-yet")
-def _pending(context: RuleContext) -> Iterator[Violation]:
-    """Refuse a value of a key that accelerate honours and this cannot, now or ever."""
-    for spec in all_keys():
-        unread = spec.path[0] == "fsdp_config" and not context.shards
-        if spec.key.pending and context.sets(spec) and not unread:
-            yield Violation(about=(spec.path,), message=spec.key.pending, hint="remove the key")
-
-
-@rule("newer-torch")
-def _newer_torch(context: RuleContext) -> Iterator[Violation]:
-    """Refuse a value that only a newer torch than the installed one can honour; checked where the run starts."""
-    for spec in all_keys():
-        needed = spec.key.torch_for(value_at(context.given, spec.path)) if spec.key.needs_torch else ""
-        if not needed or not context.sets(spec) or context.config.ssh.hosts or context.config.ssh.hostfile:
-            continue
-        installed = context.torch()
-        if installed is not None and installed < tuple(map(int, needed.split("."))):
-            here = ".".join(map(str, installed))
-            value = shown_value(value_at(context.given, spec.path))
-            message = f"{value} needs torch {needed} or newer, and torch {here} is installed"
-            hint = f"leave it out, or install torch {needed} or newer"
-            yield Violation(about=(spec.path,), message=message, hint=hint)
-
-
 def shown_value(value: Any) -> str:
     """Return a canonical value as a message quotes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@rule("not-supported-yet")
+def _pending(context: RuleContext) -> Iterator[Violation]:
+    """Refuse a value of a key that accelerate honours and this cannot, now or ever."""
+    for spec in context.keys_set(lambda spec: spec.key.pending):
+        if context.shards or spec.path[0] != "fsdp_config":
+            yield Violation((spec.path,), spec.key.pending or "", "remove the key")
 
 
 def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:
@@ -164,15 +154,13 @@ def _find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[st
 
 def all_rules() -> dict[str, str]:
     """Return every rule's id and what it refuses."""
-    return _texts(RULES)
+    return _texts(RULES, "Refuse ")
 
 
 def all_notes() -> dict[str, str]:
     """Return the id of every rule that notes something, and what it notes."""
-    return _texts(NOTES)
+    return _texts(NOTES, "Name ")
 
 
-def _texts(rules: Mapping[str, Check]) -> dict[str, str]:
-    """Return the docstrings by id, without their verb."""
-    texts = {rule_id: check.__doc__ or "" for rule_id, check in rules.items()}
-    return {rule_id: text.removeprefix("Refuse ").removeprefix("Name ") for rule_id, text in texts.items()}
+def _texts(rules: Mapping[str, Check], verb: str) -> dict[str, str]:
+    return {rule_id: (check.__doc__ or "").removeprefix(verb) for rule_id, check in rules.items()}

@@ -64,7 +64,6 @@ class Key:
         pending: Why a value other than the default is refused for now, or None.
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
         per_node: Whether the nodes of one run may set it differently.
-        needs_torch: The oldest torch, `2.9`, that has what the key asks for; for single values, a table of them.
         tunable: What `fsdplaunch tune` measures of it; None: nothing unless named with `--try`.
     """
 
@@ -80,7 +79,6 @@ class Key:
     pending: str | None = None
     pinned: tuple[int, ...] = ()
     per_node: bool = False
-    needs_torch: str | Mapping[str, str] = ""
     tunable: Tunable | None = None
 
     @property
@@ -92,10 +90,6 @@ class Key:
     def unread(self) -> bool:
         """Return whether no run reads it: a value is noted or refused."""
         return self.noise or bool(self.leftover or self.pending)
-
-    def torch_for(self, value: Any) -> str:
-        """Return the oldest torch that has what a value other than the default asks for; "" where all have it."""
-        return self.needs_torch if isinstance(self.needs_torch, str) else self.needs_torch.get(str(value), "")
 
 
 def key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:

@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
@@ -217,14 +217,6 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     return parse_flag(first), parse_flag(second), parse_flag(third)
 
 
-def parse_seconds(value: Any) -> float:
-    """Read a number above 0, of seconds."""
-    number = parse_wait(value)
-    if number <= 0:
-        raise ValueError(value)
-    return number
-
-
 def parse_wait(value: Any) -> float:
     """Read a number of seconds, at least 0 and at most a year."""
     number = parse_number(value)
@@ -236,60 +228,43 @@ def parse_wait(value: Any) -> float:
     return number
 
 
-def parse_ranks(value: Any) -> str:
-    """Read `all`, or numbers separated by commas."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+def parse_seconds(value: Any) -> float:
+    """Read a number of seconds above 0."""
+    if parse_number(value) == 0:
         raise ValueError(value)
-    ranks = [parse_whole(item) for item in items]
-    if min(ranks) < 0:
-        raise ValueError(value)
-    return ",".join(map(str, ranks))
+    return parse_wait(value)
 
 
 _DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
 
-def parse_devices(value: Any) -> str:
-    """Read `all`, or indices or NVML names separated by commas, in the given order."""
+def _items(value: Any) -> list[Any] | None:
+    """Return what is separated by commas, or listed; None for `all`."""
     if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
+        return None
     items = str(value).split(",") if isinstance(value, str | int) else value
     if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
         raise ValueError(value)
-    names = [str(item).strip() for item in items]
+    return list(items)
+
+
+def parse_ranks(value: Any) -> str:
+    """Read `all`, or numbers separated by commas."""
+    items = _items(value)
+    ranks = [parse_whole(item) for item in items or ()]
+    if min(ranks, default=0) < 0:
+        raise ValueError(value)
+    return "all" if items is None else ",".join(map(str, ranks))
+
+
+def parse_devices(value: Any) -> str:
+    """Read `all`, or indices or NVML names separated by commas, in the given order."""
+    items = _items(value)
+    names = [str(item).strip() for item in items or ()]
     names = names[:-1] if len(names) > 1 and not names[-1] else names  # CUDA reads `0,` as one GPU
     if not all(_DEVICE.fullmatch(name) for name in names):
         raise ValueError(value)
-    return ",".join(names)
-
-
-def parse_workers(value: Any) -> int | str:
-    """Read a number from 1, or auto; accelerate writes -1 where it does not know."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    number = parse_whole(value)
-    if number == -1:
-        return "auto"
-    if number < 1:
-        raise ValueError(value)
-    return number
-
-
-def parse_local_workers(value: Any) -> int | str:
-    """Read a number from 1, or auto, gpu or cpu: as many as this node has of these."""
-    word = value.strip().lower() if isinstance(value, str) else ""
-    return word if word in ("gpu", "cpu") else parse_workers(value)
-
-
-def parse_mesh_size(value: Any) -> int:
-    """Read a number from 1, or -1 for what the other sizes leave."""
-    number = parse_whole(value)
-    if number < 1 and number != -1:
-        raise ValueError(value)
-    return number
+    return "all" if items is None else ",".join(names)
 
 
 def parse_node_range(value: Any) -> str:
@@ -344,14 +319,6 @@ RENDEZVOUS_PORT = 29400
 """Where nodes meet when an endpoint names no port, as torchrun has it."""
 
 
-def port_number(value: Any) -> int:
-    """Return a TCP port; 0 means a free one."""
-    port = parse_whole(value)
-    if not 0 <= port <= MAX_PORT:
-        raise ValueError(value)
-    return port
-
-
 def parse_endpoint(value: Any) -> str:
     """Read HOST:PORT; a host with colons stands in brackets. Without a port, the one that torchrun takes."""
     text = parse_text(value)
@@ -361,7 +328,9 @@ def parse_endpoint(value: Any) -> str:
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
         raise ValueError(value)
-    return f"{host}:{port_number(port)}"
+    if not 0 <= parse_whole(port) <= MAX_PORT:
+        raise ValueError(value)
+    return f"{host}:{parse_whole(port)}"
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -396,19 +365,42 @@ class Kind:
         return self.refused.get(plain_name(value)) if isinstance(value, str) else None
 
 
-def whole(minimum: int, maximum: int | None = None) -> Kind:
-    """Return a whole number within limits, both included."""
+def whole(
+    minimum: int,
+    maximum: int | None = None,
+    *,
+    words: tuple[str, ...] = (),
+    meaning: Mapping[int, Any] | None = None,
+) -> Kind:
+    """Return a whole number within limits, both included.
 
-    def parse(value: Any) -> int:
+    Args:
+        minimum: The least.
+        maximum: The most.
+        words: What may stand there instead of a number.
+        meaning: Numbers outside of the limits, and the value that each stands for.
+    """
+
+    def parse(value: Any) -> Any:
+        word = value.strip().lower() if isinstance(value, str) else ""
+        if word in words:
+            return word
         number = parse_whole(value)
+        if meaning and number in meaning:
+            return meaning[number]
         if number < minimum or (maximum is not None and number > maximum):
             raise ValueError(value)
         return number
 
-    limits: dict[str, Any] = {"type": "integer", "minimum": minimum}
-    if maximum is None:
-        return Kind(f"a whole number, at least {minimum}", parse, limits)
-    return Kind(f"a whole number from {minimum} to {maximum}", parse, limits | {"maximum": maximum})
+    schema: dict[str, Any] = {"type": "integer", "minimum": min((minimum, *(meaning or ())))}
+    expects = f"a whole number, at least {minimum}"
+    if maximum is not None:
+        schema["maximum"] = maximum
+        expects = f"a whole number from {minimum} to {maximum}"
+    if words:
+        schema = {"anyOf": [schema, {"enum": list(words)}]}
+        expects += f", or {', '.join(words[:-1])}{' or ' if words[1:] else ''}{words[-1]}"
+    return Kind(expects, parse, schema)
 
 
 def one_of(
@@ -447,7 +439,6 @@ FLAG = Kind("true or false", parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
 PORT = whole(0, MAX_PORT)
-NUMBER = Kind("a number", parse_number, {"type": "number"})
 SECONDS = Kind(
     "a number of seconds above 0",
     parse_seconds,
@@ -515,14 +506,10 @@ THREE_FLAGS = Kind(
 )
 NODE_RANGE = Kind("MIN:MAX, two whole numbers", parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
 ENDPOINT = Kind("HOST:PORT", parse_endpoint, {"type": "string"}, verbatim=True)
-WORKERS = Kind(
-    "a whole number, at least 1, or auto", parse_workers, {"anyOf": [{"type": "integer"}, {"const": "auto"}]}
-)
-LOCAL_WORKERS = Kind(
-    "a whole number, at least 1, or auto, gpu or cpu",
-    parse_local_workers,
-    {"anyOf": [{"type": "integer"}, {"enum": ["auto", "gpu", "cpu"]}]},
-)
+# accelerate writes -1 where it does not know.
+WORKERS = whole(1, words=("auto",), meaning={-1: "auto"})
+LOCAL_WORKERS = whole(1, words=("auto", "gpu", "cpu"), meaning={-1: "auto"})
+MESH_SIZE = replace(whole(1, meaning={-1: -1}), expects="a whole number, at least 1, or -1 for the rest")
 SETTINGS = Kind(
     "name=value pairs separated by commas, or a mapping",
     parse_settings,
@@ -537,10 +524,6 @@ STREAMS = Kind(
     verbatim=True,
 )
 SIGNALS = Kind("signal names separated by commas, or a list of them", parse_signals, NAMES.schema, write=",".join)
-MESH_SIZE = Kind(
-    "a whole number, at least 1, or -1 for the rest", parse_mesh_size, {"type": "integer", "minimum": -1}
-)
-
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 WrapName = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 PrefetchName = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]

@@ -57,7 +57,6 @@ class LaunchSection:
         None,
         "console: torch's agent writes its events into the run's agent.log. Left out, nowhere.",
         aliases=("event_log_handler",),
-        needs_torch="2.8",  # torchrun's option came with it
     )
     rendezvous_endpoint: str | None = key(
         v.ENDPOINT,

@@ -41,7 +41,7 @@ from fsdplaunch.sockets import held
 
 _SAID = 8
 """Most findings that every node is told of."""
-REACH_SECONDS = 15.0
+_REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
 TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
 """How many nodes are told, and how often, how many are here: a thousand hear it less often, not more is sent."""
@@ -78,7 +78,7 @@ class JoinPhase:
 
     def _await_nodes(self, progress: JoinProgress) -> None:
         required, enough_since = self._requirements, None
-        while (here := self._server.nodes.number_present) < required.most:
+        while (here := len(self._server.present)) < required.most:
             now = time.monotonic()
             enough_since = (enough_since or now) if here >= required.least else None
             if enough_since is not None and now - enough_since > required.last_call:
@@ -124,17 +124,16 @@ class JoinPhase:
     def _assign_ranks(self) -> None:
         for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
             node.rank = rank
-        self._server.nodes.order()
 
     def _try_each_other(self) -> list[Finding]:
         """Have every node connect to others, as the workers will."""
-        present = self._server.present
+        present = sorted(self._server.present, key=lambda node: node.rank)
         rows = reachability_targets([(node.rank, node.node_info) for node in present if node.node_info])
         for place, node in enumerate(present):  # each is told of those that it tries, and not of all
             node.send(kind="try", nodes=[rows[other] for other in targets(len(rows), place)])
         mine = [rows[other] for other in targets(len(rows), present.index(self._server.own))]
         threading.Thread(target=self._try_own, args=(mine,), daemon=True).start()
-        end, own = time.monotonic() + REACH_SECONDS, self._server.own
+        end, own = time.monotonic() + _REACH_SECONDS, self._server.own
         waiting = set(present)
         while waiting and time.monotonic() < end:
             changed = [*self._server.turn(0.05), own]
@@ -165,7 +164,7 @@ class JoinPhase:
         address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
         store_host = self._store_host(nodes[1:], address)
         held_port = self._hold_store_port(store_host)
-        run = start_message(self._server, nodes, notes)
+        run = _start_message(self._server, nodes, notes)
         for node in nodes[1:]:
             node.send(**run, rank=node.rank)
         self._server.running = True
@@ -202,7 +201,7 @@ class JoinPhase:
         return found.pop() if len(found) == 1 else ALL_ADDRESSES
 
 
-def start_message(
+def _start_message(
     server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
 ) -> Message:
     """Return the message that starts a node, but for its rank: as long for many nodes as for two.
@@ -267,7 +266,8 @@ class Coordinator:
         """Go on listening in the background."""
         self._last_ping = time.monotonic()
         self._pause = OwnPause(PAUSE_SECONDS)
-        self._server.nodes.hear_all()
+        for node in self._server.awaited:
+            node.heard = time.monotonic()  # silence counts from now on
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
@@ -279,9 +279,8 @@ class Coordinator:
         self._server.mail.post(lambda: self._take_outcome(self._server.own, dict(outcome)))
         seconds = None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS
         if not self._done.wait(seconds):
-            for node in self._server.present:
-                if node.outcome is None:
-                    self._note_loss(f"lost {node.name}: it did not say how it ended")
+            for node in self._server.awaited:
+                self._note_loss(f"lost {node.name}: it did not say how it ended")
         return self._merged(outcome) if self._final is None else self._final
 
     def close(self) -> None:
@@ -316,11 +315,13 @@ class Coordinator:
         if now - self._last_ping > min(2.0, silence / 4):
             self._last_ping = now
             self._server.broadcast(kind="ping")
-        for node in self._server.nodes.silent_since(now - silence) if not was_away else ():
-            self._lose(node, f"no message for {silence:.0f} s")
+        for node in self._server.awaited if not was_away else ():
+            if node.heard < now - silence:
+                self._lose(node, f"no message for {silence:.0f} s")
 
     def _lose(self, node: NodeConnection, why: str) -> None:
-        self._server.nodes.lose(node)
+        node.lost = True
+        node.close()
         if self._is_stopping:
             self._note_loss(f"lost {node.name}: {why}")
         elif self._requirements.least < self._requirements.most and not self._ended:
@@ -360,8 +361,7 @@ class Coordinator:
 
     def _take_outcome(self, node: NodeConnection, outcome: dict[str, Any]) -> None:
         # `ended`: it was us who asked.
-        placed = self._with_place(node, outcome) | ({"ended": True} if self._ended else {})
-        self._server.nodes.finish(node, placed)
+        node.outcome = self._with_place(node, outcome) | ({"ended": True} if self._ended else {})
         if not self._ended and has_failed(outcome):
             self._end(at_once=False)
         self._check_done()
@@ -372,7 +372,7 @@ class Coordinator:
         return {**outcome, "host": host, "rank": node.rank, "offset_ns": node.offset_ns}
 
     def _check_done(self) -> None:
-        if self._final is None and self._server.is_over:
+        if self._final is None and self._server.own.outcome is not None and not self._server.awaited:
             self._final = self._merged()
             self._server.broadcast(
                 kind="final", final=self._final | {"workers": []}
@@ -382,7 +382,8 @@ class Coordinator:
 
     def _merged(self, own: Mapping[str, Any] | None = None) -> Message:
         """Return how the run ended, by what has been reported; this node's part is always among it."""
-        outcomes = [node.outcome for node in self._server.nodes if node.outcome is not None]
+        nodes = sorted(self._server.connections, key=lambda node: node.rank)
+        outcomes = [node.outcome for node in nodes if node.outcome is not None]
         if own is not None and self._server.own.outcome is None:
             outcomes.append(self._with_place(self._server.own, own))
         is_stopped = self._is_stopping or any(outcome["stopped_by"] for outcome in outcomes)  # or warned only
@@ -423,13 +424,13 @@ class Coordinator:
         if why := self._late_obstacle(node_info, others):
             self._turn_away(node, *why)
             return
-        self._server.nodes.introduce(node, node_info)
+        node.node_info = node_info
         taken = {one.rank for one in others}
         free = next(rank for rank in range(self._requirements.most) if rank not in taken)
         node.rank = free if node_info.rank is None else node_info.rank
         self._tell(f"{node.name} joins as node {node.rank}: all workers start again")
         everyone = sorted([*others, node], key=lambda one: one.rank)
-        node.send(**start_message(self._server, everyone), rank=node.rank)
+        node.send(**_start_message(self._server, everyone), rank=node.rank)
 
     def _late_obstacle(self, node_info: NodeInfo, others: Sequence[NodeConnection]) -> tuple[str, str] | None:
         """Return what keeps a node from joining the run while it goes on, and a hint."""
@@ -446,5 +447,5 @@ class Coordinator:
         return None
 
     def _turn_away(self, node: NodeConnection, message: str, hint: str) -> None:
-        self._server.nodes.turn_away(node)
+        node.node_info = None
         node.send(kind="refused", message=message, hint=hint)

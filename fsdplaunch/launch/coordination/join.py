@@ -24,7 +24,7 @@ from fsdplaunch.files import atomic_file
 from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
 from fsdplaunch.launch.coordination.node_client import NodeClient
-from fsdplaunch.launch.coordination.node_info import NodeInfo, digest, shared_values
+from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
 from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl, Tell
 from fsdplaunch.launch.coordination.server import JoinRequirements
@@ -35,7 +35,7 @@ from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.run_secret import SECRET, is_secret, make_secret, proof
 from fsdplaunch.sockets import make_room
 
-SHARED_SECONDS = 15.0
+_SHARED_SECONDS = 15.0
 """How long a file system that nodes share may show an older file."""
 _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
@@ -91,7 +91,7 @@ class SecretSource:
 
     def may_change(self, waited: float) -> bool:
         """Return whether another secret may be found in a moment: the folder's, after so many seconds."""
-        return not self.is_given and bool(self._secret) and waited < SHARED_SECONDS
+        return not self.is_given and bool(self._secret) and waited < _SHARED_SECONDS
 
     def refused(self, address: str) -> MachineError:
         """Return what to say when node 0 did not take this node."""
@@ -195,7 +195,7 @@ def _read_private(path: Path) -> str:
     return text if is_secret(text) else ""
 
 
-LAST_CALL_SECONDS = 10.0
+_LAST_CALL_SECONDS = 10.0
 """How long an elastic run waits for more nodes once it has the least."""
 
 
@@ -276,13 +276,13 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         raise MachineError(msg, hint=hint) from None
     address, configured = own_address(spec), _configured_address(spec.config) is not None
     reachability_probe = network.ReachabilityProbe(_bindable(address) if configured or host else "")
-    node_info = describe_node(with_rank(spec, 0), address, reachability_probe)
+    node_info = _describe_node(spec, 0, address, reachability_probe)
     requirements = JoinRequirements(
         run_id=spec.run_id,
         least=place.least,
         most=place.most,
         seconds=launch.rendezvous_timeout_seconds,
-        last_call=min(LAST_CALL_SECONDS, float(launch.rendezvous_options.get("last_call_timeout", "10"))),
+        last_call=min(_LAST_CALL_SECONDS, float(launch.rendezvous_options.get("last_call_timeout", "10"))),
         silence=launch.machine_timeout_seconds,
         grace=launch.shutdown_grace_seconds,
         expected=place.names,
@@ -325,33 +325,25 @@ def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         grace=launch.shutdown_grace_seconds,
         tell=tell,
     )
-    address = _configured_address(spec.config) or client.connect(progress)
-    if _configured_address(spec.config):
-        client.connect(progress)
+    own = client.connect(progress)
+    address = _configured_address(spec.config) or own
     reachability_probe = network.ReachabilityProbe(_bindable(address))
+    node_info = _describe_node(spec, place.rank, address, reachability_probe)
     try:
-        client.join(
-            describe_node(spec, address, reachability_probe),
-            progress,
-            run_id=spec.run_id if spec.fixed_run_id else "",
-        )
+        client.join(node_info, progress, run_id=spec.run_id if spec.fixed_run_id else "")
     finally:
         reachability_probe.close()
     return client
 
 
-def with_rank(spec: NodeSpec, rank: int) -> NodeSpec:
-    """Return the same with a rank."""
-    return replace(spec, place=replace(spec.place, rank=rank))
-
-
-def describe_node(spec: NodeSpec, address: str, reachability_probe: network.ReachabilityProbe) -> NodeInfo:
-    """Return how this node presents itself."""
-    version = installed_numbers()
+def _describe_node(
+    spec: NodeSpec, rank: int | None, address: str, reachability_probe: network.ReachabilityProbe
+) -> NodeInfo:
+    version, target = installed_numbers(), spec.target
     return NodeInfo(
         host=host_name(),
         address=address,
-        rank=spec.place.rank,
+        rank=rank,
         workers=spec.workers,
         versions={
             "fsdplaunch": __version__,
@@ -359,8 +351,8 @@ def describe_node(spec: NodeSpec, address: str, reachability_probe: network.Reac
             "python": ".".join(platform.python_version_tuple()[:2]),
         },
         config=config_texts(spec.config),
-        command=(*(["-m"] if spec.target.is_module else []), spec.target.name, *spec.target.arguments),
-        script=_script_digest(spec.target),
+        command=(*(["-m"] if target.is_module else []), target.name, *target.arguments),
+        script=_script_digest(target),
         obstacles=spec.obstacles,
         probe=(reachability_probe.port, reachability_probe.word),
         folder=str(Path.cwd()),
@@ -372,19 +364,18 @@ def config_texts(config: Config) -> dict[str, str]:
     texts = {}
     for spec in all_keys():
         value = value_at(config, spec.path)
-        if value is None or value == spec.default or spec.key.noise:
-            continue
-        texts[spec.dotted] = spec.key.kind.write(value)
+        if value not in (None, spec.default) and not spec.key.noise and not spec.key.per_node:
+            texts[spec.dotted] = spec.key.kind.write(value)
     for name, value in without_secrets(config)[0].launch.env.items():  # a secret may come by another way there
         texts[f"launch.env.{name}"] = "#" + hashlib.sha256(value.encode()).hexdigest()[:8]
     texts.pop("launch.env", None)
-    return shared_values(texts)
+    return texts
 
 
 def _script_digest(target: LaunchTarget) -> str:
     if target.is_python and not target.is_module:
         with suppress(OSError):
-            return digest(Path(target.name).read_bytes())
+            return hashlib.sha256(Path(target.name).read_bytes()).hexdigest()[:16]
     return ""
 
 
@@ -416,7 +407,7 @@ def _bindable(address: str) -> str:
     return address if network.is_own(address) else ""
 
 
-ATTEMPTS = 3
+_ATTEMPTS = 3
 """Missed keep-alives after which torch's rendezvous drops a node."""
 
 
@@ -428,47 +419,26 @@ def provisional_config(config: Config, place: NodePlacement, *, address: str) ->
         place: This node's.
         address: Node 0's, or what stands for it.
     """
-    return _placed(
-        config,
-        endpoint=join_endpoint(place.host or address, place.port),
-        rank=place.rank or 0,
-        nodes=place.least,
-        address=None,
-        run_id=None,
+    store = join_endpoint(place.host or address, place.port)
+    nodes, rank = place.least, place.rank or 0
+    return agreed_config(
+        config, RunAssignment(run_id="", rank=rank, names=(), nodes=nodes, world=0, store=store, address="")
     )
 
 
 def agreed_config(config: Config, assignment: RunAssignment) -> Config:
-    """Return the configuration with what the nodes agreed on.
-
-    Args:
-        config: Resolved.
-        assignment: As joining ended.
-    """
-    return _placed(
-        config,
-        endpoint=assignment.store,
-        rank=assignment.rank,
-        nodes=assignment.nodes,
-        address=assignment.address,
-        run_id=assignment.run_id,
-    )
-
-
-def _placed(
-    config: Config, *, endpoint: str, rank: int, nodes: int, address: str | None, run_id: str | None
-) -> Config:
+    """Return the configuration with what the nodes agreed on."""
     launch = replace(
         config.launch,
-        rendezvous_endpoint=endpoint,
-        rendezvous_id=run_id or config.launch.rendezvous_id,
-        local_address=address or config.launch.local_address,
+        rendezvous_endpoint=assignment.store,
+        rendezvous_id=assignment.run_id or config.launch.rendezvous_id,
+        local_address=assignment.address or config.launch.local_address,
         rendezvous_options=_options(config),
     )
     return replace(
         config,
-        num_machines=nodes,
-        machine_rank=rank,
+        num_machines=assignment.nodes,
+        machine_rank=assignment.rank,
         main_process_ip=None,
         main_process_port=None,
         launch=launch,
@@ -480,10 +450,10 @@ def _options(config: Config) -> dict[str, str]:
     least, most = node_range(config)
     if least == most:
         return dict(config.launch.rendezvous_options)
-    interval = max(1, round(config.launch.machine_timeout_seconds / ATTEMPTS))
+    interval = max(1, round(config.launch.machine_timeout_seconds / _ATTEMPTS))
     defaults = {
-        "last_call_timeout": f"{LAST_CALL_SECONDS:.0f}",
+        "last_call_timeout": f"{_LAST_CALL_SECONDS:.0f}",
         "keep_alive_interval": str(interval),
-        "keep_alive_max_attempt": str(ATTEMPTS),
+        "keep_alive_max_attempt": str(_ATTEMPTS),
     }
     return defaults | config.launch.rendezvous_options

@@ -37,7 +37,7 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def interface_of(address: str) -> str | None:
+def _interface_of(address: str) -> str | None:
     """Return the interface that has an address; None for an address that is not this node's."""
     return next((name for name, own in interfaces().items() if own == address), None)
 
@@ -208,7 +208,7 @@ def interface_variables(
         alone: There is no other node.
     """
     asked = config.launch.network_interface
-    name = asked or interface_of(address)
+    name = asked or _interface_of(address)
     both = asked or alone
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if both else ("GLOO_SOCKET_IFNAME",)
     return {variable: name for variable in names if name and variable not in environ}

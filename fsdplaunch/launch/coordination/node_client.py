@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from fsdplaunch.launch.coordination.join import SecretSource
 
 TURN_SECONDS = 0.5
-RETRY_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """How long the coordinator may take to answer first; another program never does, or says something else."""
-FINAL_SECONDS = 20.0
+_FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""
 
 
@@ -93,7 +93,7 @@ class NodeClient:
                     progress.end()
                     return address
                 why = "it ended the connection"
-            time.sleep(RETRY_SECONDS)
+            time.sleep(_RETRY_SECONDS)
         progress.end()
         msg = f"node 0 could not be reached at {self._address} within {self._seconds:.0f} s: {why}"
         raise MachineError(
@@ -197,7 +197,7 @@ class NodeClient:
         self._reported = True
         self._mail.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
         # After success the others may go on for as long as they like, and node 0 says when it is over.
-        self._done.wait(None if outcome["status"] == 0 else self._grace + FINAL_SECONDS)
+        self._done.wait(None if outcome["status"] == 0 else self._grace + _FINAL_SECONDS)
         attempt = outcome.get("attempt") or {}
         known = {name: outcome[name] for name in ("status", "stopped_by", "error")}
         return self._final or end_of_run(**known, cause=attempt.get("cause"))

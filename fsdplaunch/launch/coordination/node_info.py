@@ -1,13 +1,12 @@
 """What each node says of itself when it arrives, and what keeps nodes from running together."""
 
-import hashlib
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fsdplaunch.config.schema.config import all_keys
 from fsdplaunch.launch.coordination.network import reach
 from fsdplaunch.launch.coordination.protocol import Message
 from fsdplaunch.launch.preflight import Finding
@@ -64,17 +63,6 @@ class NodeInfo:
     def name(self) -> str:
         """Return how people know the node: its name, and its address where that says more."""
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
-
-
-def shared_values(values: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a configuration's texts, by key, that all nodes must agree on."""
-    own = {spec.dotted for spec in all_keys() if spec.key.per_node}
-    return {name: value for name, value in values.items() if name not in own}
-
-
-def digest(data: bytes) -> str:
-    """Return a short fingerprint."""
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def assign_ranks(arrived: Sequence[NodeInfo]) -> list[int]:
@@ -170,8 +158,6 @@ def _text(value: str | None) -> str:
 
 
 def _command(one: NodeInfo) -> str:
-    import shlex
-
     text = shlex.join(one.command)
     return text if len(text) <= 120 else text[:117] + "..."  # noqa: PLR2004
 

@@ -14,7 +14,7 @@ from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.probe.scheduler import Cluster, read_cluster
 
-RANK_VARIABLE = "FSDPLAUNCH_NODE_RANK"
+_RANK_VARIABLE = "FSDPLAUNCH_NODE_RANK"
 _SPECIAL_STEP = 0xFFFFFF00
 """SLURM's numbers for steps that srun did not start: batch scripts, interactive shells."""
 _FIRST_PORT, _PORT_PAIRS, _STEPS = 20000, 6000, 10
@@ -104,9 +104,9 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> NodePlacement:
     host, port = _endpoint(config)
     names: tuple[str, ...] = ()
     if cluster.kind == "slurm":
-        names = slurm_names(environ)
-        host = host or slurm_address(names[0])
-        port = port or slurm_port(environ)
+        names = _slurm_names(environ)
+        host = host or _slurm_address(names[0])
+        port = port or _slurm_port(environ)
     if cluster.kind == "kubernetes" and host is None:
         host, port = environ.get("PET_MASTER_ADDR"), port or _decimal(environ.get("PET_MASTER_PORT"))
     rank = _rank(config, cluster, environ)
@@ -120,7 +120,7 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> NodePlacement:
 def _check_rank(rank: int, most: int, host: str | None) -> None:
     if rank >= most:
         msg = f"this is node {rank}, but there are {most}"
-        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {RANK_VARIABLE}, the scheduler")
+        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {_RANK_VARIABLE}, the scheduler")
     if host is None and rank > 0:
         msg = f"this is node {rank}, but nothing says where node 0 is"
         raise UsageError(msg, hint="set main_process_ip to node 0's address")
@@ -144,7 +144,7 @@ def _endpoint(config: Config) -> tuple[str | None, int | None]:
 def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int | None:
     if config.machine_rank is not None:
         return config.machine_rank
-    if (text := environ.get(RANK_VARIABLE)) is not None:
+    if (text := environ.get(_RANK_VARIABLE)) is not None:
         return _configured_rank(text)
     if cluster.kind == "mpi":
         return cluster.task
@@ -154,7 +154,7 @@ def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int |
 def _configured_rank(text: str) -> int:
     rank = _decimal(text)
     if rank is None:
-        msg = f"{RANK_VARIABLE} is {text!r}, which is no node's rank"
+        msg = f"{_RANK_VARIABLE} is {text!r}, which is no node's rank"
         raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
     return rank
 
@@ -179,7 +179,7 @@ def _source(cluster: Cluster) -> str:
     return names.get(cluster.kind, "the configuration")
 
 
-def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+def _slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of this step, by number, as `scontrol` expands SLURM's list.
 
     Raises:
@@ -194,7 +194,7 @@ def slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise UsageError(msg, hint="make scontrol available here, or set main_process_ip")
 
 
-def slurm_address(name: str) -> str:
+def _slurm_address(name: str) -> str:
     """Return where SLURM itself reaches a node, which works where its name does not resolve; else the name."""
     found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", name))
     return found[1] if found else name
@@ -208,7 +208,7 @@ def _scontrol(*words: str) -> str:
     return "" if done.returncode else done.stdout
 
 
-def slurm_port(environ: Mapping[str, str]) -> int:
+def _slurm_port(environ: Mapping[str, str]) -> int:
     """Return a port of the step's own, so that jobs on one node do not meet; the next one is torch's store's."""
     job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
     return _FIRST_PORT + 2 * ((job * _STEPS + step) % _PORT_PAIRS)

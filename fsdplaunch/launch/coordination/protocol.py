@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from fsdplaunch.files import Maybe, matches
 from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
-Check = Callable[[Any], bool]
 _LARGEST = 2**63
 
 
@@ -30,143 +30,93 @@ class ProtocolError(Exception):
     """The other side does not speak this protocol."""
 
 
-def text(value: Any) -> bool:
-    """Return whether a value is a text."""
-    return isinstance(value, str)
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and -_LARGEST <= value < _LARGEST
 
 
-def flag(value: Any) -> bool:
-    """Return whether a value is true or false."""
-    return isinstance(value, bool)
+def _is_natural(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
 
 
-def integer(value: Any) -> bool:
-    """Return whether a value is a whole number of at most 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and -_LARGEST <= value < _LARGEST
+def _is_port(value: Any) -> bool:
+    return _is_natural(value) and value < 65536  # noqa: PLR2004  (16 bits)
 
 
-def natural(value: Any) -> bool:
-    """Return whether a value is a whole number from 0."""
-    return integer(value) and value >= 0
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
-def port(value: Any) -> bool:
-    """Return whether a value is the number of a port."""
-    return natural(value) and value < 65536  # noqa: PLR2004  (16 bits)
+def _is_probe(value: Any) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [int, str] and _is_port(value[0])
 
 
-def seconds(value: Any) -> bool:
-    """Return whether a value is a positive time."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+_TEXT, _NUMBER = Maybe(str), Maybe(_is_integer)
+_WORKER = {
+    "rank": _is_natural,
+    "local_rank?": _is_natural,
+    "pid?": _is_integer,
+    "code?": _NUMBER,
+    "signal?": _TEXT,
+    "sent?": [_is_integer],
+    "started_ns?": _NUMBER,
+    "ended_ns?": _NUMBER,
+    "peak_bytes?": _NUMBER,
+    "steps?": _NUMBER,
+    "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER}),
+    "tail?": [str],
+    "host?": str,
+    "node?": _is_integer,
+}
+_ATTEMPT = {"workers": [_WORKER], "attempt?": _is_natural, "cause?": Maybe(_WORKER)}
+_OUTCOME = {"status": _is_integer, "stopped_by": _TEXT, "error": _TEXT, "attempt": Maybe(_ATTEMPT)}
+_FINAL = {
+    "status": _is_integer,
+    "stopped_by": _TEXT,
+    "cause": Maybe(_WORKER),
+    "error": _TEXT,
+    "lost": [str],
+    "workers": [_WORKER],
+    "host?": str,
+}
+_NODE = {
+    "host": str,
+    "address": str,
+    "rank?": Maybe(_is_natural),
+    "workers?": _is_natural,
+    "versions?": {"*": str},
+    "config?": {"*": str},
+    "command?": [str],
+    "script?": str,
+    "obstacles?": [str],
+    "probe?": _is_probe,
+    "folder?": str,
+}
+_TARGET = {"rank": _is_natural, "name": str, "address": str, "port": _is_port, "word": str}
+_RUN = {"run_id": str, "rank": _is_natural, "names": [str], "nodes": _is_natural, "world": _is_natural}
 
-
-def maybe(check: Check) -> Check:
-    """Return a check that null passes, too."""
-    return lambda value: value is None or check(value)
-
-
-def many(check: Check) -> Check:
-    """Return the check of a list whose items all pass."""
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def texts_by_name(value: Any) -> bool:
-    """Return whether a value is an object whose fields are all texts."""
-    return isinstance(value, dict) and all(map(text, value.values()))
-
-
-def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Return the check of an object that has these fields; others are not looked at."""
-    extra = optional or {}
-    return lambda value: (
-        isinstance(value, dict)
-        and all(name in value and check(value[name]) for name, check in required.items())
-        and all(check(value[name]) for name, check in extra.items() if name in value)
-    )
-
-
-_ERROR = fields({"message": text}, {"traceback": maybe(text), "time_ns": maybe(integer)})
-_WORKER = fields(
-    {"rank": natural},
-    {
-        "local_rank": natural,
-        "pid": integer,
-        "code": maybe(integer),
-        "signal": maybe(text),
-        "sent": many(integer),
-        "started_ns": maybe(integer),
-        "ended_ns": maybe(integer),
-        "peak_bytes": maybe(integer),
-        "steps": maybe(integer),
-        "error": maybe(_ERROR),
-        "tail": many(text),
-        "host": text,
-        "node": integer,
-    },
-)
-_ATTEMPT = fields({"workers": many(_WORKER)}, {"attempt": natural, "cause": maybe(_WORKER)})
-_OUTCOME = fields({"status": integer, "stopped_by": maybe(text), "error": maybe(text), "attempt": maybe(_ATTEMPT)})
-_FINAL = fields(
-    {
-        "status": integer,
-        "stopped_by": maybe(text),
-        "cause": maybe(_WORKER),
-        "error": maybe(text),
-        "lost": many(text),
-        "workers": many(_WORKER),
-    },
-    {"host": text},
-)
-_NODE = fields(
-    {"host": text, "address": text},
-    {
-        "rank": maybe(natural),
-        "workers": natural,
-        "versions": texts_by_name,
-        "config": texts_by_name,
-        "command": many(text),
-        "script": text,
-        "obstacles": many(text),
-        "probe": lambda value: isinstance(value, list) and list(map(type, value)) == [int, str] and port(value[0]),
-        "folder": text,
-    },
-)
-_TARGET = fields({"rank": natural, "name": text, "address": text, "port": port, "word": text})
-
-TO_COORDINATOR: Mapping[str, Check] = {
-    "hello": fields({"node": _NODE, "time_ns": natural, "run_id": text}),
-    "reached": fields({"failed": many(text)}),
-    "stop": fields({"number": natural, "count": natural}),
-    "outcome": fields({"outcome": _OUTCOME}),
-    "ping": fields({}),
+TO_COORDINATOR: Mapping[str, Any] = {
+    "hello": {"node": _NODE, "time_ns": _is_natural, "run_id": str},
+    "reached": {"failed": [str]},
+    "stop": {"number": _is_natural, "count": _is_natural},
+    "outcome": {"outcome": _OUTCOME},
+    "ping": {},
 }
 """What a node may send."""
-TO_NODE: Mapping[str, Check] = {
-    "refused": fields({"message": text, "hint": maybe(text)}),
-    "waiting": fields({"here": natural, "of": natural}),
-    "try": fields({"nodes": many(_TARGET)}),
-    "go": fields(
-        {
-            "run_id": text,
-            "rank": natural,
-            "names": many(text),
-            "nodes": natural,
-            "world": natural,
-            "store_port": port,
-            "silence": seconds,
-            "notes": many(text),
-        }
-    ),
-    "stop": fields({"number": natural, "count": natural}),
-    "end": fields({"at_once": flag}),
-    "lost": fields({"name": text}),
-    "final": fields({"final": _FINAL}),
-    "ping": fields({}),
+TO_NODE: Mapping[str, Any] = {
+    "refused": {"message": str, "hint": _TEXT},
+    "waiting": {"here": _is_natural, "of": _is_natural},
+    "try": {"nodes": [_TARGET]},
+    "go": {**_RUN, "store_port": _is_port, "silence": _is_time, "notes": [str]},
+    "stop": {"number": _is_natural, "count": _is_natural},
+    "end": {"at_once": bool},
+    "lost": {"name": str},
+    "final": {"final": _FINAL},
+    "ping": {},
 }
 """What the coordinator may send."""
 
 
-def decode(line: bytes, kinds: Mapping[str, Check]) -> Message:
+def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
     """Read one message.
 
     Args:
@@ -179,7 +129,7 @@ def decode(line: bytes, kinds: Mapping[str, Check]) -> Message:
     try:
         value = json.loads(line, parse_constant=_refuse_constant)
         kind = value.get("kind") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind in kinds and kinds[kind](value):
+        if isinstance(kind, str) and kind in kinds and matches(value, kinds[kind]):
             return dict(value)
     except (ValueError, RecursionError):  # too deep, too many digits, no UTF-8, no JSON
         pass
@@ -193,7 +143,7 @@ def _refuse_constant(word: str) -> None:
 
 PROTOCOL = "fsdplaunch-4"
 """First word that a coordinator says; another version's launchers are named instead of misread."""
-LINE_BYTES = 256
+_LINE_BYTES = 256
 """Longest line before the proof."""
 NONE, REFUSED = "none", "no"
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -280,13 +230,13 @@ class Connection:
         limit: Longest line that is read; short until the other side has proven to belong to the run.
     """
 
-    def __init__(self, sock: socket.socket, kinds: Mapping[str, Check]) -> None:
+    def __init__(self, sock: socket.socket, kinds: Mapping[str, Any]) -> None:
         sock.setblocking(False)
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.open = True
-        self.limit = LINE_BYTES
+        self.limit = _LINE_BYTES
         self._kinds = kinds
         self._in = bytearray()
         self._searched = 0

@@ -60,28 +60,16 @@ class RunAssignment:
     held_port: socket.socket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def from_message(
-        cls,
-        message: Mapping[str, Any],
-        *,
-        store_host: str,
-        address: str,
-        secret: str,
-        held_port: socket.socket | None = None,
-    ) -> "RunAssignment":
+    def from_message(cls, message: Mapping[str, Any], *, store_host: str, **own: Any) -> "RunAssignment":
         """Read the message that starts a node.
 
         Args:
             message: As the coordinator sends it.
             store_host: The coordinator, as this node reaches it.
-            address: This node, as the others reach it.
-            secret: The run's; no message says it.
-            held_port: See the class.
+            own: What no message says: address, secret, held_port.
         """
-        names = ("run_id", "rank", "names", "nodes", "world", "notes")
-        store = join_endpoint(store_host, message["store_port"])
-        known = {name: message[name] for name in names}
-        return cls(**known, store=store, address=address, secret=secret, held_port=held_port)
+        known = {name: message[name] for name in ("run_id", "rank", "names", "nodes", "world", "notes")}
+        return cls(**known, store=join_endpoint(store_host, message["store_port"]), **own)
 
 
 @dataclass(slots=True)
@@ -184,19 +172,15 @@ Outcome = Mapping[str, Any]
 
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """Return what to report of this node.
+    """Return what to report about this node.
 
     Args:
         record: The agent's.
         status: The agent's own exit status.
     """
-    attempts = record.get("attempts") or []
-    return {
-        "status": status,
-        "stopped_by": record.get("stopped_by"),
-        "error": record.get("error"),
-        "attempt": attempts[-1] if attempts else None,
-    }
+    attempts = record.get("attempts") or [None]
+    known = {name: record.get(name) for name in ("stopped_by", "error")}
+    return {"status": status, **known, "attempt": attempts[-1]}
 
 
 def has_failed(outcome: Outcome) -> bool:
@@ -204,18 +188,21 @@ def has_failed(outcome: Outcome) -> bool:
     return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
 
 
-def workers_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def _attempt(outcome: Outcome) -> Mapping[str, Any]:
+    return outcome.get("attempt") or {}
+
+
+def _all_workers(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return every node's workers of its last attempt, with node 0's clock."""
     found = []
     for outcome in outcomes:
-        attempt, offset = outcome.get("attempt") or {}, int(outcome.get("offset_ns") or 0)
-        for worker in attempt.get("workers") or ():
+        offset = int(outcome.get("offset_ns") or 0)
+        for worker in _attempt(outcome).get("workers") or ():
             moved = {name: worker[name] + offset for name in ("started_ns", "ended_ns") if worker.get(name)}
             error = worker.get("error")
             if error and error.get("time_ns"):
                 moved["error"] = error | {"time_ns": error["time_ns"] + offset}
-            place = {"host": outcome["host"], "node": outcome["rank"]}
-            found.append(worker | moved | place)
+            found.append(worker | moved | {"host": outcome["host"], "node": outcome["rank"]})
     return sorted(found, key=lambda worker: int(worker["rank"]))
 
 
@@ -232,7 +219,7 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
         lost: What happened to nodes that the run could not go on without.
         stopped_by: The signal somebody sent from outside.
     """
-    workers = workers_of(outcomes)
+    workers = _all_workers(outcomes)
     cause = first_failure(workers)
     final = end_of_run(0, workers=workers)
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
@@ -257,7 +244,7 @@ def no_better_than(own: Outcome, final: Mapping[str, Any]) -> dict[str, Any]:
     """
     if final["status"] != 0 or own["status"] == 0:
         return dict(final)
-    cause = (own.get("attempt") or {}).get("cause")
+    cause = _attempt(own).get("cause")
     return {**final, "status": own["status"], "cause": cause, "error": own["error"]}
 
 
@@ -268,7 +255,7 @@ def _has_own_status(outcome: Outcome) -> bool:
 
 def _lost_others(outcome: Outcome) -> bool:
     """Return whether a node's part ended because others had: in a stopped run, they were only told before it."""
-    cause = first_failure((outcome.get("attempt") or {}).get("workers") or ())
+    cause = first_failure(_attempt(outcome).get("workers") or ())
     return outcome["status"] == EXIT_MACHINE if cause is None else is_consequence(cause)
 
 
@@ -282,7 +269,7 @@ def _stopped_status(outcome: Outcome, stopped_by: str) -> int:
     """Return how a node's part ended; where that only followed from the others' end, by what the signal does."""
     if outcome["status"] == 0 or not _lost_others(outcome):
         return int(outcome["status"])
-    workers = (outcome.get("attempt") or {}).get("workers") or ()
+    workers = _attempt(outcome).get("workers") or ()
     has_saved = bool(workers) and all(worker["code"] == 0 for worker in workers)
     return EXIT_SAVED if has_saved else 128 + getattr(signal, stopped_by, signal.SIGTERM)
 
@@ -311,9 +298,9 @@ def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_no
     }
 
 
-INSIST_SECONDS = 1.5
+_INSIST_SECONDS = 1.5
 """After so long a second signal counts as insisting, and kills (launch.stop)."""
-ECHO_SECONDS = 5.0
+_ECHO_SECONDS = 5.0
 KILL_SECONDS = 4.0
 """After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
@@ -332,7 +319,7 @@ class SignalRelay:
 
     def came(self, number: int) -> bool:
         """Tell the others of a signal that came to this process; return whether the agent is to get it too."""
-        if time.monotonic() - self._heard.get(number, -ECHO_SECONDS) < ECHO_SECONDS:
+        if time.monotonic() - self._heard.get(number, -_ECHO_SECONDS) < _ECHO_SECONDS:
             return False
         self._counts[number] = self._counts.get(number, 0) + 1
         self._control.stop(number, self._counts[number])
@@ -366,7 +353,7 @@ def attach(control: RunControl, agent: "AgentProcess", run_dir: Path, names: Seq
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
         if at_once:
-            later(INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
+            later(_INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
     control.actions = RunActions(

@@ -1,16 +1,10 @@
-"""Which connections the coordinator has, and which of them are nodes of the run.
-
-Kept so that no message makes it look at all of them: with a thousand nodes, as many messages would be a million
-looks. What changes is noted when it changes.
-"""
+"""The coordinator's connections: which nodes have come, what they send and get. One thread owns them."""
 
 import selectors
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
 from typing import Any
 
 from fsdplaunch.launch.coordination.network import plain_address
@@ -25,6 +19,45 @@ from fsdplaunch.launch.coordination.protocol import (
     encode,
 )
 
+TURN_SECONDS = 0.5
+_PROOF_SECONDS = 5.0
+"""How long a connection may take to prove that it belongs to the run."""
+UNPROVEN = 256
+"""How many connections may be about to prove it; of more, the oldest goes."""
+_ACCEPTED_AT_ONCE = 256
+_MANY, _PAUSE_SECONDS = 64, 0.005
+"""With so many nodes a turn handles all that comes within so many seconds."""
+_TURNED_AWAY_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequirements:
+    """What the coordinator requires of the nodes that join.
+
+    Attributes:
+        run_id: The run's name.
+        least: Nodes the run needs.
+        most: Nodes it may have.
+        seconds: How long to wait for them.
+        last_call: How long to wait for more once the least are here.
+        silence: Seconds without a message after which a node counts as lost.
+        grace: Seconds workers get to end.
+        expected: The nodes' names by rank, where a scheduler or a list names them.
+        address_is_set: This node's address was configured, and is not taken from where the others connected to.
+        secret: What every connection has to know.
+    """
+
+    run_id: str
+    least: int
+    most: int
+    seconds: float
+    last_call: float = 10.0
+    silence: float = 10.0
+    grace: float = 30.0
+    expected: Sequence[str] = ()
+    address_is_set: bool = False
+    secret: str = field(repr=False)
+
 
 @dataclass(slots=True, eq=False)
 class NodeConnection:
@@ -35,6 +68,7 @@ class NodeConnection:
         came_to: The address of ours that it connected to.
         since: When it connected, on the monotonic clock.
         heard: When its last message came, on the monotonic clock.
+        node_info: What it said of itself, once it has.
         offset_ns: What to add to its clock to get ours.
         reached: The nodes it could not reach, once it has tried.
         outcome: How its workers ended.
@@ -79,148 +113,15 @@ class NodeConnection:
         return self.connection is not None and not self.connection.open
 
 
-class ConnectedNodes:
-    """The coordinator's connections, in order of arrival, or of rank."""
-
-    def __init__(self, own: NodeConnection) -> None:
-        """Begin with the coordinator's own node, which is always present."""
-        self._all = {own: None}
-        self._present = {own: None}
-        self._unproven: dict[NodeConnection, None] = {}
-        self._awaited: OrderedDict[NodeConnection, None] = OrderedDict()
-
-    def __iter__(self) -> Iterator[NodeConnection]:
-        """Go through all connections."""
-        return iter(list(self._all))
-
-    def __len__(self) -> int:
-        """Return how many connections there are."""
-        return len(self._all)
-
-    @property
-    def present(self) -> list[NodeConnection]:
-        """Return the nodes that have presented themselves and are not lost."""
-        return list(self._present)
-
-    @property
-    def number_present(self) -> int:
-        """Return how many nodes are present."""
-        return len(self._present)
-
-    @property
-    def number_awaited(self) -> int:
-        """Return how many nodes have yet to say how they ended; the coordinator's own is not among them."""
-        return len(self._awaited)
-
-    def add(self, node: NodeConnection) -> None:
-        """Add a connection that has yet to prove that it belongs to the run."""
-        self._all[node] = self._unproven[node] = None
-
-    def accept(self, node: NodeConnection) -> None:
-        """Note that a connection belongs to the run."""
-        node.handshake = None
-        self._unproven.pop(node, None)
-
-    def introduce(self, node: NodeConnection, node_info: NodeInfo) -> None:
-        """Note which node a connection is."""
-        node.node_info, node.heard = node_info, time.monotonic()
-        self._present[node] = self._awaited[node] = None
-
-    def turn_away(self, node: NodeConnection) -> None:
-        """Note that what has presented itself is no node of the run."""
-        node.node_info = None
-        self._leave(node)
-
-    def lose(self, node: NodeConnection) -> None:
-        """Note that a node has gone for good; what is known of it stays."""
-        node.lost = True
-        self._leave(node)
-        node.close()
-
-    def remove(self, node: NodeConnection) -> None:
-        """Forget a connection that has ended, as if it had never been."""
-        self._all.pop(node, None)
-        self._unproven.pop(node, None)
-        self._leave(node)
-
-    def _leave(self, node: NodeConnection) -> None:
-        self._present.pop(node, None)
-        self._awaited.pop(node, None)
-
-    def order(self) -> None:
-        """Have the lowest rank come first from now on."""
-        for nodes in (self._all, self._present):
-            for node in sorted(nodes, key=lambda one: one.rank):
-                nodes[node] = nodes.pop(node)
-
-    def hear(self, node: NodeConnection) -> None:
-        """Note that a message has come."""
-        node.heard = time.monotonic()
-        if node in self._awaited:
-            self._awaited.move_to_end(node)
-
-    def hear_all(self) -> None:
-        """Count silence from now on."""
-        for node in list(self._awaited):
-            self.hear(node)
-
-    def finish(self, node: NodeConnection, outcome: dict[str, Any]) -> None:
-        """Note how a node's workers ended; it may be silent from now on."""
-        node.outcome = outcome
-        self._awaited.pop(node, None)
-
-    def silent_since(self, when: float) -> list[NodeConnection]:
-        """Return the awaited nodes that have said nothing since a time on the monotonic clock."""
-        return list(takewhile(lambda node: node.heard < when, self._awaited))
-
-    def unproven_since(self, when: float, *, most: int) -> list[NodeConnection]:
-        """Return the connections that have proven nothing since a time, and the oldest of more than `most`."""
-        late = list(takewhile(lambda node: node.since < when, self._unproven))
-        return list(islice(self._unproven, max(len(late), len(self._unproven) - most)))
-
-
-TURN_SECONDS = 0.5
-PROOF_SECONDS = 5.0
-"""How long a connection may take to prove that it belongs to the run."""
-UNPROVEN = 256
-"""How many connections may be about to prove it; of more, the oldest goes."""
-_ACCEPTED_AT_ONCE = 256
-_MANY, _PAUSE_SECONDS = 64, 0.005
-"""With so many nodes a turn looks after all that comes in so many seconds."""
-_TURNED_AWAY_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRequirements:
-    """What the coordinator requires of the nodes that join.
+class CoordinatorServer:
+    """Accepts nodes and carries messages; what a message means is up to `take`.
 
     Attributes:
-        run_id: The run's name.
-        least: Nodes the run needs.
-        most: Nodes it may have.
-        seconds: How long to wait for them.
-        last_call: How long to wait for more once the least are here.
-        silence: Seconds without a message after which a node counts as lost.
-        grace: Seconds workers get to end.
-        expected: The nodes' names by rank, where a scheduler or a list names them.
-        address_is_set: This node's address was configured, and is not taken from where the others connected to.
-        secret: What every connection has to know.
+        own: The coordinator's own node.
+        connections: All there are, in order of arrival, its own first.
+        is_complete: All nodes are here that the run begins with.
+        running: The run has begun.
     """
-
-    run_id: str
-    least: int
-    most: int
-    seconds: float
-    last_call: float = 10.0
-    silence: float = 10.0
-    grace: float = 30.0
-    expected: Sequence[str] = ()
-    address_is_set: bool = False
-    secret: str = field(repr=False)
-
-
-class CoordinatorServer:
-    """Accepts nodes and carries messages; what a message means is up to `take`."""
 
     def __init__(
         self,
@@ -242,7 +143,7 @@ class CoordinatorServer:
         listener.setblocking(False)
         self.requirements = requirements
         self.own = NodeConnection(connection=None, node_info=node_info)
-        self.nodes = ConnectedNodes(self.own)
+        self.connections = [self.own]
         self.is_complete = self.running = False
         self.store_port = 0
         self.mail = WakeUp()
@@ -263,7 +164,7 @@ class CoordinatorServer:
     @property
     def present(self) -> list[NodeConnection]:
         """Return the nodes that have presented themselves and are not lost."""
-        return self.nodes.present
+        return [node for node in self.connections if node.node_info is not None and not node.lost]
 
     @property
     def node_infos(self) -> list[NodeInfo]:
@@ -271,16 +172,16 @@ class CoordinatorServer:
         return [node.node_info for node in self.present if node.node_info is not None]
 
     @property
-    def is_over(self) -> bool:
-        """Return whether every node has said how it ended."""
-        return self.own.outcome is not None and self.nodes.number_awaited == 0
+    def awaited(self) -> list[NodeConnection]:
+        """Return the nodes that have yet to say how they ended; the coordinator's own is not among them."""
+        return [node for node in self.present if node.outcome is None and node is not self.own]
 
     def let_in(self, node: NodeConnection, node_info: NodeInfo) -> None:
         """Take a node in before the run starts; once all are there, it waits for the run to have started."""
-        if self.is_complete or self.nodes.number_present >= self.requirements.most:
+        if self.is_complete or len(self.present) >= self.requirements.most:
             self._late.append((node, node_info))
         else:
-            self.nodes.introduce(node, node_info)
+            node.node_info = node_info
 
     def take_late(self) -> list[tuple[NodeConnection, NodeInfo]]:
         """Return the nodes that came when all were there, and are still waiting; nobody waits any more."""
@@ -290,11 +191,11 @@ class CoordinatorServer:
     def turn(self, seconds: float = TURN_SECONDS) -> list[NodeConnection]:
         """Wait for something to happen on any connection, and handle it; return those that did it."""
         served = []
-        if len(self.nodes) > _MANY:
+        if len(self.connections) > _MANY:
             time.sleep(_PAUSE_SECONDS)  # what comes meanwhile is one turn's work, and not as many turns'
         for key, _ in self._selector.select(seconds):
             if isinstance(key.data, NodeConnection):
-                self._serve(key.data, key.data.connection)
+                self._serve(key.data)
                 served.append(key.data)
             elif key.data is self._listener:
                 self._accept()
@@ -305,13 +206,16 @@ class CoordinatorServer:
     def _forget(self) -> list[NodeConnection]:
         """Forget connections that have ended, which are returned, and close those that prove nothing in time."""
         ended, self._ended = self._ended, []
-        for node in ended:
-            # Who leaves before the run starts may come again; who has never been a node leaves nothing.
-            if not self.running or node.node_info is None:
-                self.nodes.remove(node)
-        late = time.monotonic() - PROOF_SECONDS
-        for node in self.nodes.unproven_since(late, most=max(UNPROVEN, self.requirements.most)):
-            node.close()
+        # Who leaves before the run starts may come again; who has never been a node leaves nothing.
+        gone = {node for node in ended if not self.running or node.node_info is None}
+        if gone:
+            self.connections = [node for node in self.connections if node not in gone]
+        unproven = [node for node in self.connections if node.handshake is not None]
+        too_many = len(unproven) - max(UNPROVEN, self.requirements.most)
+        late = time.monotonic() - _PROOF_SECONDS
+        for place, node in enumerate(unproven):
+            if place < too_many or node.since < late:
+                node.close()
         return ended
 
     def _accept(self) -> None:
@@ -334,12 +238,13 @@ class CoordinatorServer:
             sock.close()
             return
         node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
-        self.nodes.add(node)
+        self.connections.append(node)
         connection.watch(self._selector, node, lambda: self._ended.append(node))
         connection.send_line(handshake.opening)
 
-    def _serve(self, node: NodeConnection, connection: Connection | None) -> None:
+    def _serve(self, node: NodeConnection) -> None:
         """Handle what a connection has sent; whatever is wrong with it ends this connection alone."""
+        connection = node.connection
         if connection is None or not connection.open:  # ended by what another one has sent in this turn
             return
         try:
@@ -347,7 +252,7 @@ class CoordinatorServer:
             if node.handshake is not None and not self._is_proven(node, connection, node.handshake):
                 return
             for message in connection.receive():
-                self.nodes.hear(node)
+                node.heard = time.monotonic()
                 self._take(node, message)
         except Exception:  # a port scanner, or a node that has lost its mind: nobody else is to suffer
             connection.close()
@@ -361,12 +266,12 @@ class CoordinatorServer:
         if not accepted:
             self._mention(node.came_from, "no" if line == NONE else "another")
         connection.send_line(answer)
-        if not accepted:
+        if accepted:
+            node.handshake = None
+            connection.trust()
+        else:
             connection.close()
-            return False
-        self.nodes.accept(node)
-        connection.trust()
-        return True
+        return accepted
 
     def _mention(self, address: str, which: str) -> None:
         if address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
@@ -383,7 +288,7 @@ class CoordinatorServer:
     def flush(self, seconds: float = 2.0) -> None:
         """Send what waits before the process goes on."""
         end = time.monotonic() + seconds
-        waiting = [node.connection for node in self.nodes if node.connection is not None]
+        waiting = [node.connection for node in self.connections if node.connection is not None]
         while time.monotonic() < end:
             waiting = [one for one in waiting if one.open and one.wants & selectors.EVENT_WRITE]
             if not waiting:
@@ -394,7 +299,7 @@ class CoordinatorServer:
 
     def shut(self) -> None:
         """Close every connection and the listener."""
-        for node in self.nodes:
+        for node in self.connections:
             node.close()
         self._selector.close()
         self._listener.close()

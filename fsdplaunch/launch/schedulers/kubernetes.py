@@ -27,7 +27,7 @@ CONFIG_FOLDER = "/etc/fsdplaunch"
 CONFIG_KEY = "config.yaml"
 PROGRAM = ("python3", "-P", "-m", "fsdplaunch")
 _LABEL = "app.kubernetes.io/managed-by"
-JOB_CONTAINER, TRAIN_JOB_CONTAINER = "trainer", "node"
+_JOB_CONTAINER, _TRAIN_JOB_CONTAINER = "trainer", "node"
 """The container that runs the launcher: in our own Job, and as every ClusterTrainingRuntime has to call it."""
 _MARGIN_SECONDS = 15
 _LONGEST_NAME = 52
@@ -116,17 +116,17 @@ def _job(config: Config, words: Sequence[str], *, name: str, run_id: str, secret
         "completionMode": "Indexed",
         "backoffLimit": kube.retries * count,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": failure_rules()},
+        "podFailurePolicy": {"rules": _failure_rules()},
         "template": {"metadata": {"labels": {_LABEL: "fsdplaunch"}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(kube, name), "spec": spec}
 
 
-def failure_rules() -> list[Object]:
+def _failure_rules() -> list[Object]:
     """Return what the Job does about a pod that failed, by our exit codes."""
 
     def on_codes(action: str, *codes: int) -> Object:
-        values = {"containerName": JOB_CONTAINER, "operator": "In", "values": list(codes)}
+        values = {"containerName": _JOB_CONTAINER, "operator": "In", "values": list(codes)}
         return {"action": action, "onExitCodes": values}
 
     return [
@@ -164,7 +164,7 @@ def _from_secret(name: str, secrets: Mapping[str, str]) -> list[Object]:
 def _container(config: Config, words: Sequence[str], env: list[Object]) -> Object:
     kube = config.kubernetes
     return {
-        "name": JOB_CONTAINER,
+        "name": _JOB_CONTAINER,
         "image": kube.image,
         "command": [literal(word) for word in words[: len(PROGRAM)]],
         "args": [literal(word) for word in words[len(PROGRAM) :]],
@@ -251,9 +251,9 @@ def _runtime_patch(config: Config, container: Object, name: str) -> Object:
         "securityContext": _pod_security(config.kubernetes),
         "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
         "volumes": volumes(config.kubernetes, name),
-        "containers": [{"name": TRAIN_JOB_CONTAINER, **patched}],
+        "containers": [{"name": _TRAIN_JOB_CONTAINER, **patched}],
     }
-    job = {"name": TRAIN_JOB_CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
+    job = {"name": _TRAIN_JOB_CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
     return {
         "manager": "fsdplaunch.dev/launch",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
@@ -319,7 +319,7 @@ def _ask(words: Sequence[str], text: str) -> str:
 
 LOOK_SECONDS = 2.0
 """Between two looks at a run that is followed."""
-MOST_STREAMS = 32
+_MOST_STREAMS = 32
 """Pods whose output is shown at a time: each costs a process here and a connection there."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
 Job = Mapping[str, Any]
@@ -340,7 +340,7 @@ def selector(job: Job) -> str:
 
 def container(job: Job) -> str:
     """Return the container that runs the launcher."""
-    return JOB_CONTAINER if job.get("kind") == "job" else TRAIN_JOB_CONTAINER
+    return _JOB_CONTAINER if job.get("kind") == "job" else _TRAIN_JOB_CONTAINER
 
 
 def state_of(job: Job) -> State:
@@ -443,7 +443,7 @@ def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"], scree
     for pod in pods:
         name, phase = pod["metadata"]["name"], (pod.get("status") or {}).get("phase")
         running = sum(stream.poll() is None for stream in streams.values())
-        if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= MOST_STREAMS:
+        if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= _MOST_STREAMS:
             continue
         streams[name] = _open_stream(["logs", "--follow", "--container", container(job), name], job, screen)
 

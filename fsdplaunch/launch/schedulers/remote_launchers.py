@@ -86,7 +86,7 @@ class Screen:
         self._stream.buffer.flush()
 
 
-def copy_piece(source: IO[bytes], screen: Screen) -> bool:
+def _copy_piece(source: IO[bytes], screen: Screen) -> bool:
     """Show the next piece of a program's output, once there is one; return whether more may come."""
     data = os.read(source.fileno(), _CHUNK)
     if data:
@@ -98,7 +98,7 @@ def copy_piece(source: IO[bytes], screen: Screen) -> bool:
 
 def copy_all(source: IO[bytes], screen: Screen) -> None:
     """Show a program's output until its end."""
-    while copy_piece(source, screen):
+    while _copy_piece(source, screen):
         pass
 
 
@@ -136,7 +136,7 @@ class ShownStreams:
             return False
         for key, _ in self._selector.select(seconds):
             source: Any = key.fileobj
-            if not copy_piece(source, key.data):
+            if not _copy_piece(source, key.data):
                 self._selector.unregister(source)
                 source.close()
         return True

@@ -22,7 +22,7 @@ UNFINISHED = frozenset(
     | {"SIGNALING", "STOPPED", "RESIZING", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 )
 """States of a job that may still do something."""
-STRAGGLER_SECONDS = 30.0
+_STRAGGLER_SECONDS = 30.0
 """Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
 _PATIENCE = 60
 
@@ -89,13 +89,13 @@ def cancel(job: str) -> None:
     _ask(["scancel", job])
 
 
-def one_launcher_each(config: Config) -> list[str]:
+def _one_launcher_each(config: Config) -> list[str]:
     """Return srun's options for the launchers: one on each node, which end together.
 
     One that has failed does not end the others, which may still save. But once the first has gone, the last one
     follows within the grace; if not, it hangs, and srun would wait for it until the job's time is over.
     """
-    wait = round(config.launch.shutdown_grace_seconds + STRAGGLER_SECONDS)
+    wait = round(config.launch.shutdown_grace_seconds + _STRAGGLER_SECONDS)
     return ["--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
 
 
@@ -103,7 +103,7 @@ def srun_words(config: Config, environ: Mapping[str, str], nodes: int) -> list[s
     """Return what starts one launcher on each node of the allocation this process runs in."""
     cpus = environ.get("SLURM_CPUS_PER_TASK")
     count = [f"--nodes={nodes}", f"--ntasks={nodes}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-    return ["srun", *count, *one_launcher_each(config)]
+    return ["srun", *count, *_one_launcher_each(config)]
 
 
 def _ask(words: Sequence[str]) -> str:
@@ -133,8 +133,8 @@ def in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
-LOST_TIMES = 20
+OUTPUT, _ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
+_LOST_TIMES = 20
 """How often a job goes back into the queue because a node was lost: a network may be broken for good."""
 _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
 """Folder of this part of the run, inside the run's own: one per task of an array and per start."""
@@ -213,7 +213,7 @@ def batch_script(
         "GROUP": GROUP_RUN,
         "SAVED": EXIT_SAVED,
         "LOST": LOST,
-        "TIMES": LOST_TIMES,
+        "TIMES": _LOST_TIMES,
         "RUNS": shlex.quote(str(run_dir.parent)),
     }
     for name, value in facts.items():
@@ -229,7 +229,7 @@ def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
     """
     slurm = config.slurm
     least, most = node_range(config)
-    output = ARRAY_OUTPUT if slurm.array else OUTPUT
+    output = _ARRAY_OUTPUT if slurm.array else OUTPUT
     named = {
         "job-name": run_id,
         "nodes": str(least) if least == most else f"{least}-{most}",
@@ -277,7 +277,7 @@ def _environment(run_id: str) -> list[str]:
 
 
 def _srun(config: Config) -> list[str]:
-    slurm, words = config.slurm, one_launcher_each(config)
+    slurm, words = config.slurm, _one_launcher_each(config)
     if slurm.container_image:
         words.append(f"--container-image={slurm.container_image}")
     if slurm.container_mounts:

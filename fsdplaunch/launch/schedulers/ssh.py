@@ -25,7 +25,7 @@ from fsdplaunch.launch.schedulers.remote_launchers import Screen, copy_all, stre
 
 READY = "fsdplaunch: far side ready"
 """What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
-SSH_FAILED = 255
+_SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f'\"`$;|&<>()\\]{1,300}")
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
@@ -156,7 +156,7 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
     words = " ".join(line.strip() for line in lines if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
         return (f"the connection was lost ({words})", "is the node up?")
-    if status == SSH_FAILED:
+    if status == _SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
     if status in _NOT_FOUND:
         return (f"it has no {python}", "set ssh.python to the interpreter there")
@@ -405,6 +405,6 @@ class SshSessions:
 
 
 def _last_words(client: SshSession) -> str:
-    if client.ready and client.process.returncode == SSH_FAILED:
+    if client.ready and client.process.returncode == _SSH_FAILED:
         return "the connection was lost"
     return client.lines[-1] if client.lines else f"ended with {client.process.returncode}"

@@ -96,9 +96,6 @@ def wait_for_gloo() -> None:
     """
     if "torch.distributed" not in sys.modules:  # a script that needs no torch does not import it for this
         return
-    from fsdplaunch.runtime.torch_internals.distributed import keep_groups_from_being_freed
-
-    keep_groups_from_being_freed()
     end = time.monotonic() + _LIMIT_SECONDS
     seen = _threads()
     while seen and time.monotonic() < end:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.run_secret import STORE_FILE, STORE_KEY
 from fsdplaunch.sockets import bound, listening
 
@@ -20,7 +18,6 @@ FileStore, HashStore, PrefixStore, TCPStore = (
     _names.TCPStore,
 )
 Store = Any
-_LIBUV_TAKES_SOCKETS = (2, 9)
 
 
 def serving_store(
@@ -37,10 +34,6 @@ def serving_store(
     Raises:
         OSError: The port is taken.
     """
-    # Before torch 2.9 its default server may take no socket that is open already, and says so in red.
-    how = (
-        {} if (parse(torch.__version__) or _LIBUV_TAKES_SOCKETS) >= _LIBUV_TAKES_SOCKETS else {"use_libuv": False}
-    )
     listener = bound(host, port) if held is None else held
     try:
         address, port = listening(listener)
@@ -48,7 +41,7 @@ def serving_store(
         listener.close()
         raise
     store = TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), **how
+        address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, port
 

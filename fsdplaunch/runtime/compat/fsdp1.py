@@ -61,7 +61,7 @@ def own_memory(model: nn.Module) -> Iterator[None]:
     """Have each tensor of a state that FSDP1 gathers of an optimizer on a CPU get memory of its own.
 
     With `offload_to_cpu`, which is the default, torch gathers all of them into the same and moves them from there
-    to where they are already: `exp_avg` has the values of `exp_avg_sq`. Seen in 2.7 to 2.15.
+    to where they are already: `exp_avg` has the values of `exp_avg_sq`. Seen in 2.9 to 2.15.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 

@@ -1,7 +1,12 @@
-"""Attention over split sequences in a ring: keys and values go from rank to rank, queries stay."""
+"""Attention over split sequences in a ring: keys and values go from rank to rank, queries stay.
+
+A rank has the keys and values of one other rank at a time, beside its own, while the next ones arrive. In backward
+they go around again, with their gradients, which end where they belong. Torch's own ring attention
+(torch.distributed.tensor.experimental) takes GPUs only and is not stable yet.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -14,249 +19,13 @@ from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.torch_internals.modules import untraced
 from fsdplaunch.runtime.torch_internals.tensors import AttentionKernel, kernel_for
 
-HEADS = 1
-
-
-class Passing:
-    """The neighbours of this rank on an axis.
-
-    Attributes:
-        rank: This rank's place on the axis.
-        size: How many ranks it has.
-    """
-
-    def __init__(self, axis: DeviceMesh) -> None:
-        self.rank, self.size = axis.get_local_rank(), axis.size()
-        self._group = axis.get_group()
-        ranks = dist.get_process_group_ranks(self._group)
-        self._after, self._before = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
-
-    def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to send a tensor to the next rank, and to receive that of the rank before.
-
-        All ranks call this as often, with tensors of the same shape and dtype.
-
-        Args:
-            tensor: Contiguous; unchanged until the other one has arrived.
-
-        Returns:
-            What waits for the other one and returns it.
-        """
-        other = torch.empty_like(tensor)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, self._after, self._group),
-                dist.P2POp(dist.irecv, other, self._before, self._group),
-            ]
-        )
-
-        def arrived() -> torch.Tensor:
-            while works:
-                works.pop(0).wait()  # and be freed: it holds what was sent
-            return other
-
-        return arrived
-
-    def around(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each rank's tensor with its place: this one's own, then that of the rank before, and so on.
-
-        The next one travels while one is used; all ranks iterate to the end.
-        """
-        for step in range(self.size):
-            arrived = self.pass_on(tensor) if step + 1 < self.size else None
-            yield (self.rank - step) % self.size, tensor
-            if arrived is not None:
-                tensor = arrived()
-
-
+_HEADS, _POSITIONS = 1, 2
 Shapes = tuple[torch.Size, torch.Size]
 """Those of a rank's keys and of its values."""
 
 
-def packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return keys and values as one tensor, which goes in one message."""
-    return torch.cat([key.flatten(), value.flatten()])
-
-
-def unpacked(message: torch.Tensor, shapes: Shapes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `packed` joined."""
-    keys, values = message.split([shape.numel() for shape in shapes])
-    return keys.view(shapes[0]), values.view(shapes[1])
-
-
-def for_each_head(message: torch.Tensor, shapes: Shapes, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values for each head of the query: fewer are sent where heads share them."""
-    keys, values = unpacked(message, shapes)
-    return _repeated(keys, heads), _repeated(values, heads)
-
-
-def summed_over_heads(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the gradient of keys or values of a shape, which several heads may share."""
-    return gradient if gradient.shape == shape else gradient.unflatten(HEADS, (shape[HEADS], -1)).sum(2)
-
-
-def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    groups = heads // tensor.size(HEADS)
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS)
-
-
-_AT_ONCE = 2**24
-"""How many scores are computed at once: of all rows they would be the square of the sequence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """How scores of rows with one part of the keys become weights.
-
-    Attributes:
-        scale: What products are multiplied by.
-        is_causal: Whether each row sees the keys up to its own place.
-        mask: Of these rows and keys, as scaled_dot_product_attention has it, or None.
-        dropout: The probability that a weight becomes zero.
-        seed: What is drawn for it; the same in forward and backward.
-    """
-
-    scale: float
-    is_causal: bool = False
-    mask: torch.Tensor | None = None
-    dropout: float = 0.0
-    seed: int = 0
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that results of a dtype are added up in: fp32, or fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def finite(sums: torch.Tensor) -> torch.Tensor:
-    """Return logsumexps with 0 for rows that see no key: their scores are -inf, and stay weights of 0."""
-    return sums.masked_fill(sums.isneginf(), 0.0)
-
-
-def added(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result and the logsumexps over two parts of the keys together.
-
-    Args:
-        one: Result (batch x heads x rows x width) and logsumexps (batch x heads x rows), both `wide`; changed.
-        other: The same over other keys.
-    """
-    sums = torch.logaddexp(one[1], other[1])
-    shares = [(part - finite(sums)).exp_().unsqueeze(-1) for part in (one[1], other[1])]
-    return one[0].mul_(shares[0]).addcmul_(other[0], shares[1]), sums
-
-
-def attend_to_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of attention to these keys alone, and the logsumexps of its rows, both `wide`.
-
-    Args:
-        query: Batch x heads x rows x width.
-        key: Batch x heads x keys x width.
-        value: Batch x heads x keys x its own width.
-        scoring: How scores become weights.
-    """
-    parts = []
-    key, value = (each.to(wide(query.dtype)) for each in (key, value))
-    for rows, kept in _pieces(query, key, scoring):
-        scores = _scores(query, key, rows, scoring)
-        sums = scores.logsumexp(-1)
-        weights = scores.sub_(finite(sums).unsqueeze(-1)).exp_()
-        parts.append(((weights if kept is None else weights.mul_(kept)) @ value, sums))
-    results, sums_of_rows = zip(*parts, strict=True)
-    return torch.cat(results, -2), torch.cat(sums_of_rows, -1)
-
-
-def gradients_of_part(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    result: torch.Tensor,
-    sums: torch.Tensor,
-    scoring: Scoring,
-    mask_gradient: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value that come of these keys, `wide`.
-
-    Args:
-        gradient: Of the result.
-        query: As in forward, as are key and value.
-        key: A part of the keys.
-        value: Theirs.
-        result: Over all keys.
-        sums: The logsumexps over all keys.
-        scoring: As in forward.
-        mask_gradient: What the mask's gradient is added to, of the mask's shape; or None.
-    """
-    kind = wide(query.dtype)
-    key, value = key.to(kind), value.to(kind)
-    to_query, to_key, to_value = (
-        torch.empty_like(query, dtype=kind),
-        torch.zeros_like(key),
-        torch.zeros_like(value),
-    )
-    for rows, kept in _pieces(query, key, scoring):
-        weights = _scores(query, key, rows, scoring).sub_(finite(sums[..., rows]).unsqueeze(-1)).exp_()
-        own = gradient[..., rows, :].to(kind)
-        to_value += (weights if kept is None else weights * kept).transpose(-2, -1) @ own
-        to_weights = own @ value.transpose(-2, -1)
-        to_weights = to_weights if kept is None else to_weights.mul_(kept)
-        to_scores = to_weights.sub_((own * result[..., rows, :]).sum(-1, keepdim=True)).mul_(weights)
-        if mask_gradient is not None:
-            part = _of_rows(mask_gradient, rows)
-            part += to_scores.sum_to_size(part.shape)
-        to_query[..., rows, :] = to_scores @ key * scoring.scale
-        to_key += to_scores.transpose(-2, -1) @ query[..., rows, :].to(kind) * scoring.scale
-    return to_query, to_key, to_value
-
-
-def _pieces(
-    query: torch.Tensor, key: torch.Tensor, scoring: Scoring
-) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Yield pieces of the rows, each with what its weights are multiplied by for dropout."""
-    batch, heads, length, _ = query.shape
-    rows = max(1, _AT_ONCE // max(1, batch * heads * key.size(-2)))
-    random = torch.Generator(query.device).manual_seed(scoring.seed) if scoring.dropout else None
-    for start in range(0, length, rows):
-        piece = slice(start, min(start + rows, length))
-        if random is None:
-            yield piece, None
-            continue
-        shape = (batch, heads, piece.stop - start, key.size(-2))
-        kept = torch.rand(shape, generator=random, device=query.device, dtype=key.dtype) >= scoring.dropout
-        yield piece, kept.to(key.dtype) / ((1 - scoring.dropout) or 1)
-
-
-def _scores(query: torch.Tensor, key: torch.Tensor, rows: slice, scoring: Scoring) -> torch.Tensor:
-    scores = query[..., rows, :].to(key.dtype) @ key.transpose(-2, -1) * scoring.scale
-    if scoring.is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(rows.start)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if scoring.mask is None:
-        return scores
-    mask = _of_rows(scoring.mask, rows)
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
-
-
-def _of_rows(mask: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return some rows of a mask; all of one that has the same row for all."""
-    return mask if mask.size(-2) == 1 else mask[..., rows, :]
-
-
-_POSITIONS = 2
-_SEEDS = 2**62
-
-
 def ring_attention(
-    axis: DeviceMesh,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scoring: Scoring,
+    axis: DeviceMesh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float
 ) -> torch.Tensor:
     """Return attention of this rank's positions to those of all.
 
@@ -264,26 +33,30 @@ def ring_attention(
         axis: The ranks that split sequences.
         query: Batch x heads x this rank's positions x width.
         key: The same, with as many heads or a divisor of them.
-        value: As key; its width may be another.
-        mask: Of all positions, as scaled_dot_product_attention has it, or None.
-        scoring: How scores become weights over full sequences, but for the mask and the seed.
+        value: As key.
+        is_causal: Whether each position sees those up to its own.
+        scale: What products of queries and keys are multiplied by.
 
     Raises:
-        ShardingError: The tensors do not fit each other, or the attention is causal and has other numbers of keys
-            than of queries; or, in backward, a gradient of the gradient is wanted.
+        ShardingError: The tensors do not fit each other, torch has no kernel for them, or the attention is causal
+            and has other numbers of keys than of queries; or, in backward, a gradient of the gradient is wanted.
     """
-    query, key, value, mask = _autocast(query, key, value, mask)
-    _check(query, key, value, is_causal=scoring.is_causal)
-    if scoring.dropout:
-        scoring = replace(scoring, seed=int(torch.randint(_SEEDS, ())))
-    return _apply(axis, query, key, value, mask, scoring)  # type: ignore[no-any-return]
+    query, key, value = map(_autocast, (query, key, value))
+    _check(query, key, value, is_causal=is_causal)
+    kernel = kernel_for(query, key, value)
+    if kernel is None:
+        kinds = f"{query.dtype} of width {query.size(-1)} and {value.size(-1)} on {query.device.type}"
+        msg = f"{script_line()}: torch has no kernel for attention of {kinds} in a ring (cp_size)"
+        raise ShardingError(msg, hint="use a cp_size that divides the heads, or leave it out")
+    ring = _Ring(axis, kernel, is_causal, scale, (key.shape, value.shape))
+    return _apply(ring, query, key, value)  # type: ignore[no-any-return]
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> None:
     """Check what kernels take for granted: they would read other memory."""
     fits = query.dtype == key.dtype == value.dtype and key.shape[:-1] == value.shape[:-1]
     fits = fits and (query.size(0), query.size(-1)) == (key.size(0), key.size(-1))
-    if not fits or query.size(HEADS) % key.size(HEADS):
+    if not fits or query.size(_HEADS) % key.size(_HEADS):
         kinds = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (query, key, value))
         msg = f"{script_line()}: query, key and value do not fit each other: {kinds}"
         raise ShardingError(msg, hint="they need one dtype and batch; heads of keys divide those of queries")
@@ -293,33 +66,23 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_ca
         raise ShardingError(msg, hint="give it as many keys as queries, or leave cp_size out")
 
 
-def _autocast(*tensors: torch.Tensor | None) -> Iterator[Any]:
-    """Yield tensors as autocast gives them to scaled_dot_product_attention."""
-    for each in tensors:
-        casts = each is not None and torch.is_autocast_enabled(each.device.type) and each.is_floating_point()
-        if each is None or not casts or each.dtype == torch.float64:
-            yield each
-        else:
-            yield each.to(torch.get_autocast_dtype(each.device.type))
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as autocast gives it to scaled_dot_product_attention."""
+    device = tensor.device.type
+    casts = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if casts else tensor
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        axis: DeviceMesh,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scoring: Scoring,
+        ctx: Any, ring: "_Ring", query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        kernel = None if mask is not None or scoring.dropout else kernel_for(query, key, value)
-        ring = ctx.ring = _Ring(Passing(axis), kernel, scoring, (key.shape, value.shape))
-        own = packed(key, value)
+        ctx.ring = ring
+        own = torch.cat([key.flatten(), value.flatten()])  # goes in one message
         with torch.autocast(query.device.type, enabled=False):
-            result, sums = ring.attend(_last_dense(query), own, mask)
-        ctx.save_for_backward(query, own, mask, result, sums)
+            result, sums = ring.attend(_last_dense(query), own)
+        ctx.save_for_backward(query, own, result, sums)
         return result
 
     @staticmethod
@@ -327,13 +90,10 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             msg = "the gradient of a gradient cannot be computed through attention in a ring (cp_size)"
             raise ShardingError(msg, hint="leave create_graph out, or cp_size")
-        query, own, mask, result, sums = ctx.saved_tensors
-        to_mask = torch.zeros_like(mask, dtype=wide(query.dtype)) if ctx.needs_input_grad[4] else None
-        saved = _Saved(_last_dense(query), mask, result, sums, _last_dense(gradient), to_mask)
+        query, own, result, sums = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            grads = ctx.ring.gradients(saved, own)
-        to_mask = None if to_mask is None else to_mask.to(mask.dtype)
-        return None, *(each.to(query.dtype) for each in grads), to_mask, None
+            grads = ctx.ring.gradients(_last_dense(gradient), _last_dense(query), own, result, sums)
+        return None, *(each.to(query.dtype) for each in grads)
 
 
 _apply = untraced(_Attention.apply)
@@ -344,112 +104,142 @@ def _last_dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What backward has of this rank's positions; `to_mask` is what the mask's gradient is added to."""
-
-    query: torch.Tensor
-    mask: torch.Tensor | None
-    result: torch.Tensor
-    sums: torch.Tensor
-    gradient: torch.Tensor
-    to_mask: torch.Tensor | None
-
-
 @dataclass(slots=True)
 class _Ring:
     """One attention, in forward and backward.
 
     Attributes:
-        passing: This rank's neighbours.
-        kernel: Torch's, or None for matrix products.
-        scoring: How scores become weights over full sequences, but for the mask.
+        axis: The ranks.
+        kernel: Torch's.
+        is_causal: Whether each position sees those up to its own.
+        scale: Of products of queries and keys.
         shapes: Of each rank's keys and values.
         kept: What the kernel's forward gives its backward; the same for each part.
     """
 
-    passing: Passing
-    kernel: AttentionKernel | None
-    scoring: Scoring
+    axis: DeviceMesh
+    kernel: AttentionKernel
+    is_causal: bool
+    scale: float
     shapes: Shapes
     kept: tuple[Any, ...] = ()
 
-    def attend(
-        self, query: torch.Tensor, own: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result, and the logsumexps of its rows.
 
         Args:
             query: Of this rank.
-            own: Its keys and values, packed.
-            mask: Of all positions.
+            own: Its keys and values.
         """
         parts = (
-            self._attend_to(source, query, message, mask)
-            for source, message in self.passing.around(own)
-            if self._sees(source)
+            self._attend_to(source, query, message) for source, message in self._around(own) if self._sees(source)
         )
-        result, sums = reduce(added, parts)
+        result, sums = reduce(_added, parts)
         return result.to(query.dtype), sums
 
-    def gradients(self, saved: _Saved, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        own: torch.Tensor,
+        result: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of query, key and value, in the dtype that they are added up in.
 
         Those of another rank's keys and values are added to what comes from the rank before, and sent on.
         """
-        kind = wide(own.dtype)
-        to_query = torch.zeros_like(saved.query, dtype=kind)
+        kind = _wide(own.dtype)
+        to_query = torch.zeros_like(query, dtype=kind)
         arrived: Callable[[], torch.Tensor] = partial(torch.zeros_like, own, dtype=kind)
-        for source, message in self.passing.around(own):
-            found = self._gradients_of(source, saved, message, to_query) if self._sees(source) else ()
+        for source, message in self._around(own):
+            found: list[torch.Tensor] = []
+            if self._sees(source):
+                given = (gradient, query, *self._for_each_head(message, query), result, sums, self.kept)
+                mine, *found = self.kernel.backward(*given, self._is_causal(source), self.scale)
+                to_query += mine
+                del given
             travelling = arrived()
-            for place, part in enumerate(found):
-                unpacked(travelling, self.shapes)[place].add_(part)
+            for into, part in zip(self._unpacked(travelling), found, strict=False):
+                # Several heads may share keys and values.
+                shared = part.shape != into.shape
+                into.add_(part.unflatten(_HEADS, (into.size(_HEADS), -1)).sum(2) if shared else part)
             del found, message
-            arrived = self.passing.pass_on(travelling)
-        return to_query, *unpacked(arrived(), self.shapes)
+            arrived = self._pass_on(travelling)
+        return to_query, *self._unpacked(arrived())
 
     def _sees(self, source: int) -> bool:
-        return not self.scoring.is_causal or source <= self.passing.rank
+        return not self.is_causal or source <= self.axis.get_local_rank()
 
     def _is_causal(self, source: int) -> bool:
-        return self.scoring.is_causal and source == self.passing.rank
+        return self.is_causal and source == self.axis.get_local_rank()
 
     def _attend_to(
-        self, source: int, query: torch.Tensor, message: torch.Tensor, mask: torch.Tensor | None
+        self, source: int, query: torch.Tensor, message: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = for_each_head(message, self.shapes, query.size(HEADS))
-        if self.kernel is None:
-            return attend_to_part(query, keys, values, self._scoring(source, mask))
-        causal, scale = self._is_causal(source), self.scoring.scale
-        result, sums, self.kept = self.kernel.forward(query, keys, values, causal, scale)
-        return result.to(wide(query.dtype)), sums
+        given = (query, *self._for_each_head(message, query))
+        result, sums, self.kept = self.kernel.forward(*given, self._is_causal(source), self.scale)
+        return result.to(_wide(query.dtype)), sums
 
-    def _gradients_of(
-        self, source: int, saved: _Saved, message: torch.Tensor, to_query: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of one rank's keys and values, and add to that of the query."""
-        each_head = for_each_head(message, self.shapes, saved.query.size(HEADS))
-        given = (saved.gradient, saved.query, *each_head, saved.result, saved.sums)
-        if self.kernel is None:
-            to_mask = None if saved.to_mask is None else self._piece(saved.to_mask, source)
-            own, *theirs = gradients_of_part(*given, self._scoring(source, saved.mask), to_mask)
-        else:
-            causal, scale = self._is_causal(source), self.scoring.scale
-            own, *theirs = self.kernel.backward(*given, self.kept, causal, scale)
-        to_query += own
-        return tuple(map(summed_over_heads, theirs, self.shapes))
+    def _unpacked(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the keys and values of a message."""
+        parts = message.split([shape.numel() for shape in self.shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
 
-    def _scoring(self, source: int, mask: torch.Tensor | None) -> Scoring:
-        return replace(
-            self.scoring,
-            is_causal=self._is_causal(source),
-            mask=None if mask is None else self._piece(mask, source),
-            seed=self.scoring.seed + self.passing.rank * self.passing.size + source,
-        )
+    def _for_each_head(self, message: torch.Tensor, query: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield keys and values for each head of the query: fewer are sent where heads share them."""
+        for tensor in self._unpacked(message):
+            groups = query.size(_HEADS) // tensor.size(_HEADS)
+            yield tensor if groups == 1 else tensor.repeat_interleave(groups, _HEADS)
 
-    def _piece(self, mask: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the mask of this rank's positions and another's keys."""
-        for dim, place in ((-2, self.passing.rank), (-1, source)):
-            mask = mask if mask.size(dim) == 1 else mask.chunk(self.passing.size, dim)[place]
-        return mask
+    def _around(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each rank's tensor with its place: this one's own, then that of the rank before, and so on.
+
+        The next one travels while one is used; all ranks iterate to the end.
+        """
+        for step in range(self.axis.size()):
+            arrived = self._pass_on(tensor) if step + 1 < self.axis.size() else None
+            yield (self.axis.get_local_rank() - step) % self.axis.size(), tensor
+            if arrived is not None:
+                tensor = arrived()
+
+    def _pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to send a tensor to the next rank, and to receive that of the rank before.
+
+        Args:
+            tensor: Contiguous; unchanged until the other one has arrived.
+
+        Returns:
+            What waits for the other one and returns it.
+        """
+        group, place = self.axis.get_group(), self.axis.get_local_rank()
+        ranks, other = dist.get_process_group_ranks(group), torch.empty_like(tensor)
+        send = dist.P2POp(dist.isend, tensor, ranks[(place + 1) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, other, ranks[place - 1], group)
+        works = dist.batch_isend_irecv([send, receive])
+
+        def arrived() -> torch.Tensor:
+            while works:
+                works.pop(0).wait()  # and be freed: it holds what was sent
+            return other
+
+        return arrived
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that results of a dtype are added up in: fp32, or fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _added(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result and the logsumexps over two parts of the keys together.
+
+    Args:
+        one: Result (batch x heads x rows x width) and logsumexps (batch x heads x rows); changed.
+        other: The same over other keys.
+    """
+    sums = torch.logaddexp(one[1], other[1])
+    shares = [(part - sums).exp_().unsqueeze(-1) for part in (one[1], other[1])]
+    return one[0].mul_(shares[0]).addcmul_(other[0], shares[1]), sums

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel.ring import Scoring, ring_attention
+from fsdplaunch.runtime.context_parallel.ring import ring_attention
 from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.registry import registered
@@ -157,8 +157,8 @@ def attend(
         kwargs: The same.
 
     Raises:
-        ShardingError: The tensors have other dimensions, the mask is not that of all positions, or the heads
-            cannot be divided as configured.
+        ShardingError: The tensors have other dimensions, the mask is not that of all positions, there is one or
+            dropout in a ring, or the heads cannot be divided as configured.
     """
     if query.dim() != _DIMENSIONS:
         msg = f"{script_line()}: attention over {query.dim()} dimensions cannot be split (cp_size)"
@@ -167,10 +167,13 @@ def attend(
         _check_mask(attn_mask, axis.size() * query.size(_POSITIONS), axis.size() * key.size(_POSITIONS))
     heads, divides = query.size(_HEADS), query.size(_HEADS) % axis.size() == 0
     if way == "ring" or (way == "auto" and not divides):
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else "dropout"
+            msg = f"{script_line()}: attention with {what} cannot go in a ring (cp_size)"
+            raise ShardingError(msg, hint=f"use a cp_size that divides the {heads} heads, or is_causal")
         scale = kwargs.get("scale")
         scale = query.size(-1) ** -0.5 if scale is None else scale
-        scoring = Scoring(scale=scale, is_causal=is_causal, dropout=dropout_p)
-        return ring_attention(axis, query, key, value, attn_mask, scoring)
+        return ring_attention(axis, query, key, value, is_causal=is_causal, scale=scale)
     if not divides:
         msg = f"{script_line()}: {heads} attention heads cannot be divided by {axis.size()} ranks (cp_size)"
         raise ShardingError(msg, hint="set sharding.context_parallel_attention: auto, or another cp_size")

@@ -1,13 +1,14 @@
 """`describe`: how a model is sharded, read back from torch's own objects and not from the configuration."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -169,62 +170,29 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """See `ShardingDescription`, which has the same names."""
-
-    strategy: str
-    mesh: dict[str, int]
-    device: str
-    tied: tuple[tuple[str, ...], ...]
-    ignored: tuple[str, ...]
-    left_out: frozenset[str]
-    methods: tuple[str, ...]
-    float8: int
-    plan: str = ""
-    context: int = 1
-    attention: str = "auto"
-
-
-def kept_layout(prepared: ShardedModel) -> Layout:
-    """Return the layout of a model that `prepare` sharded."""
-    return Layout(
-        strategy=prepared.settings.strategy,
-        mesh=dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
-        device=str(prepared.device),
-        tied=prepared.tied,
-        ignored=prepared.ignored,
-        left_out=prepared.left_out,
-        methods=prepared.methods,
-        float8=prepared.converted,
-        context=1 if prepared.sequences is None else prepared.sequences.axis.size(),
-        attention="auto" if prepared.sequences is None else prepared.sequences.way,
-        plan="" if prepared.split is None else prepared.split.origin,
-    )
+def _kept_layout(prepared: ShardedModel) -> dict[str, Any]:
+    """Return what a description needs to know of a model that `prepare` sharded, beside its units."""
+    layout = {
+        "strategy": prepared.settings.strategy,
+        "mesh": dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
+        "device": str(prepared.device),
+        "tied": prepared.tied,
+        "ignored": prepared.ignored,
+        "unsharded": tuple(sorted(prepared.left_out)),
+        "methods": prepared.methods,
+        "float8": prepared.converted,
+    }
+    if prepared.sequences is not None:
+        layout |= {"context": prepared.sequences.axis.size(), "attention": prepared.sequences.way}
+    return layout if prepared.split is None else layout | {"plan": prepared.split.origin}
 
 
-def seen_layout(model: nn.Module) -> Layout:
-    """Return the layout of a model that something else has sharded, as its units show it."""
-    fsdp1 = isinstance(model, FullyShardedDataParallel)
-    strategy, mesh, left_out = _fsdp1(model) if fsdp1 else _fsdp2(model)
-    return Layout(
-        strategy=strategy,
-        mesh=mesh,
-        device=str(next(parameters_of(model)).device),
-        tied=() if fsdp1 else tied_names(model),
-        ignored=(),
-        left_out=left_out,
-        methods=(),
-        float8=0,
-    )
-
-
-def _fsdp1(model: Any) -> tuple[str, dict[str, int], frozenset[str]]:
-    strategy = model.sharding_strategy.name.lstrip("_")
-    return strategy, {"ranks": model.process_group.size()}, frozenset()
-
-
-def _fsdp2(model: nn.Module) -> tuple[str, dict[str, int], frozenset[str]]:
+def _seen_layout(model: nn.Module) -> dict[str, Any]:
+    """Return the same for a model that something else has sharded, as its units show it."""
+    device = {"device": str(next(parameters_of(model)).device)}
+    if isinstance(model, FullyShardedDataParallel):
+        ranks = dist.get_world_size(model.process_group)
+        return device | {"strategy": model.sharding_strategy.name.lstrip("_"), "mesh": {"ranks": ranks}}
     named = dict(named_parameters(model))
     sharded = {name: param for name, param in named.items() if isinstance(param, DTensor)}
     mesh = max((param.device_mesh for param in sharded.values()), key=lambda mesh: mesh.ndim)
@@ -234,7 +202,12 @@ def _fsdp2(model: nn.Module) -> tuple[str, dict[str, int], frozenset[str]]:
     if data_mesh(mesh).ndim > 1:
         strategy = "HYBRID_SHARD" if freed else "HYBRID_SHARD_ZERO2"
     names = mesh.mesh_dim_names or tuple(f"ranks{axis}" for axis in range(mesh.ndim))
-    return strategy, dict(zip(names, mesh.shape, strict=True)), frozenset(named) - frozenset(sharded)
+    return device | {
+        "strategy": strategy,
+        "mesh": dict(zip(names, mesh.shape, strict=True)),
+        "tied": tied_names(model),
+        "unsharded": tuple(sorted(named.keys() - sharded.keys())),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,9 +258,6 @@ class ShardingDescription:
     kept: dict[str, int]
     output: str | None
     buffers: str | None
-    tied: tuple[tuple[str, ...], ...]
-    ignored: tuple[str, ...]
-    unsharded: tuple[str, ...]
     frozen: tuple[str, ...]
     checkpointed: tuple[str, ...]
     activations_offloaded: bool
@@ -295,8 +265,11 @@ class ShardingDescription:
     backward_prefetch: str
     offloaded: bool
     compiled: str | None
-    float8: int
-    methods: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    ignored: tuple[str, ...] = ()
+    unsharded: tuple[str, ...] = ()
+    float8: int = 0
+    methods: tuple[str, ...] = ()
     split: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     plan: str = ""
@@ -372,7 +345,7 @@ def describe(model: nn.Module) -> ShardingDescription:
     if prepared is None:
         msg = f"this {class_name(model)} was not sharded by prepare"
         raise ShardingError(msg, hint="describe what fsdplaunch.prepare returns")
-    return _described(model, kept_layout(prepared))
+    return _described(model, _kept_layout(prepared))
 
 
 def describe_seen(model: nn.Module) -> ShardingDescription:
@@ -381,54 +354,46 @@ def describe_seen(model: nn.Module) -> ShardingDescription:
     Args:
         model: Its outermost unit.
     """
-    return _described(model, seen_layout(model))
+    return _described(model, _seen_layout(model))
 
 
-def _described(model: nn.Module, layout: Layout) -> ShardingDescription:
+def _described(model: nn.Module, layout: dict[str, Any]) -> ShardingDescription:
     if not is_unit(model):  # else it was compiled before, and the units begin with what came out
         model = unwrapped(model)
-    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
-    (root, *units) = fsdp1_units(model) if is_fsdp1 else fsdp2_units(model)
+    wrapper = model if isinstance(model, FullyShardedDataParallel) else None
+    (root, *units) = fsdp2_units(model) if wrapper is None else fsdp1_units(model)
     named = dict(named_parameters(model))
     split = tuple(name for name, param in named.items() if splits_layer(param))
     return ShardingDescription(
-        model=own_class(model.module if isinstance(model, FullyShardedDataParallel) else model),
-        version=1 if is_fsdp1 else 2,
-        strategy=layout.strategy,
-        mesh=layout.mesh,
-        device=layout.device,
+        model=own_class(model if wrapper is None else wrapper.module),
+        version=2 if wrapper is None else 1,
         units=tuple(units),
         root=root,
-        tied=layout.tied,
-        ignored=layout.ignored,
-        unsharded=tuple(sorted(layout.left_out)),
-        methods=layout.methods,
-        float8=layout.float8,
-        plan=layout.plan,
-        context=layout.context,
-        attention=layout.attention,
         split=split,
         alike=tuple(name for name in named if name not in split) if split else (),
-        **_counted(model, named, layout, sum(unit.parameters for unit in (root, *units))),
+        **layout,
+        **_counted(model, named, layout.get("unsharded", ()), sum(unit.parameters for unit in (root, *units))),
         **wrappers(model),
-        **(fsdp1_settings(model) if isinstance(model, FullyShardedDataParallel) else fsdp2_settings(model)),
+        **(fsdp2_settings(model) if wrapper is None else fsdp1_settings(wrapper)),
     )
 
 
-def _counted(model: nn.Module, named: dict[str, nn.Parameter], layout: Layout, in_units: int) -> dict[str, Any]:
+def _counted(
+    model: nn.Module, named: dict[str, nn.Parameter], unsharded: Collection[str], in_units: int
+) -> dict[str, Any]:
     """Return what is counted from the parameters themselves."""
-    apart = {name: named[name] for name in layout.left_out}
-    sharded = [param for name, param in named.items() if name not in apart]
-    still = sum(param.numel() for param in apart.values() if not param.requires_grad)
+    apart = [named[name] for name in unsharded]
+    still = sum(param.numel() for param in apart if not param.requires_grad)
     if isinstance(model, FullyShardedDataParallel):
         flat = list(flat_parameters(model))
     else:
+        sharded = [param for name, param in named.items() if name not in unsharded]
         flat = [(param.dtype, param.numel(), param.requires_grad) for param in sharded]
     kept: Counter[str] = Counter()
     for dtype, size, trained in flat:
         kept[dtype_name(dtype) or ""] += size
         still += 0 if trained else size
-    total = in_units + sum(param.numel() for param in apart.values())
+    total = in_units + sum(param.numel() for param in apart)
     return {
         "parameters": total,
         "trained": total - still,

@@ -330,7 +330,7 @@ def load_optimizer(
             stateless = _stateless(state, own_names)
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
             if dist.get_rank() == 0:
-                state["state"] |= {name: {} for name in stateless}  # 2.7 to 2.9 ask for all
+                state["state"] |= {name: {} for name in stateless}  # 2.9 asks for all
         restored = renamed_optimizer(state, own_names.__getitem__)
         set_optimizer_state_dict(model, optimizer, restored, options=options)
     for name, param in named_parameters(model):

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 
 from fsdplaunch.config.schema.kinds import DYNAMO
+from fsdplaunch.config.schema.sharding_sections import DynamoConfig
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.units import replace_modules
+from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
-from fsdplaunch.runtime.sharding.settings import Compiling, Float8, Settings
+from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units, class_name, find_blocks
 from fsdplaunch.runtime.torch_internals.modules import CheckpointImpl, checkpoint_wrapper, offload_wrapper
 
@@ -81,7 +83,7 @@ def compile_blocks(units: Units, settings: Settings) -> None:
         ShardingError: There are no units, or this torch has no such backend.
     """
     how = settings.compiling
-    if how is None or not how.blocks:
+    if how is None or not how.dynamo_use_regional_compilation:
         return
     if not units:
         msg = "dynamo_use_regional_compilation compiles blocks, and this model has none"
@@ -96,14 +98,14 @@ def compile_model(model: nn.Module, settings: Settings) -> None:
     Raises:
         ShardingError: This torch has no such backend.
     """
-    if settings.compiling is not None and not settings.compiling.blocks:
+    if settings.compiling is not None and not settings.compiling.dynamo_use_regional_compilation:
         _compile(model, settings.compiling)
 
 
-def _compile(module: nn.Module, how: Compiling) -> None:
+def _compile(module: nn.Module, how: DynamoConfig) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
-    if how.backend not in known:
-        msg = f"dynamo_backend {how.backend.upper()} is not one this torch has"
+    if how.dynamo_backend.lower() not in known:
+        msg = f"dynamo_backend {how.dynamo_backend} is not one this torch has"
         names = [name for name in DYNAMO.choices if name.lower() in known]
         raise ShardingError(msg, hint=f"it has {', '.join(names)}")
     module.__dict__["forward"] = CompiledForward(module, how, module.__dict__.get("forward"))
@@ -112,7 +114,7 @@ def _compile(module: nn.Module, how: Compiling) -> None:
 class CompiledForward:
     """A module's forward, compiled when it is first called; a copy of the module gets one of its own."""
 
-    def __init__(self, module: nn.Module, how: Compiling, given: Callable[..., Any] | None = None) -> None:
+    def __init__(self, module: nn.Module, how: DynamoConfig, given: Callable[..., Any] | None = None) -> None:
         self.module = module
         self.how = how
         self.given = given
@@ -126,12 +128,13 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute; what is compiled is the plain forward."""
         if self.run is None:
+            how = self.how
             self.run = torch.compile(
                 self._plain(),
-                backend=self.how.backend,
-                mode=self.how.mode if self.how.backend == "inductor" else None,
-                fullgraph=self.how.fullgraph,
-                dynamic=True if self.how.dynamic else None,
+                backend=how.dynamo_backend.lower(),
+                mode=how.dynamo_mode if how.dynamo_backend == "INDUCTOR" else None,
+                fullgraph=how.dynamo_use_fullgraph,
+                dynamic=True if how.dynamo_use_dynamic else None,
             )
         return self.run(*args, **kwargs)
 
@@ -158,29 +161,25 @@ def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
     if settings.version == 1:
         msg = "mixed_precision fp8 needs fsdp_version 2"
         raise ShardingError(msg, hint="set fsdp_version: 2, or mixed_precision: bf16")
-    config, swap = _torchao(settings.float8)
-    ignored = out.below()
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
-    ends = set(list(linear)[:1] + list(linear)[-1:])
-    chosen = {name for name, m in linear.items() if name not in ends and (settings.float8.pad or _fits(m))}
-    done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
-    if not chosen and not done:
-        msg = f"mixed_precision fp8: no linear layer of {type(model).__name__} can compute in float8"
-        raise ShardingError(msg, hint="use mixed_precision: bf16")
-    swap(model, module_filter_fn=lambda _, name: name in chosen, config=config)
-    return len(chosen) + done
-
-
-def _torchao(how: Float8) -> tuple[Any, Any]:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         msg = f"mixed_precision fp8 needs torchao, which cannot be imported: {error}"
         raise ShardingError(msg, hint="pip install torchao, or set mixed_precision: bf16") from None
-    return (
-        Float8LinearConfig(enable_fsdp_float8_all_gather=how.gather, pad_inner_dim=how.pad),
-        convert_to_float8_training,
+    how = settings.float8
+    config = Float8LinearConfig(
+        enable_fsdp_float8_all_gather=how.enable_fsdp_float8_all_gather, pad_inner_dim=how.pad_inner_dim
     )
+    ignored = out.below()
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
+    ends = set(list(linear)[:1] + list(linear)[-1:])
+    chosen = {name for name, m in linear.items() if name not in ends and (how.pad_inner_dim or _fits(m))}
+    done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+    if not chosen and not done:
+        msg = f"mixed_precision fp8: no linear layer of {type(model).__name__} can compute in float8"
+        raise ShardingError(msg, hint="use mixed_precision: bf16")
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    return len(chosen) + done
 
 
 def _fits(layer: nn.Linear) -> bool:
@@ -223,21 +222,11 @@ def _as_forward(
 
     The method may call the model itself, whose forward is back in its place by then.
     """
-    held = model.__dict__.get("forward")
+    own = model.__dict__.get("forward") or MethodType(type(model).forward, model)
 
     def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        _put_back(model, held)
-        return getattr(model, name)(*inner_args, **inner_kwargs)
+        with own_attribute(model, "forward", own):
+            return getattr(model, name)(*inner_args, **inner_kwargs)
 
-    model.__dict__["forward"] = run
-    try:
+    with own_attribute(model, "forward", run):
         return wrapper(*args, **kwargs)
-    finally:
-        _put_back(model, held)
-
-
-def _put_back(model: nn.Module, held: Any) -> None:
-    if held is None:
-        model.__dict__.pop("forward", None)
-    else:
-        model.__dict__["forward"] = held

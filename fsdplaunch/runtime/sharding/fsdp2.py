@@ -35,7 +35,6 @@ from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.optimizers import carrying_attributes
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units, class_name
-from fsdplaunch.runtime.torch_internals.cpu_averages import mend_averages_on_cpu
 from fsdplaunch.runtime.torch_internals.fsdp import (
     allow_class,
     gather_for_any_output,
@@ -117,8 +116,6 @@ def shard(
     Each unit gets its storage and rank 0's values just before it is sharded, so no rank ever holds more of the
     full model on its device than one unit.
     """
-    if mesh.device_type == "cpu":
-        mend_averages_on_cpu()
     common = _common(settings, mesh, out)
     policy = _precision(settings, output=None)
     for name, unit in reversed(units.items()):

@@ -16,6 +16,7 @@ from fsdplaunch.config.schema.kinds import (
     StrategyName,
     WrapName,
 )
+from fsdplaunch.config.schema.sharding_sections import DynamoConfig, Fp8Config
 from fsdplaunch.runtime import messages
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,38 +65,6 @@ def fsdp2_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiling:
-    """How torch.compile is called.
-
-    Attributes:
-        backend: As torch names it.
-        mode: As torch names it.
-        fullgraph: Fail where the graph would break.
-        dynamic: Compile for shapes that change.
-        blocks: Compile each block by itself; else the model's full forward.
-    """
-
-    backend: str
-    mode: str = "default"
-    fullgraph: bool = False
-    dynamic: bool = False
-    blocks: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Float8:
-    """How torchao's float8 layers compute.
-
-    Attributes:
-        gather: Gather parameters in float8.
-        pad: Pad matrices to multiples of 16.
-    """
-
-    gather: bool = True
-    pad: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything that sharding one model needs to know. Names are those of the configuration.
 
@@ -140,8 +109,8 @@ class Settings:
     param_init_fn: Callable[[nn.Module], Any] | None = None
     checkpoint_every: int = 1
     forward_methods: tuple[str, ...] = ()
-    compiling: Compiling | None = None
-    float8: Float8 | None = None
+    compiling: DynamoConfig | None = None
+    float8: Fp8Config | None = None
     context_size: int = 1
     context_attention: SequenceAttentionName = "auto"
     tensor_size: int = 1
@@ -188,8 +157,8 @@ def settings_of(config: Config) -> Settings:
         shard_size=mesh.parallelism_config_dp_shard_size,
         checkpoint_every=config.sharding.checkpoint_every,
         forward_methods=config.sharding.forward_methods,
-        compiling=_compiling_of(config),
-        float8=float8_of(config) if config.mixed_precision == "fp8" else None,
+        compiling=config.dynamo_config if config.dynamo_config.dynamo_backend != "NO" else None,
+        float8=config.fp8_config if config.mixed_precision == "fp8" else None,
         context_size=mesh.parallelism_config_cp_size,
         context_attention=config.sharding.context_parallel_attention,
         tensor_size=mesh.parallelism_config_tp_size,
@@ -197,31 +166,7 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-def _compiling_of(config: Config) -> Compiling | None:
-    section = config.dynamo_config
-    if section.dynamo_backend == "NO":
-        return None
-    return Compiling(
-        backend=section.dynamo_backend.lower(),
-        mode=section.dynamo_mode,
-        fullgraph=section.dynamo_use_fullgraph,
-        dynamic=section.dynamo_use_dynamic,
-        blocks=section.dynamo_use_regional_compilation,
-    )
-
-
-def float8_of(config: Config) -> Float8:
-    """Return how a Config has float8 computed, whether or not it is."""
-    section = config.fp8_config
-    return Float8(gather=section.enable_fsdp_float8_all_gather, pad=section.pad_inner_dim)
-
-
 def _dtypes_of(config: Config) -> Dtypes:
-    section = config.precision
-    return Dtypes(
-        param=DTYPES[section.param] if section.param else None,
-        reduce=DTYPES[section.reduce] if section.reduce else None,
-        output=DTYPES[section.output] if section.output else None,
-        buffer=DTYPES[section.buffer] if section.buffer else None,
-        master=DTYPES[section.master] if section.master else None,
-    )
+    kinds = ("param", "reduce", "output", "buffer", "master")
+    named = {kind: name for kind in kinds if (name := getattr(config.precision, kind))}
+    return Dtypes(**{kind: DTYPES[name] for kind, name in named.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import operator
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime.torch_internals.tensors import argument_names, written_places
 
 local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
@@ -131,18 +129,6 @@ def issued_collectives() -> int:
     if group is None:
         return 0
     return sum(group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types)
-
-
-def keep_groups_from_being_freed() -> None:
-    """Hold every group until the process ends, in 2.7; they can still be destroyed.
-
-    Freeing a group joins gloo's threads while Python's lock is held, and a thread needs that lock to free the
-    tensors of its last collective: a worker that waits for itself at its end. Seen in 2.7, under load; 2.15 ends
-    with SIGABRT when such a group is there at its exit.
-    """
-    if parse(torch.__version__) == (2, 7):
-        for group in distributed_c10d._world.pg_map:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def all_gather(every: torch.Tensor, own: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> None:

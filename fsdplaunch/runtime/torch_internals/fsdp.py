@@ -147,7 +147,7 @@ def wrap_policy_runner(policy: Any) -> Callable[..., Any] | None:
 def param_groups(module: Any) -> list[Any]:
     """List the parameter groups of one FSDP2 unit.
 
-    2.7 to 2.12: the state has one group or None; from 2.13: a list of groups.
+    To 2.12: the state has one group or None; from 2.13: a list of groups.
     """
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -208,7 +208,7 @@ def gather_outside_of_inference_mode() -> None:
 def mixed_precision_of(group: Any) -> Any:
     """Return the mixed precision policy of a parameter group.
 
-    2.7 to 2.14: the group's; from 2.15: each parameter's, of which the first is returned.
+    To 2.14: the group's; from 2.15: each parameter's, of which the first is returned.
     """
     policy = getattr(group, "mp_policy", None)
     return group.fsdp_params[0].mp_policy if policy is None and group.fsdp_params else policy
@@ -585,7 +585,7 @@ def suspend_unit(unit: Any) -> Callable[[], None]:
     """Let a unit's hooks gather nothing and give nothing back, until what is returned is called.
 
     As in a backward, in which torch's hooks of a forward that is made again leave parameters as they are.
-    2.7 to 2.12: a state has one group or None; from 2.13 on a list, which it gathers in a backward as well.
+    To 2.12: a state has one group or None; from 2.13 on a list, which it gathers in a backward as well.
     """
     state = unit._get_fsdp_state()
     name = "_fsdp_param_groups" if hasattr(state, "_fsdp_param_groups") else "_fsdp_param_group"

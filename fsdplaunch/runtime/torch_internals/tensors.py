@@ -231,13 +231,22 @@ def tensors_held(value: Any) -> Iterator[torch.Tensor]:
 
 def tensors_of_object(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in an object's attributes, which torch's own functions for trees take for nothing."""
+    return (leaf for leaf in _leaves_of_object(value) if isinstance(leaf, torch.Tensor))
+
+
+def numbers_of_object(value: Any) -> list[Any]:
+    """Return the numbers and texts in an object's attributes, which may say something about rows."""
+    return [leaf for leaf in _leaves_of_object(value) if isinstance(leaf, int | float | complex | str)]
+
+
+def _leaves_of_object(value: Any) -> Iterator[Any]:
     seen: set[int] = set()
     inside = [value]
     for _ in range(_DEEPEST):
         leaves = [leaf for each in inside if (held := _attributes(each)) for leaf in tree_leaves(held)]
         new = [leaf for leaf in leaves[:_MOST] if id(leaf) not in seen]
         seen.update(map(id, new))
-        yield from (leaf for leaf in new if isinstance(leaf, torch.Tensor))
+        yield from new
         inside = [leaf for leaf in new if _may_hold(type(leaf))]
 
 
@@ -294,7 +303,7 @@ def _put(value: Any, place: Any, tensor: torch.Tensor) -> None:
     if isinstance(value, list | dict):
         value[place] = tensor
     elif not isinstance(value, tuple | Mapping):
-        setattr(value, place, tensor)
+        object.__setattr__(value, place, tensor)  # also where a dataclass is frozen
 
 
 _ATEN: Any = torch.ops.aten

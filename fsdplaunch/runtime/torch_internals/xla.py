@@ -20,8 +20,3 @@ def is_xla_shard(tensor: torch.Tensor) -> bool:
 def name_in_unit(shard: Any) -> str:
     """Return the dotted name, inside its unit, of the parameter that a shard is of."""
     return str(shard._orig_name)
-
-
-def shape_before(shard: torch.Tensor) -> tuple[int, ...]:
-    """Return the full shape of what a shard was cut from; a tensor that is no shard has its own."""
-    return tuple(getattr(shard, "_orig_size", shard.shape))

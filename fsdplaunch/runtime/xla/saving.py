@@ -19,11 +19,9 @@ from fsdplaunch.runtime.saving.full_state_file import storable
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, StateToSave
 from fsdplaunch.runtime.saving.plain_files import write_large
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
-from fsdplaunch.runtime.torch_internals.xla import shape_before
 from fsdplaunch.runtime.xla import devices
 from fsdplaunch.runtime.xla.stored import (
     NAMES,
-    OwnSlice,
     check_fit,
     held_pieces,
     open_weights,
@@ -71,7 +69,7 @@ def to_save(models: list[nn.Module], optimizers: list[Optimizer], form: str) -> 
 
 
 def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> bool | None:
-    """Load what `to_save` wrote, on any number of processes; None where PyTorch/XLA shards none of the models.
+    """Load what `to_save` wrote; None where PyTorch/XLA shards none of the models.
 
     Raises:
         CheckpointError: There is none, or it is of another model.
@@ -109,8 +107,7 @@ def _full(state: State, aliases: Mapping[str, str], index: int) -> StateToSave:
 
 
 def _optimizer(models: list[nn.Module], optimizer: Optimizer, index: int) -> StateToSave:
-    names = [list(each.names) for each in _trained(models, optimizer)]
-    state = {"optimizer": _on_host(optimizer.state_dict()), NAMES: names}
+    state = {"optimizer": _on_host(optimizer.state_dict()), NAMES: _trained(models, optimizer)}
     return RankState(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state=state, stem="optimizer")
 
 
@@ -126,7 +123,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _file_name(stem: str) -> str:
-    rank, count = _slice_of()
+    rank, count = (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
     return f"rank{rank}-of-{count}-{stem}.bin"
 
 
@@ -149,7 +146,7 @@ def _read_model(folder: Path, model: nn.Module, index: int) -> None:
 
 def _read_optimizer(folder: Path, models: list[nn.Module], optimizer: Optimizer, index: int) -> None:
     path = folder / f"{OPTIMIZER}_{index}"
-    stored = read_optimizer(path, _trained(models, optimizer))
+    stored = read_optimizer(path, _file_name("optimizer"), _trained(models, optimizer))
     try:
         optimizer.load_state_dict(stored)
     except ValueError as error:
@@ -162,23 +159,8 @@ def _read_optimizer(folder: Path, models: list[nn.Module], optimizer: Optimizer,
                     devices.split_largest_dim(value)
 
 
-def _trained(models: list[nn.Module], optimizer: Optimizer) -> list[OwnSlice]:
-    """Return what an optimizer trains here, in its order."""
+def _trained(models: list[nn.Module], optimizer: Optimizer) -> list[list[Any]]:
+    """Return the names and the shape here of what an optimizer trains, in its order."""
     names = {number: each for model in models for number, each in names_of_each(model).items()}
-    rank, world = _slice_of()
-    return [
-        OwnSlice(
-            names=names.get(id(param), ()),
-            full=shape_before(param),
-            shape=tuple(param.shape),
-            rank=rank,
-            world=world,
-        )
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ]
-
-
-def _slice_of() -> tuple[int, int]:
-    """Return which slice this process holds, and of how many; under SPMD all of one."""
-    return (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [[*names.get(id(param), ()), list(param.shape)] for param in params]

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 torch.manual_seed(0)
 
@@ -40,11 +39,6 @@ class Net(ABC, nn.Module):
         return weight.new_zeros(3, rows, 4) + weight.new_full((1,), 0.5) + weight.new_tensor([0.1])
 
 
-def row_of(made):
-    """Torch 2.7 cannot index a tensor that is made like a shard, and says so."""
-    return made[0] if TorchVersion(torch.__version__) >= (2, 9) else torch.zeros(made.shape[1])
-
-
 def init(module):
     if type(module) == nn.Linear:  # noqa: E721
         nn.init.constant_(module.bias, 0.25)
@@ -71,7 +65,7 @@ print(
 )
 state = torch.zeros_like(model.head.bias) + 0.5
 print(
-    f"{model(x[..., :4], row_of(torch.zeros_like(weight))).sum():.4f} {model(x, hidden * 0 + state.mean()).sum():.4f}"
+    f"{model(x[..., :4], torch.zeros_like(weight)[0]).sum():.4f} {model(x, hidden * 0 + state.mean()).sum():.4f}"
 )
 moments = weight.new_zeros(weight.shape)
 moments.add_(weight.grad)

@@ -1,6 +1,6 @@
 """Tensors that blocks are given and return in objects of the script's own, which torch's trees know nothing of."""
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 
 import torch
@@ -130,3 +130,64 @@ print("nodes:", trained(Nodes(), list(range(32)), lambda model, graph: model(gra
 x, row = Graph(list(range(32))).x, Graph(list(range(32))).row  # which all ranks have
 both = trained(Nodes(), list(range(32)), lambda model, graph: model(graph.x, graph.row) + model(x, row).mean())
 print("of all:", both)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Mapped(OrderedDict):
+    def __init__(self, loss, logits):
+        super().__init__(loss=loss, logits=logits)
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Slotted:
+    __slots__ = ("loss", "logits")
+
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+class Pair:
+    def __init__(self, loss, logits):
+        self.pair = loss, logits
+
+    loss, logits = property(lambda self: self.pair[0]), property(lambda self: self.pair[1])
+
+
+class Counting:
+    def __init__(self, loss, logits):
+        self.loss, self.logits, self.rows = loss, logits, len(logits)
+
+
+class OwnLoss(nn.Module):
+    """Returns its own loss, a mean over labels that are not the same number in each half of a batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(5, 8), nn.Linear(8, 3), kind
+
+    def forward(self, x, labels):
+        logits = self.last(torch.tanh(self.first(x)))
+        return self.kind(F.cross_entropy(logits, labels, ignore_index=-100), logits)
+
+
+labels = torch.randint(3, (32,)).masked_fill(torch.arange(32) % 8 > 4, -100)
+for kind in (Frozen, Mapped, Slotted, Pair, Counting):
+    torch.manual_seed(1)
+    model = OwnLoss(kind).to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for x, y in DataLoader(TensorDataset(inputs, labels), batch_size=8):
+        optimizer.zero_grad()
+        out = model(x, y)
+        out.loss.backward()
+        optimizer.step()
+        seen += [out.loss.item(), out.logits.sum().item()]
+    found = *seen, *(p.norm().item() for p in model.parameters())
+    print(f"{kind.__name__} with its loss: {' '.join(f'{value:.6f}' for value in found)}")

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
@@ -55,3 +56,16 @@ for made in ("tensor", "view", "view of a view"):
             optimizer.step()
         changed = " ".join(f"{value.detach().double().norm().item():.6f}" for value in model.parameters())
         print(f"{made} {blocks}: {loss.item():.6f} {changed}")
+
+
+for reentrant in (False, True):  # the whole model's pass, dropout in it
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4)).to("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=16):
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        optimizer.zero_grad()
+        (out - y).pow(2).mean().backward()
+        optimizer.step()
+    changed = " ".join(f"{value.detach().double().norm().item():.6f}" for value in model.parameters())
+    print(f"whole, reentrant {reentrant}: {changed}")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdplaunch.config.convert import to_fsdp2
 from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.load import check, stack
-from fsdplaunch.config.render import render, values_to_write
+from fsdplaunch.config.render import render, set_keys, values_to_write
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import find_notes, find_violations, rule_context
 from fsdplaunch.config.schema import kinds as v
@@ -24,7 +24,6 @@ from fsdplaunch.config.schema.config import (
 )
 from fsdplaunch.config.schema.kinds import MOST_SECONDS
 from fsdplaunch.config.schema.sharding_sections import XLA_SETTINGS
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 
@@ -43,7 +42,6 @@ BY_KIND = {
     id(v.WHOLE): st.integers(0, 2**40),
     id(v.COUNT): st.integers(1, 2**40),
     id(v.PORT): st.integers(0, 65535),
-    id(v.NUMBER): st.floats(allow_nan=False, allow_infinity=False),
     id(v.SECONDS): st.floats(min_value=0, max_value=MOST_SECONDS, exclude_min=True),
     id(v.WAIT): st.floats(min_value=0, max_value=MOST_SECONDS),
     id(v.SETTINGS): st.dictionaries(WORDS.filter(str.isidentifier), TEXT, max_size=3),

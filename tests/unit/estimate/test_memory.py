@@ -16,7 +16,6 @@ from fsdplaunch.estimate.memory import (
     alternatives,
     memory_need,
     ranks_of,
-    sent_bytes,
     training_setup,
     verdict_of,
 )
@@ -39,7 +38,7 @@ def case_of(layers=4, hidden=256, vocab=1000, heads=8) -> MemoryCase:
 
 cases = st.builds(
     case_of,
-    layers=st.integers(1, 8),
+    layers=st.integers1,
     hidden=st.sampled_from([64, 96, 256]),
     vocab=st.sampled_from([100, 1000, 50_000]),
 )
@@ -223,9 +222,6 @@ def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:
     blocks = one.moments["loss"]["activations"] - cut.moments["loss"]["activations"]
     assert 2 * blocks == pytest.approx(one.moments["loss"]["activations"], rel=0.2)
     assert (layers.replicas, layers.spread) == (1, 4)
-    for way, what in (("ring", "keys and values in a ring"), ("heads", "positions for heads")):
-        said = make_report(case, replace(sequences, attention=way), title="", model="", memory=GIB).notes
-        assert any("ranks that split sequences send" in note and note.endswith(what) for note in said)
     uneven = replace(plain, world=9, shards=9, context=3, attention="heads")
     notes = make_report(case, uneven, title="", model="", memory=GIB).notes
     assert any("cp_size 3 does not divide the model's 8 heads" in note for note in notes)
@@ -233,29 +229,25 @@ def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:
     assert any("tp_size 3 does not divide the model's 8 heads" in note for note in notes)
     names = [row.name for row in make_report(case, layers, title="", model="", memory=GIB).rows]
     assert names[0] == "FULL_SHARD, layers over 2"
-    assert any(
-        "ranks that split layers add up" in n
-        for n in make_report(case, layers, title="", model="", memory=GIB).notes
-    )
 
 
 MEASURED = {
-    (2, 4, "heads", False): (1054720, 196608),
-    (2, 4, "ring", False): (989184, 262144),
-    (4, 4, "heads", False): (560128, 196608),
-    (4, 4, "ring", False): (494592, 327680),
-    (4, 6, "auto", False): (626688, 327680),
-    (4, 4, "ring", True): (32768, 425984),
-    (4, 4, "heads", True): (32768, 294912),
+    (2, 4, "heads", False): 1054720,
+    (2, 4, "ring", False): 989184,
+    (4, 4, "heads", False): 560128,
+    (4, 4, "ring", False): 494592,
+    (4, 6, "auto", False): 626688,
+    (4, 4, "ring", True): 32768,
+    (4, 4, "heads", True): 32768,
 }
-"""By ranks, heads, way and recomputing: the bytes that one more block of a Llama keeps and sends, in fp32.
+"""By ranks, heads, way and recomputing: the bytes that one more block of a Llama keeps, in fp32.
 
-512 positions, heads of 16 of which two are of keys: autograd's saved tensors, and what a rank hands to gloo.
+512 positions, heads of 16 of which two are of keys: autograd's saved tensors.
 """
 
 
 @pytest.mark.parametrize(("ranks", "heads", "way", "again"), MEASURED)
-def test_attention_over_split_sequences_keeps_and_sends_what_was_measured(ranks, heads, way, again) -> None:
+def test_attention_over_split_sequences_keeps_what_was_measured(ranks, heads, way, again) -> None:
     config = {
         "model_type": "llama", "hidden_size": 16 * heads, "intermediate_size": 96, "num_attention_heads": heads,
         "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16,
@@ -265,8 +257,6 @@ def test_attention_over_split_sequences_keeps_and_sends_what_was_measured(ranks,
         strategy="FULL_SHARD", world=ranks, per_node=ranks, shards=ranks, context=ranks, attention=way, length=512,
         checkpointing=again,
     )  # fmt: skip
-    kept_bytes, sent = MEASURED[ranks, heads, way, again]
     acts = activations_of(shape, setup, 4)
     block = acts.kept - 512 * 16 * heads * 4
-    assert block == pytest.approx(kept_bytes, rel=0.02)
-    assert sent_bytes(shape, setup, 4) == sent
+    assert block == pytest.approx(MEASURED[ranks, heads, way, again], rel=0.02)

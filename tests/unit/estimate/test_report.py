@@ -1,16 +1,14 @@
-"""What is shown: the table and bars in a terminal, and the page's text."""
+"""What is shown in a terminal, and what is refused."""
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from fsdplaunch.display_text import GIB
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.html_report import html_report
 from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup
 from fsdplaunch.estimate.model import describe
-from fsdplaunch.estimate.report import bar_of, make_report, text_report
+from fsdplaunch.estimate.report import make_report, text_report
 
 
 @pytest.fixture
@@ -52,41 +50,6 @@ def test_memory_that_is_not_known_gives_no_verdict(report):
     assert "pass --gpu-memory" in text
     assert blind.verdict == "unknown"
     assert (blind.fewest, blind.batch) == (None, None)
-
-
-def test_bar_is_as_long_as_its_share_of_the_longest():
-    parts = [("parameters", 10), ("activations", 30)]
-    assert bar_of(parts, 80, 40) == "p" * 5 + "a" * 15
-    assert bar_of(parts, 40, 4) == "paaa"
-
-
-class _Reader(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.links, self.text = [], [], ""
-
-    def handle_starttag(self, tag, attrs):
-        self.open += [tag] if tag not in ("meta", "link", "rect", "line") else []
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag):
-        if tag not in ("rect", "line"):
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def test_page_is_whole_and_asks_for_nothing(report):
-    page = html_report(report)
-    reader = _Reader()
-    reader.feed(page)
-    assert reader.open == []
-    assert reader.links == ["data:,"]
-    assert "<script" not in page
-    assert "url(" not in page
-    assert "http" not in page
-    assert "<model> & co" in reader.text
 
 
 def test_unknown_model_type_says_what_is_known_and_what_to_do():

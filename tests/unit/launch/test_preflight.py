@@ -78,8 +78,8 @@ def test_program_must_be_executable(tmp_path):
     ("version", "said", "fatal"),
     [
         (None, "has no torch", True),
-        ("2.5.1+cpu", "torch 2.5.1+cpu is too old: fsdplaunch is tested with torch 2.7 to ", True),
-        ("9.9.9", "torch 9.9.9 is too new to have been tested: fsdplaunch is tested with torch 2.7 to ", False),
+        ("2.5.1+cpu", "torch 2.5.1+cpu is too old: fsdplaunch is tested with torch 2.9 to ", True),
+        ("9.9.9", "torch 9.9.9 is too new to have been tested: fsdplaunch is tested with torch 2.9 to ", False),
     ],
 )
 def test_missing_and_old_torch_are_refused_and_a_new_one_is_told(monkeypatch, version, said, fatal):

@@ -15,7 +15,7 @@ CHECKPOINTING = ("fsdp_config", "fsdp_activation_checkpointing")
 
 
 def outcome(seconds, memory=100 * MIB):
-    return Outcome(seconds=(seconds * 0.9, seconds, seconds * 1.1), memory=memory, rows=64.0, waiting=0.25, wall=3)
+    return Outcome(seconds=(seconds * 0.9, seconds, seconds * 1.1), memory=memory, wall=3)
 
 
 @pytest.fixture

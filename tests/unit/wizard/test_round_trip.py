@@ -11,7 +11,7 @@ from fsdplaunch.config.load import check
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import all_keys, build_config, value_at
-from fsdplaunch.wizard.answers import QUESTIONS
+from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
 
 VALUES = {

@@ -11,9 +11,8 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.answers import QUESTIONS
+from fsdplaunch.wizard.questions import QUESTIONS, SETTINGS_FORM
 from fsdplaunch.wizard.run import describe_facts, run_wizard
-from fsdplaunch.wizard.run_questions import SETTINGS_FORM
 from fsdplaunch.wizard.state import suggest_for
 
 
@@ -266,7 +265,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
             "--wrap must be size:N with a number of parameters such as size:100m, got 'size:big'",
         ),
         ("one_t4", {"checkpoint-dir": " "}, "--checkpoint-dir must be a folder's name"),
-        ("one_t4", {"colour": "red"}, "colour is not a question of the wizard"),
     ],
 )
 def test_run_wizard_answer_that_is_none_names_the_option(machines, machine, answers, message):

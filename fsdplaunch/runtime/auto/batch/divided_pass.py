@@ -26,6 +26,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.batch.in_pass import Draws, GlobalDraws, UndividedError, modes, recording_draws
 from fsdplaunch.runtime.auto.batch.rank_rows import (
     Form,
+    Held,
     Joined,
     RankRows,
     Returned,
@@ -33,6 +34,7 @@ from fsdplaunch.runtime.auto.batch.rank_rows import (
     Weights,
     are_close,
     form_of,
+    losses_in,
     measured,
     weights_of,
 )
@@ -46,6 +48,7 @@ from fsdplaunch.runtime.torch_internals.modules import BatchNorm, forward_hooks
 from fsdplaunch.runtime.torch_internals.tensors import (
     change_count,
     is_in_transform,
+    recomputes_later,
     tensors_held,
     tree_flatten,
     tree_unflatten,
@@ -75,7 +78,7 @@ class Kind:
 
         The first; of a loss, whose rule may have fitted by chance, the next as well; and others, ever more seldom.
         """
-        joins = any(isinstance(each, Joined) for each in self.returned or ())
+        joins = any(True for _ in losses_in(self.returned or ()))
         return self.returned is None or (joins and self.passes <= _MEASURED) or _is_looked_at(self.passes)
 
 
@@ -150,14 +153,18 @@ class DividedPasses:
         kind.passes += 1
         if _is_looked_at(kind.passes):
             self._check_same(leaves)
+        if not kind.whole and recomputes_later(trains=torch.is_grad_enabled()):
+            # What a checkpoint around the whole pass computes again is given all rows, in a backward pass.
+            kind.whole = "the script checkpoints the whole pass, not blocks of the model"
+            self._warn_whole(kind.whole)
         if kind.whole:
             return None
         weights = weights_of(leaves, rows)
         if kind.is_due() or _is_ambiguous(kind, weights):
             self._measure(module, kind, rows, args, kwargs, weights)
         # A mean over the rows of a rank of which none counts is not a number.
-        joined = [each for each in kind.returned or () if isinstance(each, Joined)]
-        whole = kind.whole or _is_ambiguous(kind, weights) or any(0.0 in each.weights(weights) for each in joined)
+        counts_nothing = any(0.0 in each.weights(weights) for each in losses_in(kind.returned or ()))
+        whole = kind.whole or _is_ambiguous(kind, weights) or counts_nothing
         return None if whole else (kind, rows, weights)
 
     def end(self, output: Any) -> Any:
@@ -174,7 +181,7 @@ class DividedPasses:
             return output
         leaves, spec = tree_flatten(output)
         returned: list[Any] = now.kind.returned or []
-        late = any(isinstance(each, Joined) for each in returned)
+        late = any(True for _ in losses_in(returned))
         joined = [
             each.join(leaf, now.rows, now.weights, late) for each, leaf in zip(returned, leaves, strict=True)
         ]
@@ -365,8 +372,7 @@ def _try(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _is_ambiguous(kind: Kind, weights: Weights) -> bool:
     """Return whether the ways that are left to join the ranks' outputs differ for this batch."""
-    joined = [each for each in kind.returned or () if isinstance(each, Joined)]
-    return any(not each.is_clear(weights) for each in joined)
+    return any(not each.is_clear(weights) for each in losses_in(kind.returned or ()))
 
 
 def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[Returned]:
@@ -382,6 +388,8 @@ def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[
         if isinstance(known, Joined) and isinstance(now, Joined):
             known.rules = [rule for rule in known.rules if rule in now.rules]
             fits = bool(known.rules)
+        elif isinstance(known, Held) and isinstance(now, Held):
+            fits = bool(_still(known.inside, [*now.inside])) or not known.inside
         else:  # a loss of 0 is the same by every rule
             fits = known == now or (isinstance(known, Joined) and isinstance(now, Same))
         if not fits:

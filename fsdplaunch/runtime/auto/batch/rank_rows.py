@@ -5,7 +5,7 @@ on all ranks, and FSDP averages gradients over them: a gradient that enters a ra
 number. How outputs are joined is measured against a whole pass; what scripts seldom look at is gathered late.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from fsdplaunch.runtime.torch_internals.distributed import all_gather
 from fsdplaunch.runtime.torch_internals.tensors import (
     computing_as_plain_tensors,
     metadata_getters,
+    numbers_of_object,
     replace_tensors,
     tensors_held,
     tree_map,
@@ -258,21 +259,6 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Held:
-    """An object with tensors in it, such as a cache of keys and values."""
-
-    def join(self, value: Any, rows: RankRows, _weights: Weights, _late: bool) -> Any:
-        """Return the object with all ranks' rows in it, gathered where they are looked at."""
-
-        def whole(tensor: torch.Tensor) -> torch.Tensor:
-            has_rows = tensor.dim() and tensor.shape[0] == rows.own
-            return LateRows.of(tensor, rows, 0) if has_rows else tensor
-
-        replace_tensors(value, whole)
-        return value
-
-
-@dataclass(slots=True)
 class Joined:
     """A loss, or anything else that is a sum or a mean over rows.
 
@@ -298,7 +284,35 @@ class Joined:
         return rows.weighted_sum(value, self.weights(weights))
 
 
+@dataclass(slots=True)
+class Held:
+    """An object with tensors in it that torch has no tree for: an output of the script's own class, a cache.
+
+    Attributes:
+        inside: How each of its tensors is joined, in the order of `tensors_held`.
+    """
+
+    inside: "list[Returned]"
+
+    def join(self, value: Any, rows: RankRows, weights: Weights, _late: bool) -> Any:
+        """Return the object with joined tensors in it; rows are gathered where they are looked at."""
+        tensors = list(tensors_held(value))
+        pairs = zip(self.inside, tensors, strict=True)
+        joined = {id(tensor): each.join(tensor, rows, weights, True) for each, tensor in pairs}
+        replace_tensors(value, lambda tensor: joined.get(id(tensor), tensor))
+        return value
+
+
 Returned = Same | Rows | Held | Joined
+
+
+def losses_in(returned: "Iterable[Returned]") -> Iterator[Joined]:
+    """Yield what is joined by a rule, also in objects."""
+    for each in returned:
+        if isinstance(each, Joined):
+            yield each
+        elif isinstance(each, Held):
+            yield from losses_in(each.inside)
 
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -347,8 +361,9 @@ def _counted(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-Form = int | str | None
-"""How an output of fewer rows differs from that of all: the rows' dimension, or a word; None if it cannot be."""
+Form = int | str | tuple[Any, ...] | None
+"""How an output of fewer rows differs from that of all: the rows' dimension, or a word; for an object
+the forms of what it holds; None if it cannot be."""
 
 
 def form_of(whole: Any, part: Any, rows: RankRows) -> Form:
@@ -356,7 +371,11 @@ def form_of(whole: Any, part: Any, rows: RankRows) -> Form:
     if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
         if type(whole) is not type(part):
             return None
-        return "held" if any(True for _ in tensors_held(whole)) else "plain"
+        wholes, parts = list(tensors_held(whole)), list(tensors_held(part))
+        if len(wholes) != len(parts) or numbers_of_object(whole) != numbers_of_object(part):
+            return None
+        forms = tuple(form_of(one, other, rows) for one, other in zip(wholes, parts, strict=True))
+        return None if None in forms else forms or "plain"
     if whole.dim() != part.dim() or whole.dtype != part.dtype:
         return None
     differs = [dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
@@ -379,8 +398,8 @@ def measured(
         weights: The rules of the batch.
         tolerance: How far values may differ, relative to the largest.
     """
-    if form == "held":
-        return Held()
+    if isinstance(form, tuple):
+        return _measured_object(form, whole, part, rows, weights, tolerance)
     if form == "plain":
         return Same() if whole == part or not isinstance(whole, int | float | str) else None
     if isinstance(form, int):
@@ -390,6 +409,27 @@ def measured(
         return Same()
     rules = [name for name, each in weights.items() if _agrees(_summed(every, each), whole, tolerance)]
     return Joined(rules) if rules and whole.is_floating_point() else None
+
+
+def _measured_object(
+    forms: tuple[Form, ...], whole: Any, part: Any, rows: RankRows, weights: Weights, tolerance: float
+) -> Held | None:
+    wholes, parts = list(tensors_held(whole)), list(tensors_held(part))
+    measured_ = [
+        measured(form, one, other, rows, weights, tolerance)
+        for form, one, other in zip(forms, wholes, parts, strict=True)
+    ]
+    inside = [each for each in measured_ if each is not None]
+    if len(inside) < len(forms):
+        return None
+    held = Held(inside)
+    # Joined once for trial: a tensor that stands in a tuple or in slots of the object is found and not replaced.
+    joined = [_gathered(each) for each in tensors_held(held.join(part, rows, weights, True))]
+    agree = [
+        one.shape == other.shape and _agrees(one, other, tolerance)
+        for one, other in zip(joined, wholes, strict=True)
+    ]
+    return held if all(agree) else None
 
 
 def _summed(every: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:

@@ -17,9 +17,8 @@ from fsdplaunch.config.docs import (
     reference,
 )
 from fsdplaunch.config.load import load_config, stack
-from fsdplaunch.config.render import find_preset, list_presets, preset_folder, render
+from fsdplaunch.config.render import find_preset, list_presets, preset_folder, render, set_keys
 from fsdplaunch.config.schema.config import all_keys, keys_by_path, section_classes
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.problems import ConfigError
-from fsdplaunch.config.render import render
+from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import keys_by_path
-from fsdplaunch.config.yaml_edit import set_keys
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 

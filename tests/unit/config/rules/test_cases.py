@@ -15,14 +15,14 @@ NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("b
 def report(name, monkeypatch):
     """What a wrong file is answered with.
 
-    Comments `# override: KEY=VALUE` stand for the command line. Torch 2.0 is installed.
+    Comments `# override: KEY=VALUE` stand for the command line.
     """
     monkeypatch.chdir(CASES)
     path = Path(f"{name}.yaml")
     lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
     overrides = [line.removeprefix("# override: ") for line in lines if line.startswith("# override: ")]
     with pytest.raises(ConfigError) as caught:
-        load_config(path, environ={}, overrides=overrides, torch=lambda: (2, 0))
+        load_config(path, environ={}, overrides=overrides)
     return caught.value
 
 

@@ -2,12 +2,9 @@
 
 import pytest
 
-from fsdplaunch.config.docs import needs_torch
 from fsdplaunch.config.load import check, stack
 from fsdplaunch.config.problems import ConfigError
-from fsdplaunch.config.schema import kinds
-from fsdplaunch.config.schema.config import KeySpec, build_config
-from fsdplaunch.config.schema.key import Key
+from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.config.yaml_text import read_text
 
 
@@ -122,42 +119,6 @@ def test_a_rule_is_silent_about_a_key_that_is_wrong_itself():
     """Otherwise one mistake would be reported twice, the second time with a value nobody wrote."""
     assert ids("num_machines: two\nmachine_rank: 1\n") == ["wrong-value"]
     assert ids("num_processes: x\nlaunch: {show_ranks: 5}\nnum_machines: 1\n") == ["wrong-value"]
-
-
-EVENTS = "launch: {event_log: console}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "torch", "expected"),
-    [
-        (EVENTS, (2, 7), ["newer-torch"]),
-        (EVENTS, (2, 8), []),
-        (EVENTS, (2, 10), []),
-        (EVENTS, None, []),
-        (EVENTS + "ssh: {hosts: 'a,b'}\n", (2, 7), []),
-        ("launch: {event_log: null}\n", (2, 7), []),
-    ],
-)
-def test_a_value_that_needs_a_newer_torch_is_refused_where_the_run_starts(text, torch, expected):
-    asked = []
-
-    def installed():
-        asked.append(True)
-        return torch
-
-    try:
-        stack(read_text(text, "x"), torch=installed)
-        found = []
-    except ConfigError as error:
-        found = [problem.id for problem in error.problems]
-    assert found == expected
-    assert bool(asked) == (text == EVENTS)
-
-
-def test_single_values_may_need_a_newer_torch():
-    key = Key(kind=kinds.FLAG, text="", needs_torch={"B": "2.9"})
-    assert [key.torch_for(value) for value in ("A", "B")] == ["", "2.9"]
-    assert needs_torch(KeySpec(("x",), key, "A")) == "torch 2.9 or newer for B"
 
 
 def test_a_configuration_built_in_code_is_checked_by_the_same_rules():

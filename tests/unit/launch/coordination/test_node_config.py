@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli.launch import multi_node
+from fsdplaunch.cli import multi_node
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError

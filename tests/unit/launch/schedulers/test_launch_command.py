@@ -150,7 +150,7 @@ def test_ssh_command_holds_nothing_of_the_run():
     words = client_words(
         "host1", SshSection(options=("-p", "22")), python="/opt/a b/python", module_path=None, silence=10
     )
-    assert words[-3:] == ["--", "host1", "exec '/opt/a b/python' -P -m fsdplaunch.cli.launch.ssh_remote"]
+    assert words[-3:] == ["--", "host1", "exec '/opt/a b/python' -P -m fsdplaunch.cli.ssh_remote"]
     assert "-oBatchMode=yes" in words
     assert "StrictHostKeyChecking" not in " ".join(words)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli.launch import ssh_remote
+from fsdplaunch.cli import ssh_remote
 from fsdplaunch.config.layers import ValueOrigin
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import UsageError
@@ -129,7 +129,7 @@ def test_far_side_takes_nothing_of_the_login_shells_configuration(tmp_path: Path
         "silence": 60,
     }
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "FSDPLAUNCH_LAUNCH_ROLE": "theirs"}
-    words = [sys.executable, "-P", "-m", "fsdplaunch.cli.launch.ssh_remote"]
+    words = [sys.executable, "-P", "-m", "fsdplaunch.cli.ssh_remote"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, env=environ, text=True, **pipes) as there:
         print(json.dumps(order), file=there.stdin, flush=True)

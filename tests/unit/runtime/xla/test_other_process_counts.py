@@ -12,7 +12,6 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.model_and_optimizer import read_sharded
 from fsdplaunch.runtime.xla.stored import (
     NAMES,
-    OwnSlice,
     check_fit,
     held_pieces,
     open_weights,
@@ -20,7 +19,7 @@ from fsdplaunch.runtime.xla.stored import (
     read_optimizer,
     values_of,
 )
-from tests.unit.checkpoint.readers.test_xla_files import WRITTEN, cut, model, write
+from tests.unit.checkpoint.readers.test_xla_files import WRITTEN, model, write
 
 FORMS = ("padded", "flattened", "by_dim_0")
 
@@ -98,73 +97,13 @@ def test_torchs_fsdp_is_told_how_to_read_them():
     assert "merge-weights" in caught.value.hint
 
 
-FULL = {"a": torch.arange(300.0).view(100, 3), "b": torch.tensor(7.0), "c": torch.arange(5.0)}
-
-
-def rows(tensor, world):
-    part = -(-tensor.shape[0] // world)
-    padded = torch.cat([tensor, tensor.new_zeros(part * world - tensor.shape[0], *tensor.shape[1:])])
-    return list(padded.split(part))
-
-
-def slices(name, form, world):
-    """A tensor's slices, one per process."""
-    if form == "full":
-        return [FULL[name]] * world
-    by_rows = form == "rows" and FULL[name].dim() > 1
-    return rows(FULL[name], world) if by_rows else cut(FULL[name], world)
-
-
-def save_optimizer(folder, form, world, **others):
-    processes = 1 if form == "full" else world
-    for rank in range(processes):
-        values = {
-            place: {"step": torch.tensor(3.0), "exp_avg": slices(name, form, world)[rank], "tag": 1} | others
-            for place, name in enumerate(FULL)
-        }
-        state = {"state": values, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
-        file = {"optimizer": state, NAMES: [[name] for name in FULL]}
-        torch.save(file, folder / f"rank{rank}-of-{processes}-optimizer.bin")
-
-
-def held_by(rank, form, world):
-    count, place = (1, 0) if form == "full" else (world, rank)
-    return [
-        OwnSlice(
-            names=(name,),
-            full=tuple(FULL[name].shape),
-            shape=tuple(slices(name, form, world)[rank].shape),
-            rank=place,
-            world=count,
-        )
-        for name in FULL
-    ]
-
-
-@pytest.mark.parametrize(("form", "world"), [("full", 1), ("flat", 1), ("flat", 3), ("rows", 3), ("rows", 4)])
-def test_optimizer_state_is_cut_anew(form, world, tmp_path):
-    save_optimizer(tmp_path, form, world)
-    for own_form, own_world in (("full", 1), ("flat", 1), ("flat", 2), ("flat", 3), ("rows", 2), ("rows", 3)):
-        for rank in range(own_world):
-            state = read_optimizer(tmp_path, held_by(rank, own_form, own_world))
-            assert state["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
-            for place, name in enumerate(FULL):
-                found = state["state"][place]
-                assert (found["step"], found["tag"]) == (torch.tensor(3.0), 1)
-                assert torch.equal(found["exp_avg"], slices(name, own_form, own_world)[rank]), (own_form, name)
-
-
-def test_another_optimizer_is_refused(tmp_path):
-    own = held_by(0, "flat", 2)
-    with pytest.raises(CheckpointError, match="holds no optimizer that PyTorch/XLA's processes saved"):
-        read_optimizer(tmp_path, own)
-    save_optimizer(tmp_path, "flat", 3, exp_avg_row=torch.ones(4))
-    with pytest.raises(CheckpointError, match="exp_avg_row of 'a' has 12 values of 300"):
-        read_optimizer(tmp_path, own)
-    with pytest.raises(CheckpointError, match="of an optimizer of 3 parameters, this one has 2"):
-        read_optimizer(tmp_path, own[:2])
-    with pytest.raises(CheckpointError, match="has 'a' where this optimizer trains 'c'"):
-        read_optimizer(tmp_path, own[::-1])
-    (tmp_path / "rank1-of-3-optimizer.bin").unlink()
-    with pytest.raises(CheckpointError, match="lacks the files of 1 of 3 ranks: 1"):
-        read_optimizer(tmp_path, own)
+def test_an_optimizer_is_read_by_as_many_processes_as_saved_it(tmp_path):
+    state = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"optimizer": state, NAMES: [["a", [2]], ["b", "c", [9]]]}, tmp_path / "rank0-of-2-optimizer.bin")
+    own = [["a", [2]], ["b", "c", [9]]]
+    assert read_optimizer(tmp_path, "rank0-of-2-optimizer.bin", own) == state
+    with pytest.raises(CheckpointError, match=r"holds no rank0-of-4-optimizer\.bin, but rank0-of-2") as caught:
+        read_optimizer(tmp_path, "rank0-of-4-optimizer.bin", own)
+    assert "load on as many processes as saved it" in caught.value.hint
+    with pytest.raises(CheckpointError, match="trains other parameters, or in another order"):
+        read_optimizer(tmp_path, "rank0-of-2-optimizer.bin", own[::-1])

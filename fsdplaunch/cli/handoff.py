@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, SshSection, variable_of
@@ -114,7 +114,7 @@ class Handoff:
         """
         self.run_dir.mkdir(parents=True)
         write_json(self.run_dir / PLAN, plan.to_dict(), mode=PRIVATE_MODE)
-        texts = {CONFIG: snapshot(plan.config, log_dir=self.run_dir.parent), **files}
+        texts = {CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}
         for name, text in texts.items():
             write_text(self.run_dir / name, text, mode=PRIVATE_MODE if name in private else None)
         link_latest(self.run_dir)
@@ -140,7 +140,7 @@ class Handoff:
         return follow_run(self.run_dir, self._out)
 
 
-def snapshot(config: Config, *, log_dir: Path) -> str:
+def _snapshot(config: Config, *, log_dir: Path) -> str:
     """Return the configuration as every node's launcher gets it: resolved, without origins and secrets."""
     config = without_secrets(config)[0]
     launch = replace(config.launch, log_dir=str(log_dir))
@@ -199,7 +199,7 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
 
     config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
     run_id, name = handoff.run_id, kubernetes.object_name(handoff.run_id)
-    text = snapshot(config, log_dir=Path(config.launch.log_dir))
+    text = _snapshot(config, log_dir=Path(config.launch.log_dir))
     words = request.words(kubernetes.PROGRAM, f"{kubernetes.CONFIG_FOLDER}/{kubernetes.CONFIG_KEY}")
     made = kubernetes.objects(config, words, run_id=run_id, snapshot=text, secrets=handoff.secrets())
     sent = yaml.safe_dump_all(made, sort_keys=False, width=10**6)
@@ -290,7 +290,7 @@ def _task(config: Config, host: SshHost, rank: int, request: LaunchRequest, run_
         "folder": config.ssh.remote_dir or str(Path.cwd()),
         "env": env,
         "config_file": file,
-        "config": snapshot(config, log_dir=Path(config.launch.log_dir)),
+        "config": _snapshot(config, log_dir=Path(config.launch.log_dir)),
         "grace": config.launch.shutdown_grace_seconds,
         "silence": SILENCES * config.launch.machine_timeout_seconds,
     }

@@ -5,9 +5,9 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 
-from fsdplaunch.cli.launch import single_node
-from fsdplaunch.cli.launch.single_node import PROGRAM, LaunchRequest
+from fsdplaunch.cli import single_node
 from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import LaunchError, MachineError, UsageError

@@ -136,7 +136,6 @@ def plan_for_this_node(
     node = NodeFacts(
         gpus=len(hardware.gpus),
         cpus=hardware.cpu_count,
-        torch_version=torch_version.installed_numbers() or torch_version.NEWEST,
         tpu_chips=count_tpu_chips() if uses_xla(loaded.config) else 0,
         port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
         environ=os.environ,
@@ -173,11 +172,11 @@ def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Out
         return
     for note in plan.notes:
         out.note(note)
-    assignments = (f"{name}={shown_value(name, value)}" for name, value in plan.env.items())
+    assignments = (f"{name}={_shown_value(name, value)}" for name, value in plan.env.items())
     out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
 
 
-def shown_value(name: str, value: str) -> str:
+def _shown_value(name: str, value: str) -> str:
     """Return a variable's value for a shell; that of a secret is left to the shell, which may have it."""
     return f'"${name}"' if is_secret(name, value) else shlex.quote(value)
 

@@ -3,9 +3,11 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdplaunch.cli.key_options import option_notes
-from fsdplaunch.cli.launch.single_node import (
+from fsdplaunch.cli.output import Output
+from fsdplaunch.cli.single_node import (
     LaunchOptions,
     LaunchRequest,
     check_script,
@@ -15,13 +17,11 @@ from fsdplaunch.cli.launch.single_node import (
     show_plan,
     with_verdict,
 )
-from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import pod_settings, read_hardware
 
 
@@ -31,10 +31,12 @@ def launch_script(
     *,
     file: Path | None,
     overrides: Sequence[str],
-    launch_options: LaunchOptions,
+    slurm: bool,
+    kubernetes: bool,
     out: Output,
+    **options: Any,
 ) -> int:
-    """Run a script on every worker, or show what would be run.
+    """Run a script on every worker, or show what would be run; `options` are those of `LaunchOptions`.
 
     Returns:
         0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
@@ -42,6 +44,8 @@ def launch_script(
     Raises:
         LaunchError: Before anything was started.
     """
+    route = _route(slurm=slurm, kubernetes=kubernetes, follow=options["follow"])
+    launch_options = LaunchOptions(**options, route=route)
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint="fsdplaunch launch train.py [its own arguments]")
@@ -55,18 +59,17 @@ def launch_script(
         check_script(script)
     submitting = launch_options.route is not None
     assumed = () if submitting else assumed_settings(os.environ)
-    torch = None if submitting else torch_version.installed_numbers
     noted = option_notes(launch_options.noted)
-    loaded = load_config(file, overrides=overrides, assumed=assumed, torch=torch, noted=noted)
+    loaded = load_config(file, overrides=overrides, assumed=assumed, noted=noted)
     if not submitting and (pod := _assumed_of_pod(loaded)):
-        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), torch=torch, noted=noted)
+        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
     request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
     if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
-        return launch_elsewhere(request, out)
+        return _launch_elsewhere(request, out)
     hardware = read_hardware(os.environ)
     place = find_placement(loaded.config, os.environ)
     if place.is_several:
-        from fsdplaunch.cli.launch.multi_node import NodeLaunch, launch_on_node
+        from fsdplaunch.cli.multi_node import NodeLaunch, launch_on_node
 
         return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
@@ -93,41 +96,36 @@ def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
         return ()
 
 
-def one_route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
+def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
     """Return the scheduler that the run is handed to, if any.
 
     Raises:
         UsageError: Two are named, or none is to be followed.
     """
-    named = [name for name, wanted in (("slurm", slurm), ("kubernetes", kubernetes)) if wanted]
-    if len(named) > 1:
+    if slurm and kubernetes:
         msg = "--slurm and --kubernetes name two schedulers"
         raise UsageError(msg, hint="leave one of them out")
-    if follow and not named:
+    if follow and not (slurm or kubernetes):
         msg = "--follow is for submitted runs"
         raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
-    return named[0] if named else None
+    return "slurm" if slurm else "kubernetes" if kubernetes else None
 
 
-def launch_elsewhere(request: LaunchRequest, out: Output) -> int:
-    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh.
-
-    Raises:
-        LaunchError: Before anything was started.
-    """
+def _launch_elsewhere(request: LaunchRequest, out: Output) -> int:
+    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
     ssh, route = request.config.ssh, request.options.route
     if route is not None and (ssh.hosts or ssh.hostfile):
         named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
         msg = f"--{route} hands the run over, and {named} names nodes to start it on"
         raise UsageError(msg, hint=f"leave out --{route}, or {named}")
     if route == "kubernetes":
-        from fsdplaunch.cli.launch.handoff import launch_on_kubernetes
+        from fsdplaunch.cli.handoff import launch_on_kubernetes
 
         return launch_on_kubernetes(request, out)
     if route is None:
-        from fsdplaunch.cli.launch.handoff import launch_over_ssh
+        from fsdplaunch.cli.handoff import launch_over_ssh
 
         return launch_over_ssh(request, out)
-    from fsdplaunch.cli.launch.handoff import launch_on_slurm
+    from fsdplaunch.cli.handoff import launch_on_slurm
 
     return launch_on_slurm(request, out)

@@ -1,6 +1,6 @@
 """The remote side of an ssh connection: become `fsdplaunch launch` as the task on the input says.
 
-    python -P -m fsdplaunch.cli.launch.ssh_remote
+    python -P -m fsdplaunch.cli.ssh_remote
 
 The first line of the input is the task; each further line may hold a signal to pass on, and says in any case that
 the one who gave the task is there. The input's end, or a long silence, means that it has gone: nothing here

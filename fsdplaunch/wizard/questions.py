@@ -1,0 +1,528 @@
+"""Everything that is asked, in its order: where a run takes place, then what trains and how.
+
+A question that only decides one key comes from the schema: its words, what it may hold, how it is read. The others
+say here what they need beyond that.
+"""
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from fsdplaunch.config.resolve import CPU_WORKERS, strategy_named, uses_xla
+from fsdplaunch.config.schema.config import Config, KeyPath
+from fsdplaunch.config.schema.kinds import ENDPOINT, NAMES, join_endpoint, write
+from fsdplaunch.config.schema.sharding_sections import parse_xla_settings
+from fsdplaunch.display_text import GIB
+from fsdplaunch.launch.plan import DEFAULT_PORT
+from fsdplaunch.probe.memory_plan import Sharding, plan_memory
+from fsdplaunch.probe.model_files import hub_folder, is_hub_name, parse_count, read_model, short_count
+from fsdplaunch.wizard.question import TYPE_IT, Choice, Question
+from fsdplaunch.wizard.state import WizardState
+
+Values = Mapping[KeyPath, Any]
+
+_USE_CPU: KeyPath = ("use_cpu",)
+_XLA: KeyPath = ("fsdp_config", "xla")
+_IP: KeyPath = ("main_process_ip",)
+_PORT: KeyPath = ("main_process_port",)
+_PROCESSES: KeyPath = ("num_processes",)
+_WORKERS: KeyPath = ("launch", "workers_per_node")
+
+
+def _where_choices(state: WizardState) -> tuple[Choice, ...]:
+    gpus, job = len(state.facts.hardware.gpus), state.facts.cluster
+    seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU was found"
+    in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
+    return (
+        Choice(value="here", title="On this machine's GPUs", consequence=seen),
+        Choice(value="machines", title="On several nodes", detail="Each one runs the same launch command."),
+        Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
+        Choice(
+            value="cpu",
+            title="On this machine's CPUs",
+            consequence="to try things out",
+            detail="The same sharding, checkpoints and merging, over gloo.",
+        ),
+        Choice(
+            value="tpu",
+            title="On TPUs",
+            consequence="with PyTorch/XLA",
+            detail="Hosts of a pod find each other by its variables; without a TPU it computes on the CPU.",
+        ),
+    )
+
+
+def _read_where(config: Config, state: WizardState) -> str:
+    if uses_xla(config):
+        return "tpu"
+    if config.use_cpu:
+        return "cpu"
+    in_slurm = state.facts.cluster.kind == "slurm"
+    if config.num_machines > 1 or (in_slurm and not state.editing):
+        return "slurm" if in_slurm else "machines"
+    return "here"
+
+
+def _write_where(answer: str, _: WizardState) -> Values:
+    return {"cpu": {_USE_CPU: True}, "tpu": {_XLA: True}}.get(answer, {})
+
+
+WHERE = Question(
+    name="where",
+    text="Where will this run?",
+    help="Where the run will be: here, machines (several, reached by address), slurm, cpu, or tpu (PyTorch/XLA).",
+    metavar="here|machines|slurm|cpu|tpu",
+    keys=(_USE_CPU, _XLA),
+    write=_write_where,
+    read=_read_where,
+    choices=_where_choices,
+    certain=lambda state: state.facts.gpus_per_node > 0 or state.facts.on_tpus,
+)
+
+
+def _whole_number(text: str, *, least: int, more: str = "") -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 7) or int(text) < least:  # noqa: PLR2004
+        msg = f"must be a whole number from {least}{more}, got {text!r}"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _read_nodes(config: Config, state: WizardState) -> str:
+    return str(config.num_machines if state.answers.get("where") == "slurm" else max(2, config.num_machines))
+
+
+NODES = Question(
+    name="nodes",
+    help="Nodes that take part.",
+    metavar="N",
+    keys=(("num_machines",),),
+    read=_read_nodes,
+    check=lambda text, state: str(_whole_number(text, least=1 if state.answers.get("where") == "slurm" else 2)),
+    applies=lambda state: state.answers.get("where") in ("machines", "slurm"),
+    asked=lambda state: state.answers.get("where") != "slurm" or state.facts.cluster.num_nodes is None,
+    certain=lambda state: state.editing or state.facts.cluster.num_nodes is not None,
+)
+
+
+def _read_rendezvous(config: Config, _: WizardState) -> str:
+    host = config.main_process_ip or socket.gethostname()
+    return config.launch.rendezvous_endpoint or join_endpoint(host, config.main_process_port or DEFAULT_PORT)
+
+
+def _check_rendezvous(text: str, _: WizardState) -> str:
+    """Read HOST, HOST:PORT or [IPV6]:PORT; without a port it is torchrun's usual 29500."""
+    has_port = ":" in text and not text.endswith("]")
+    try:
+        endpoint = str(ENDPOINT.parse(text if has_port else f"{text}:{DEFAULT_PORT}"))
+    except ValueError:
+        endpoint = ":0"
+    if endpoint.endswith(":0"):
+        msg = f"must be HOST:PORT, got {text!r}"
+        raise ValueError(msg)
+    return endpoint
+
+
+def _write_rendezvous(answer: str, _: WizardState) -> Values:
+    host, _colon, port = answer.rpartition(":")
+    return {_IP: host.removeprefix("[").removesuffix("]"), _PORT: int(port)}
+
+
+RENDEZVOUS = Question(
+    name="rendezvous",
+    text="Where do the nodes meet? Address of node 0",
+    help="HOST:PORT of node 0, as the others reach it.",
+    metavar="HOST:PORT",
+    keys=(_IP, _PORT, ("launch", "rendezvous_endpoint")),
+    write=_write_rendezvous,
+    read=_read_rendezvous,
+    check=_check_rendezvous,
+    applies=lambda state: state.answers.get("where") == "machines",
+    certain=lambda state: state.editing,
+)
+
+
+def _workers_remark(state: WizardState) -> str:
+    gpus = len(state.facts.hardware.gpus)
+    if state.answers.get("where") == "cpu":
+        return f"({state.facts.hardware.cpu_count} processors here)"
+    return f"({gpus} GPUs here; auto: one per GPU)" if gpus else "(auto: one per GPU)"
+
+
+def _check_workers(text: str, state: WizardState) -> str:
+    if text.lower() == "auto":
+        return "auto"
+    number = _whole_number(text, least=1, more=", or auto")
+    gpus = len(state.facts.hardware.gpus)
+    if state.answers.get("where") == "here" and number > gpus > 0:
+        msg = f"this machine has {gpus} visible GPUs, got {number}"
+        raise ValueError(msg)
+    return str(number)
+
+
+def _read_workers(config: Config, state: WizardState) -> str | None:
+    if config.launch.workers_per_node is not None:
+        return str(config.launch.workers_per_node)
+    if config.num_processes == "auto":
+        return "auto"
+    per_node, rest = divmod(config.num_processes, config.num_machines)
+    if state.answers.get("where") == "cpu" and not config.use_cpu:
+        return str(CPU_WORKERS)
+    return str(per_node) if rest == 0 else None
+
+
+def _write_workers(answer: str, state: WizardState) -> Values:
+    """Write a number as accelerate has it, over all nodes; only auto needs a key of our own."""
+    return {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
+
+
+WORKERS = Question(
+    name="workers-per-node",
+    help="Worker processes on each node: a number, or auto for one per GPU.",
+    metavar="N|auto",
+    keys=(_WORKERS, _PROCESSES),
+    write=_write_workers,
+    read=_read_workers,
+    check=_check_workers,
+    applies=lambda state: not state.on_tpus,  # PyTorch/XLA has one process per chip or per host
+    asked=lambda state: state.facts.gpus_per_node != 1 or state.answers.get("where") != "here",
+    remark=_workers_remark,
+)
+
+_CLASSES_OF_XLA = (
+    Choice(
+        value="wrapper",
+        title="One process per chip",
+        consequence="XlaFullyShardedDataParallel",
+        detail="xla_fsdp_settings are its arguments; checkpoints are written by each process.",
+    ),
+    Choice(
+        value="spmd",
+        title="One process per host (SPMD)",
+        consequence="xla_fsdp_v2",
+        detail="It has the whole batch, and the compiler splits batch and parameters over all devices.",
+    ),
+)
+XLA = Question(
+    name="xla",
+    text="Which of PyTorch/XLA's ways to shard?",
+    help="On TPUs: wrapper (XlaFullyShardedDataParallel, a process per chip) or spmd (xla_fsdp_v2, one per host).",
+    metavar="wrapper|spmd",
+    keys=(("fsdp_config", "xla_fsdp_v2"),),
+    means={"wrapper": False, "spmd": True},
+    choices=lambda state: _CLASSES_OF_XLA,  # noqa: ARG005
+    applies=lambda state: state.on_tpus,
+)
+XLA_GRAD_CKPT = Question(
+    name="xla-grad-ckpt",
+    text="Activations?",
+    help="On TPUs: yes computes each unit's activations again in backward (xla_fsdp_grad_ckpt).",
+    metavar="yes|no",
+    keys=(("fsdp_config", "xla_fsdp_grad_ckpt"),),
+    means={"no": False, "yes": True},
+    choices=lambda state: (  # noqa: ARG005
+        Choice(value="no", title="Keep activations", consequence="the faster step"),
+        Choice(value="yes", title="Compute them again in backward", consequence="less memory"),
+    ),
+    applies=lambda state: state.on_tpus,
+)
+
+_SETTINGS: KeyPath = ("fsdp_config", "xla_fsdp_settings")
+SETTINGS_FORM = "must be name=value, separated by commas, such as compute_dtype=bfloat16,flatten_parameters=true"
+
+
+def _settings_table(text: str) -> dict[str, Any]:
+    """Read arguments as they are typed: name=value, separated by commas, or JSON."""
+    try:
+        if text.startswith("{"):
+            return parse_xla_settings(json.loads(text))
+    except json.JSONDecodeError:
+        raise ValueError(SETTINGS_FORM) from None
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(SETTINGS_FORM)
+    return parse_xla_settings({name.strip(): value.strip() for name, _, value in pairs})
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    if any(isinstance(value, list) or "," in write(value) for value in settings.values()):
+        return json.dumps(dict(settings))
+    return ",".join(f"{name}={write(value)}" for name, value in settings.items())
+
+
+XLA_SETTINGS = Question(
+    name="xla-settings",
+    text="Arguments of XlaFullyShardedDataParallel",
+    help="On TPUs, for --xla wrapper: xla_fsdp_settings as name=value,..., such as compute_dtype=bfloat16.",
+    metavar="NAME=VALUE,...",
+    keys=(_SETTINGS,),
+    write=lambda answer, state: {_SETTINGS: _settings_table(answer)} if answer else {},  # noqa: ARG005
+    read=lambda config, state: _settings_text(config.fsdp_config.xla_fsdp_settings),  # noqa: ARG005
+    check=lambda text, state: _settings_text(_settings_table(text)),  # noqa: ARG005
+    applies=lambda state: state.on_tpus and state.answers.get("xla") == "wrapper",
+    decided_by=lambda state: "xla" if state.on_tpus else "where",
+    remark=lambda state: "(name=value, separated by commas; Enter: none)",  # noqa: ARG005
+)
+
+
+def _check_model(text: str, _: WizardState) -> str:
+    if not text:
+        return ""
+    try:
+        parse_count(text)
+    except ValueError:
+        folder = hub_folder(text) if is_hub_name(text) else FilePath(text).expanduser()
+        read_model(folder)
+        return text if is_hub_name(text) else str(folder)
+    return text.replace(" ", "").lower()
+
+
+def _model_remark(state: WizardState) -> str:
+    model = state.facts.model
+    known = f"; {short_count(model.parameters)} parameters found" if model and model.parameters else ""
+    return f"(a size such as 8b will do; Enter skips{known})"
+
+
+MODEL = Question(
+    name="model",
+    text="Model folder, or its size",
+    help="Folder of the model, its hub name, or its size such as 8b; not stored, it only feeds the numbers shown.",
+    metavar="FOLDER|ORG/MODEL|SIZE",
+    keys=(),
+    write=lambda answer, state: {},  # noqa: ARG005
+    read=lambda config, state: "",  # noqa: ARG005
+    check=_check_model,
+    remark=_model_remark,
+)
+
+_STRATEGY: KeyPath = ("fsdp_config", "fsdp_sharding_strategy")
+_RESHARD: KeyPath = ("fsdp_config", "fsdp_reshard_after_forward")
+_OFFLOAD: KeyPath = ("fsdp_config", "fsdp_offload_params")
+_RECOMPUTE: KeyPath = ("fsdp_config", "fsdp_activation_checkpointing")
+_REPLICAS: KeyPath = ("parallelism_config", "parallelism_config_dp_replicate_size")
+_SHARDS: KeyPath = ("parallelism_config", "parallelism_config_dp_shard_size")
+_GOALS = {
+    "balanced": (
+        "Balanced: everything is sharded",
+        "FULL_SHARD: each block is gathered for forward, freed, and gathered again for backward.",
+    ),
+    "fastest": (
+        "Fastest: gathered once per step",
+        "SHARD_GRAD_OP: parameters stay gathered from forward to backward, which saves one gather per block.",
+    ),
+    "hybrid": (
+        "Shard inside each node only",
+        "HYBRID_SHARD: every node holds a full replica, so that only gradients cross the network.",
+    ),
+    "biggest": (
+        "Biggest model: host memory helps",
+        "FULL_SHARD with fsdp_offload_params and fsdp_activation_checkpointing: every step gets slower.",
+    ),
+}
+
+
+def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
+    """Return what each GPU would need under a goal, in words, and why it does not fit, or None if it does."""
+    model, workers, limit = state.run_facts.model, state.workers, state.run_facts.hardware.gpu_memory_bytes
+    if state.on_tpus or model is None or model.parameters is None or workers is None:
+        return "", None  # the estimate is of GPUs, and needs these numbers
+    ranks = workers if goal == "hybrid" else workers * state.num_nodes
+    compute = state.answers.get("precision") or state.suggestion.config.mixed_precision
+    sharding = Sharding(ranks=ranks, compute=compute, reshard=goal != "fastest", offload=goal == "biggest")
+    plan = plan_memory(model, sharding)
+    host = f" and {plan.host / GIB:.1f} of host memory" if plan.host else ""
+    if state.answers.get("where") == "cpu":
+        return f"{(plan.gpu + plan.host) / GIB:.1f} GiB of memory per worker", None
+    text = f"{plan.gpu / GIB:.1f}" + (f" of {limit / GIB:.0f}" if limit else "") + f" GiB per GPU{host}"
+    return text, f"needs {text}" if limit is not None and plan.gpu > limit else None
+
+
+def _possible_goals(state: WizardState) -> list[str]:
+    """Return the goals that there are; PyTorch/XLA shards over all devices, and SPMD in one way only."""
+    if state.on_tpus:
+        return ["balanced"] if state.answers.get("xla") == "spmd" else ["balanced", "fastest"]
+    return [goal for goal in _GOALS if goal != "hybrid" or state.num_nodes > 1]
+
+
+def _goal_choices(state: WizardState) -> tuple[Choice, ...]:
+    choices = []
+    for goal in _possible_goals(state):
+        title, detail = _GOALS[goal]
+        need, too_big = memory_words(goal, state)
+        # The biggest stays possible whatever the numbers say: nothing else would be left to choose.
+        disabled = too_big if goal != "biggest" else None
+        choices.append(Choice(value=goal, title=title, consequence=need, detail=detail, disabled=disabled))
+    return tuple(choices)
+
+
+def _write_goal(answer: str, state: WizardState) -> Values:
+    new = state.version != 1
+    if answer == "fastest":
+        return {_STRATEGY: "SHARD_GRAD_OP"} | ({_RESHARD: False} if new else {})
+    if answer == "hybrid":
+        sizes = {_REPLICAS: state.num_nodes, _SHARDS: state.workers} if new and state.workers is not None else {}
+        return {_STRATEGY: "HYBRID_SHARD", **sizes}
+    return {_STRATEGY: "FULL_SHARD"} | ({_OFFLOAD: True, _RECOMPUTE: True} if answer == "biggest" else {})
+
+
+def _read_goal(config: Config, state: WizardState) -> str | None:
+    """Return the goal whose keys these are, exactly; anything finer is no goal's."""
+    fsdp, mesh = config.fsdp_config, config.parallelism_config
+    strategy: str | None = fsdp.fsdp_sharding_strategy
+    reshard = fsdp.fsdp_reshard_after_forward
+    if state.version == 1 and reshard is not None:
+        strategy, reshard = strategy or strategy_named(reshard), None
+    plain = mesh == type(mesh)()
+    if strategy == "HYBRID_SHARD" and reshard in (None, True) and not fsdp.fsdp_offload_params:
+        sizes = (mesh.parallelism_config_dp_replicate_size, mesh.parallelism_config_dp_shard_size)
+        fits = plain or sizes == (state.num_nodes, state.workers)
+        return "hybrid" if fits and state.num_nodes > 1 else None
+    if not plain or strategy not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
+        return None
+    keeps = strategy == "SHARD_GRAD_OP" if reshard is None else reshard is False
+    if keeps or reshard not in (None, True):
+        return "fastest" if keeps and not fsdp.fsdp_offload_params else None
+    if not fsdp.fsdp_offload_params:
+        return "balanced"
+    return "biggest" if fsdp.fsdp_activation_checkpointing else None
+
+
+GOAL = Question(
+    name="goal",
+    help="What matters most: balanced, fastest, hybrid (a replica per node) or biggest (host memory helps).",
+    metavar="balanced|fastest|hybrid|biggest",
+    keys=(_STRATEGY, _RESHARD, _OFFLOAD, _REPLICAS, _SHARDS),
+    write=_write_goal,
+    read=_read_goal,
+    asked=lambda state: len(_possible_goals(state)) > 1,
+    choices=_goal_choices,
+)
+
+
+def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
+    hardware, on_cpu, on_tpus = state.run_facts.hardware, state.answers.get("where") == "cpu", state.on_tpus
+    usual = "every GPU here computes it" if hardware.all_have_bf16 else "half the traffic"
+    usual = "slow on most CPUs" if on_cpu else "TPUs compute in it" if on_tpus else usual
+    return (
+        Choice(
+            value="bf16",
+            title="bf16",
+            consequence=usual,
+            detail="Parameters and optimizer state are kept in fp32; blocks are gathered and computed in bf16.",
+            disabled="a GPU here does not compute it" if hardware.gpus and not hardware.all_have_bf16 else None,
+        ),
+        Choice(
+            value="fp16",
+            title="fp16",
+            consequence="the script must scale its loss",
+            detail="Its narrow range lets small gradients vanish unless the loss is scaled.",
+            disabled=f"{'TPUs' if on_tpus else 'CPUs'} do not train in it" if on_cpu or on_tpus else None,
+        ),
+        Choice(value="no", title="no", consequence="the model's own dtype; nothing is cast"),
+    )
+
+
+PRECISION = Question(
+    name="precision",
+    help="Dtype of forward and backward: bf16, fp16 or no.",
+    metavar="bf16|fp16|no",
+    keys=(("mixed_precision",),),
+    means={"bf16": "bf16", "fp16": "fp16", "no": "no"},
+    choices=_precision_choices,
+)
+
+_POLICY: KeyPath = ("fsdp_config", "fsdp_auto_wrap_policy")
+_CLASSES: KeyPath = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+_MIN_SIZE: KeyPath = ("fsdp_config", "fsdp_min_num_params")
+
+
+def _wrap_choices(state: WizardState) -> tuple[Choice, ...]:
+    model = state.run_facts.model
+    found = [f"{group.prefix}.* x {group.count}" for group in model.blocks[:2]] if model else []
+    return (
+        Choice(
+            value="auto",
+            title="Each repeated block",
+            consequence=", ".join(found),
+            detail="The classes in the model's own _no_split_modules, else the blocks it repeats.",
+        ),
+        Choice(value=TYPE_IT, title="Classes or a size that I type", consequence="such as LlamaDecoderLayer"),
+        Choice(
+            value="none",
+            title="The whole model",
+            consequence="for small models",
+            detail="Everything is gathered at once, and stays gathered from forward to backward.",
+        ),
+    )
+
+
+def _check_wrap(text: str, _: WizardState) -> str:
+    name, colon, size = text.partition(":")
+    if colon and name.strip().lower() == "size":
+        try:
+            return f"size:{parse_count(size)}"
+        except ValueError:
+            msg = f"must be size:N with a number of parameters such as size:100m, got {text!r}"
+            raise ValueError(msg) from None
+    classes = NAMES.parse(text)
+    wrong = next((name for name in classes if not name.isidentifier()), None)
+    if wrong is not None or not classes:
+        msg = f"must be auto, none, size:N or class names separated by commas, got {wrong or text!r}"
+        raise ValueError(msg)
+    return ",".join(classes)
+
+
+def _write_wrap(answer: str, _: WizardState) -> Values:
+    if answer == "none":
+        return {_POLICY: "NO_WRAP"}
+    if answer.startswith("size:"):
+        return {_POLICY: "SIZE_BASED_WRAP", _MIN_SIZE: int(answer.removeprefix("size:"))}
+    classes = {} if answer == "auto" else {_CLASSES: NAMES.parse(answer)}
+    return {_POLICY: "TRANSFORMER_BASED_WRAP", **classes}
+
+
+def _read_wrap(config: Config, _: WizardState) -> str:
+    fsdp = config.fsdp_config
+    if fsdp.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        return ",".join(fsdp.fsdp_transformer_layer_cls_to_wrap) or "auto"
+    return "none" if fsdp.fsdp_auto_wrap_policy == "NO_WRAP" else f"size:{fsdp.fsdp_min_num_params}"
+
+
+WRAP = Question(
+    name="wrap",
+    help="What is gathered as one unit: auto, class names, size:N, or none.",
+    metavar="auto|CLASS,...|size:N|none",
+    keys=(_POLICY, _CLASSES, _MIN_SIZE),
+    write=_write_wrap,
+    read=_read_wrap,
+    check=_check_wrap,
+    choices=_wrap_choices,
+    typed="Class names separated by commas, or size:N",
+)
+
+
+def _check_folder(text: str, _: WizardState) -> str:
+    if not text or "\0" in text:
+        msg = "must be a folder's name"
+        raise ValueError(msg)
+    if FilePath(text).expanduser().is_file():
+        msg = f"{text} is a file"
+        raise ValueError(msg)
+    return text
+
+
+CHECKPOINTS = Question(
+    name="checkpoint-dir",
+    text="Where do checkpoints go?",
+    help="Folder for checkpoints when the script names none.",
+    metavar="FOLDER",
+    keys=(("checkpoint", "dir"),),
+    check=_check_folder,
+)
+
+QUESTIONS = (
+    *(WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT, XLA_SETTINGS),
+    *(MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS),
+)
+"""Everything that may be asked, besides one for all further keys."""
