@@ -292,7 +292,7 @@ def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
 
 
 class _Nothing:
-    """Stands where torch has its reducer and logger, which scripts tell the graph and ask for timings."""
+    """Stands where torch has its reducer and logger, whose methods scripts call."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

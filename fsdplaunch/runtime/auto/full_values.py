@@ -93,7 +93,7 @@ def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | No
 
     Args:
         call: What needs full tensors, for errors.
-        tensors: The shards: others than those over all ranks are no rank's alone.
+        tensors: The shards; rank 0 can have only those over all ranks alone.
     """
     found = service()
     if found is None or in_optimizer_step():

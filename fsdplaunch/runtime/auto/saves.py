@@ -78,7 +78,7 @@ def reduce_shard(original: Any, hook_context: HookContext, tensor: DTensor, prot
 
 
 def copy_module(_original: Any, _context: HookContext, module: nn.Module) -> Any:
-    """Stand for `Module.__copy__`: a copy is no pickle, and has the parameters that the module has."""
+    """Stand for `Module.__copy__`: a copy is not a pickle, and shares the parameters of the module."""
     kind: Any = type(module)
     make, arguments, *rest = kind.__reduce_ex__(module, 4)
     made = make(*arguments)

@@ -3,7 +3,7 @@
 A script for one process writes its log, makes its folders and removes its old files on every rank. Rank 0 does so
 as plain Python does: nothing is replaced there. On another rank a file that is opened to be written below the
 working folder is a file of this rank's own, in a temporary folder, under the script's name for it: the rank reads
-back what it wrote. Making a folder that is there is no error, and removing or renaming what rank 0 has is left to
+back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is left to
 rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
 
 Files that are opened by C code (a database, HDF5) or that are not ordinary ones (devices, pipes) are every rank's.
@@ -87,7 +87,7 @@ class WorkingTree:
             return False
         if self._ownership.ours is not None or self._looking:
             return bool(self._ownership.ours)
-        self._looking = True  # the source is read: opening it is no question
+        self._looking = True  # opening the source, to read it, asks again
         try:
             return not (holds_a_sharder() or joined_by_script())
         finally:
@@ -367,7 +367,7 @@ def path_of(f: Any) -> str | None:
 
 
 def _mark(path: str | None) -> tuple[int, ...] | None:
-    """Return what tells a file from another one of its name, which another machine may have; None for nothing."""
+    """Return what identifies a file: another machine may have another one of its name; None where there is none."""
     with suppress(OSError, TypeError):
         found = os.stat(path)  # type: ignore[arg-type]  # noqa: PTH116
         # Of a folder its number alone: rank 0 may go on to write into it.

@@ -218,7 +218,7 @@ def all_divided() -> "Iterator[DividedPasses]":
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules with parameters below one, down to the next units.
 
-    What is inside of these is no part: its parameters are full in a pass of the unit only.
+    What is inside of these is not a part: its parameters are full only in a pass of the unit.
     """
     for child in module.children():
         if next(iter(parameters_of(child)), None) is not None:
@@ -251,7 +251,7 @@ def _refuse_transforms(module: nn.Module) -> None:
 def call_for_forward(unit: nn.Module) -> None:
     """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
 
-    What it returns is no parameter, whose memory is given back after it.
+    What it returns is not a parameter, because the memory of those is given back after it.
     """
     if "forward" in unit.__dict__:  # the script's own way for this module
         unit.register_forward_hook(return_no_parameters, prepend=True)

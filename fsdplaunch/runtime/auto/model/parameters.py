@@ -95,7 +95,7 @@ class GatheredView:
 
 
 def _changes(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
-    """Return what tells the values of shards, and what is frozen, from those of an earlier time."""
+    """Return what differs where shards have other values, or others of them are frozen, than earlier."""
     return [(change_count(shard) + change_count(local_tensor(shard)), shard.requires_grad) for _, shard in pairs]
 
 

@@ -356,7 +356,7 @@ def note_paths(model: nn.Module, name: str) -> None:
     """Have every rank follow its way through the units of a model that was just sharded.
 
     A place is all that was called in a pass so far: blocks that are called several times in each pass, in the same
-    order, are no choice. Outside of a pass of the model it is the unit that was called last.
+    order, are not a choice. Outside of a pass of the model it is the unit that was called last.
     """
     units = {clean_name(path): unit for path, unit in model.named_modules() if is_unit(unit) and unit is not model}
     listed, ways = set(itertools.pairwise(["", *units, _END])), _Ways()

@@ -409,7 +409,7 @@ class Service:
             connection.send({"kind": "done"})
 
     def close(self) -> None:
-        """End, at the end of the process: rank 0 tells the others, which serve until then."""
+        """End, at the end of the process: rank 0 sends that to the others, which serve until then."""
         self.position.end()
         for connection in self._connections.values():
             with contextlib.suppress(CheckpointError):  # it has ended before
@@ -489,7 +489,7 @@ def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: 
 def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
     """Stand for `DTensor.full_tensor`, likewise.
 
-    Only the caller, behind what stands for the method, tells the script's call, which rank 0 may make alone, from
+    Only the caller, behind what stands for the method, distinguishes the script's call, which rank 0 may make alone, from
     those of torch and libraries, which all ranks make, tensor by tensor: asking each time would cost a message to
     every rank.
     """
