@@ -508,7 +508,7 @@ def _assign(param: Any, value: Any, models: list[nn.Module]) -> None:
 
 
 def _holder_of(param: Any, models: list[nn.Module]) -> Any:
-    """Return what holds a parameter in torch's sharding; None for a tensor that is not a parameter of the models."""
+    """Return what holds a parameter in torch's sharding; None for one that is not a parameter."""
     modules = (module for model in models for module in model.modules() if is_unit(module))
     held = (held for module in modules for group in param_groups(module) for held in group.fsdp_params)
     return next((one for one in held if one.sharded_param is param), None)

@@ -3,8 +3,8 @@
 A script for one process writes its log, makes its folders and removes its old files on every rank. Rank 0 does so
 as plain Python does: nothing is replaced there. On another rank a file that is opened to be written below the
 working folder is a file of this rank's own, in a temporary folder, under the script's name for it: the rank reads
-back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is left to
-rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
+back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is left
+to rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
 
 Files that are opened by C code (a database, HDF5) or that are not ordinary ones (devices, pipes) are every rank's.
 """
@@ -367,7 +367,7 @@ def path_of(f: Any) -> str | None:
 
 
 def _mark(path: str | None) -> tuple[int, ...] | None:
-    """Return what identifies a file: another machine may have another one of its name; None where there is none."""
+    """Return what identifies a file: another machine may have another of its name; None for no file."""
     with suppress(OSError, TypeError):
         found = os.stat(path)  # type: ignore[arg-type]  # noqa: PTH116
         # Of a folder its number alone: rank 0 may go on to write into it.
