@@ -489,8 +489,8 @@ def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: 
 def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
     """Stand for `DTensor.full_tensor`, likewise.
 
-    Only the caller distinguishes the script's call, which rank 0 may make alone, from those of torch and libraries,
-    which all ranks make, tensor by tensor: asking each time would cost a message to every rank.
+    Only the caller distinguishes the script's call, which rank 0 may make alone, from those of torch and
+    libraries, which all ranks make, tensor by tensor: asking each time would cost a message to every rank.
     """
     found = service()
     if found is not None and is_user_file(sys._getframe(2).f_code.co_filename) and is_over_all_ranks(tensor):
