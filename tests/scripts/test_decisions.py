@@ -206,7 +206,7 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             Net().to("cpu").share_memory()
             """,
             {},
-            "train.py:15 gives Net memory to share with processes of its own, and it is sharded",
+            "train.py:15: share_memory_() of a sharded tensor has no memory of the full one",
         ),
     ],
 )
