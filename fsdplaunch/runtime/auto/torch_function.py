@@ -189,7 +189,7 @@ _DATA, _SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
 _SET_GRADIENT = _Tensor.grad.__set__
 _HINT = (
     "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
-    " model.state_dict() by torch.save, or by safetensors' save_file; or shard where it suits, by fsdplaunch.prepare"
+    " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"
 )
 
 
