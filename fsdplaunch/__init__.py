@@ -100,13 +100,13 @@ def __getattr__(name: str) -> "Any":
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    from importlib import import_module
+    from fsdplaunch.features import feature
 
     if home.startswith("fsdplaunch.runtime."):
         from fsdplaunch.probe.torch_version import refuse_too_old
 
         refuse_too_old()
-    value = getattr(import_module(home), name)
+    value = getattr(feature(home), name)
     globals()[name] = value
     return value
 

@@ -50,7 +50,7 @@ class Channel:
 
         Raises:
             BlockingIOError: Nothing came within the time of `limit_waiting`.
-            ValueError: What came is no message; the descriptors that came with it are closed.
+            ValueError: What came is not a message; the descriptors that came with it are closed.
         """
         try:
             head, files, _, _ = socket.recv_fds(self._end, _LENGTH.size, _MAX_FILES, socket.MSG_WAITALL)
@@ -86,7 +86,7 @@ class Channel:
         except RecursionError:
             message = None
         if not isinstance(message, dict):
-            msg = "a message that is no object"
+            msg = "a message that is not an object"
             raise ValueError(msg)
         return message
 

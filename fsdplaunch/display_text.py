@@ -16,7 +16,7 @@ _UNSAFE = re.compile(
     "\U000e0000-\U000e007f\ud800-\udfff]"
 )
 # The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line. What is kept is
-# the first group; a byte of C1 alone is no UTF-8, but steers terminals that know none.
+# the first group; a byte of C1 alone is not UTF-8, but steers terminals that know none.
 _STEERS = re.compile(
     rb"\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
     rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."
@@ -26,6 +26,8 @@ _STEERS = re.compile(
 _MAY_GO_ON = re.compile(
     rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
+MIB = 1024**2
+GIB = 1024**3
 
 
 def printable(text: str) -> str:
@@ -86,10 +88,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as problem:
         return f"<its text cannot be made: {type(problem).__name__}>"
-
-
-MIB = 1024**2
-GIB = 1024**3
 
 
 def size_words(count: float) -> str:

@@ -1,4 +1,4 @@
-"""What a user is told when something cannot be done: one sentence, one hint, one exit code.
+"""What a user reads when something cannot be done: one sentence, one hint, one exit code.
 
 Library code raises these and never prints or exits; `fsdplaunch.cli` has the one handler. Standard
 library only.

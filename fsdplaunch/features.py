@@ -1,26 +1,24 @@
-"""Features beside the road: core imports each by name, from its own folder, when it is asked for."""
+"""Features beside the road: core imports each by name, from its own folder, when it is asked for.
+
+A folder that is deleted takes its feature away and nothing else; who asks for it then gets one error.
+"""
 
 from importlib import import_module
 from typing import Any
 
 from fsdplaunch.errors import LaunchError
 
-ESTIMATE_MEMORY = "fsdplaunch.estimate.memory"
+COMPARISON_WORKER = "fsdplaunch.comparison.record"
 KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
-MEASURE = "fsdplaunch.tune.measure"
-RECORD = "fsdplaunch.comparison.record"
-SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
-TENSOR_FORWARD = "fsdplaunch.runtime.tensor_parallel.split_forward"
-TENSOR_PLAN = "fsdplaunch.runtime.tensor_parallel.plan"
-TENSOR_SCALING = "fsdplaunch.runtime.tensor_parallel.split_forward"
+TUNE_WORKER = "fsdplaunch.tune.measure"
 WARM_CLIENT = "fsdplaunch.warm.client"
 WARM_IMPORTS = "fsdplaunch.warm.import_record"
 WARM_SERVER = "fsdplaunch.warm.server"
 XLA = "fsdplaunch.runtime.xla.set_up"
-XLA_ENTRY = "fsdplaunch.runtime.xla.set_up"
-XLA_PREPARE = "fsdplaunch.runtime.xla.prepare"
+LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
+SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
 
-_FOLDERS = {
+FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
     "fsdplaunch.comparison": "fsdplaunch check --compare",
@@ -30,22 +28,29 @@ _FOLDERS = {
     "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
     "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",
 }
-"""Folders that a package may be built without, and what each is for."""
+"""Folders that an installation may be without, and what each is for."""
 
 
 def feature(module: str) -> Any:
-    """Import a module of a feature.
+    """Import a module of a feature, or a command that needs one.
 
     Args:
         module: Its dotted name.
 
     Raises:
-        LaunchError: This installation has been built without the feature.
+        LaunchError: This installation is without the feature.
     """
     try:
         return import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name not in _FOLDERS:
-            raise
-        msg = f"this fsdplaunch was built without {_FOLDERS[missing.name]}: there is no {missing.name}"
-        raise LaunchError(msg, hint="install the complete package") from None
+        if (error := built_without(missing)) is not None:
+            raise error from None
+        raise
+
+
+def built_without(missing: ModuleNotFoundError) -> LaunchError | None:
+    """Return a failed import of a feature that this installation is without, as an error of ours."""
+    if missing.name not in FOLDERS:
+        return None
+    msg = f"this installation is without {FOLDERS[missing.name]}: there is no {missing.name}"
+    return LaunchError(msg, hint="install the complete package")

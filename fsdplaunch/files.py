@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TIMES, SPARE = 20, 64 * 2**20
+"""What a text may come to in memory: so many times its size, and so many bytes for any."""
+# Bytes that Python takes, as seen in 3.11, for the smallest value of a kind, its place in what holds it included.
+_LIST, _TABLE, _EMPTY_TABLE, _TEXT, _ITEM = 96, 200, 64, 56, 40
+MEMORY, PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
+"""Sizes of memory: this node's, this process's."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
@@ -30,14 +37,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
         raise
 
 
-TIMES, SPARE = 20, 64 * 2**20
-"""What a text may come to in memory: so many times its size, and so many bytes for any."""
-# Bytes that Python takes, as seen in 3.11, for the smallest value of a kind, its place in what holds it included.
-_LIST, _TABLE, _EMPTY_TABLE, _TEXT, _ITEM = 96, 200, 64, 56, 40
-
-
 class JsonError(ValueError):
-    """The text is no JSON, or none that this program reads."""
+    """The text is not JSON, or not one that this program reads."""
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -55,7 +56,7 @@ def parse_json(text: bytes | str) -> Any:
     except RecursionError:
         msg = "it is nested too deeply"
         raise JsonError(msg) from None
-    except ValueError as error:  # also numbers of thousands of digits, and bytes that are no text
+    except ValueError as error:  # also numbers of thousands of digits, and bytes that are not text
         raise JsonError(str(error)) from None
 
 
@@ -103,10 +104,6 @@ def _has(value: Mapping[str, Any], name: str, kind: Any) -> bool:
         return all(matches(item, kind) for item in value.values())
     plain = name.removesuffix("?")
     return matches(value[plain], kind) if plain in value else plain != name
-
-
-MEMORY, PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
-"""Sizes of memory: this node's, this process's."""
 
 
 def read_text(path: Path) -> str:

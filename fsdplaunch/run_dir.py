@@ -50,6 +50,22 @@ _RANKS = "ranks"
 _RECORD = "agent.json"
 _TAIL_BYTES = 32768
 _MAX_JSON = 256 * 2**20
+GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
+"""Contract variable, not a key: the run's name, where the one who started all nodes' launchers chose it.
+
+With a / at its end it is the name of a folder only, in which every start gets a name and a folder of its own: for
+schedulers that start a run again without saying so.
+"""
+HEARTBEAT = "heartbeat"
+STACK = "stack.txt"
+LAYOUT = struct.Struct("<QQQ")
+"""Process id, optimizer steps made, time of the last one in nanoseconds."""
+STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+"""A signal nobody else uses; its default would end a process, so only workers that have a heartbeat get it."""
+MARKED = "FSDPLAUNCH_MARKED"
+"""Contract variable, not a key: `1` for a worker whose error output passes through the agent to a launcher."""
+BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
+"""Around what such a worker writes for its file only, because the launcher will say it."""
 
 
 def agent_record(run_dir: Path) -> Path:
@@ -126,7 +142,7 @@ def open_file(path: Path) -> BinaryIO:
     """Open a run's file for reading.
 
     Raises:
-        OSError: It cannot be read, or is no regular file: a named pipe would be waited for.
+        OSError: It cannot be read, or is not a regular file: a named pipe would be waited for.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -141,14 +157,6 @@ def read_tail(path: Path, lines: int = 20) -> list[str]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-lines:]
     return []
-
-
-GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
-"""Contract variable, not a key: the run's name, where the one who started all nodes' launchers chose it.
-
-With a / at its end it is the name of a folder only, in which every start gets a name and a folder of its own: for
-schedulers that start a run again without saying so.
-"""
 
 
 def fresh_run_id() -> str:
@@ -177,18 +185,6 @@ def has_fixed_name(environ: Mapping[str, str]) -> bool:
     """
     given = environ.get(GROUP_RUN, "")
     return bool(given) and not given.endswith("/")
-
-
-HEARTBEAT = "heartbeat"
-STACK = "stack.txt"
-LAYOUT = struct.Struct("<QQQ")
-"""Process id, optimizer steps made, time of the last one in nanoseconds."""
-STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-"""A signal nobody else uses; its default would end a process, so only workers that have a heartbeat get it."""
-MARKED = "FSDPLAUNCH_MARKED"
-"""Contract variable, not a key: `1` for a worker whose error output passes through the agent to a launcher."""
-BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
-"""Around what such a worker writes for its file only, because the launcher will say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,14 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+HELD = "FSDPLAUNCH_STORE_SOCKET"
+"""Contract variable, not a key: the descriptor of the socket at which the agent's store is to listen."""
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  (where an address is not this node's own)
+_BACKLOG = 2048
+_OWN = 256
+"""Files that a process opens beside its connections."""
+_inherited: list[int] = []
+
 
 def addresses(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[Any]:
     """Return the family and the place of each address that a name stands for, as sockets take them.
@@ -44,14 +52,8 @@ def _known(host: str) -> Iterator[None]:
     try:
         yield
     except UnicodeError:
-        msg = f"{host[:80]!r} is no name of a host"
+        msg = f"{host[:80]!r} is not the name of a host"
         raise socket.gaierror(socket.EAI_NONAME, msg) from None
-
-
-HELD = "FSDPLAUNCH_STORE_SOCKET"
-"""Contract variable, not a key: the descriptor of the socket at which the agent's store is to listen."""
-ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  (where an address is not this node's own)
-_BACKLOG = 2048
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -122,11 +124,6 @@ def take_held(environ: MutableMapping[str, str]) -> socket.socket | None:
 
 def _share(sock: socket.socket, is_shared: bool) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(is_shared))
-
-
-_OWN = 256
-"""Files that a process opens beside its connections."""
-_inherited: list[int] = []
 
 
 def make_room(connections: int) -> None:

@@ -93,7 +93,7 @@ class _WorkerGroupContext(PContext):
         """Let the workers end by themselves for as long as the grace lasts; then end them."""
         worker_group, stop = self._worker_group, self._worker_group.stop
         if stop.is_warning and stop.is_over and not stop.insisted and not worker_group.failed:
-            stop.forget()  # the script has saved and gone on
+            stop.number = None  # a warning: the script has saved and gone on
             return self._outcome() if not worker_group.running else None
         if worker_group.running and not stop.insisted and not stop.is_over:
             return None
@@ -102,16 +102,17 @@ class _WorkerGroupContext(PContext):
         return None
 
     def _outcome(self) -> RunProcsResult:
-        failed = {worker.local_rank: self._failure(worker) for worker in self._worker_group.failed}
+        failed = {
+            # Torch reads an error file by itself and stumbles over half a record; the worker group reads ours.
+            worker.local_rank: ProcessFailure(
+                local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.ended.code, error_file=""
+            )
+            for worker in self._worker_group.failed
+            if worker.ended is not None
+        }
         self._worker_group.finish()
         return RunProcsResult(
             failures=failed, return_values=dict.fromkeys(self.pids()), stdouts=self.stdouts, stderrs=self.stderrs
-        )
-
-    def _failure(self, worker: Any) -> ProcessFailure:
-        # Torch reads the file by itself and stumbles over half a record; ours is read by the worker group.
-        return ProcessFailure(
-            local_rank=worker.local_rank, pid=worker.pid, exitcode=worker.ended.code, error_file=""
         )
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002  (the worker group knows its own)
@@ -198,12 +199,6 @@ def _use_own_rendezvous(
     """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles.
 
     Torch's own stays where nodes are started by torchrun (launch.meeting is false): they know no other.
-
-    Args:
-        config: torchrun's options.
-        worker_group: This node's workers.
-        secret: The run's.
-        leave: Raises when there is nothing to wait for any more.
 
     Returns:
         The one for a fixed number of nodes; None where the number may change, and where torch's stays.

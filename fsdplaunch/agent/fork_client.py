@@ -1,6 +1,6 @@
 """The agent's handle on its fork server, the process that its workers are forked from.
 
-There is always one, also when workers start as fresh interpreters or are no Python at all: then the fork server
+There is always one, also when workers start as fresh interpreters or are not Python at all: then the fork server
 executes them. So every worker is watched, signalled and, when the agent is killed, ended in the same way.
 """
 
@@ -21,13 +21,11 @@ from typing import Any
 from fsdplaunch.agent.fork_server import (
     ForkServerProcess,
     Preloaded,
-    Released,
     fork,
     fresh_command,
     has_threads,
     import_all,
 )
-from fsdplaunch.agent.forked_process import WorkerRequest
 from fsdplaunch.channel import Channel, open_channel
 from fsdplaunch.launch.root_cause import signal_name
 from fsdplaunch.sockets import inherited_limit
@@ -58,7 +56,7 @@ class EndedWorker:
 
 
 class ForkServer:
-    """Starts workers and tells how they ended."""
+    """Starts workers and reports how they ended."""
 
     _channel: Channel
     _pid: int
@@ -81,25 +79,27 @@ class ForkServer:
         self._noting, self._imported = noting, imported
         self._lifeline, self._unneeded = lifeline, unneeded
         self._environ = dict(os.environ)
-        self._obstacle: str | None = None
-        self._ready = self._released = False
+        self.obstacle: str | None = None
+        """Why workers are not forked warm although configured; known once the fork server is ready."""
+        self._ready = self._released = self._is_replaced = False
         self._ended: list[EndedWorker] = []
         self._started: list[int] = []
         self._running: set[int] = set()
         self.notes: tuple[str, ...] = ()
 
-    def start(self, first: Sequence[str], then: Sequence[str]) -> WorkerRequest | Released | None:
+    def start(self, first: Sequence[str], then: Sequence[str]) -> list[str] | float | None:
         """Import modules here, fork the server, and let it import the rest while the caller goes on.
 
         Returns twice, in two different processes: in this one, once the server is forked; and again in every
-        worker that the server forks later, with what that worker is to do.
+        worker that the server forks later, with what that worker is to run.
 
         Args:
             first: Modules that this process needs as well.
             then: Modules that only the workers need.
 
         Returns:
-            None in this process; in a worker, its request; in the server, when `close` lets it go, that it did.
+            None in this process; in a worker, what it is to run; in the server, when `close` lets it go, how many
+            seconds it may stay.
         """
         parent = os.getpid()
         interrupt = signal.getsignal(signal.SIGINT)
@@ -118,35 +118,30 @@ class ForkServer:
             for end in self._unneeded:
                 end.close()
             signal.signal(signal.SIGINT, interrupt)
-            return ForkServerProcess(there, self._lifeline).serve(
-                lambda: self._import_all((*first, *then)), parent=parent
-            )
+
+            def preload() -> Preloaded:
+                with self._noting():
+                    return import_all((*first, *then), before=self._environ)
+
+            return ForkServerProcess(there, self._lifeline).serve(preload, parent=parent)
         gc.enable()
         there.close()
         if first and has_threads():
-            self._obstacle = f"importing {first[-1]} started threads"
+            self.obstacle = f"importing {first[-1]} started threads"
         return None
-
-    def _import_all(self, names: Sequence[str]) -> Preloaded:
-        with self._noting():
-            return import_all(names, before=self._environ)
-
-    @property
-    def obstacle(self) -> str | None:
-        """Return why workers are not forked warm although configured; known once the fork server is ready."""
-        return self._obstacle
 
     def wait_until_ready(self) -> None:
         """Wait for the preloading to finish. A server that dies of it is replaced by one that imports nothing."""
-        try:
-            while not self._ready:
+        while not self._ready:
+            try:
                 self._take_message()
-        except _ForkServerGoneError:
-            self._replace()
-            while not self._ready:
-                self._take_message()
+            except _ForkServerGoneError:
+                if self._is_replaced:
+                    raise
+                self._replace()
 
     def _replace(self) -> None:
+        self._is_replaced = True
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         self._channel.close()
@@ -195,7 +190,10 @@ class ForkServer:
             while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
                 self._take_message()
         except _ForkServerGoneError:  # the kernel has killed its workers by now
-            self._ended += [_killed(pid) for pid in self._running]
+            now = time.time_ns()
+            self._ended += [
+                EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=now, peak_bytes=0) for pid in self._running
+            ]
             self._running.clear()
         done, self._ended = self._ended, []
         return done
@@ -206,7 +204,7 @@ class ForkServer:
         Args:
             keep_seconds: Above 0, let it go instead, where it can be forked from.
         """
-        if keep_seconds and self._ready and self._obstacle is None and self._release(keep_seconds):
+        if keep_seconds and self._ready and self.obstacle is None and self._release(keep_seconds):
             return
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
@@ -238,21 +236,14 @@ class ForkServer:
             raise _ForkServerGoneError(msg)
         message = received[0]
         if "ended" in message:
-            code = os.waitstatus_to_exitcode(message["status"])
-            peak = message["peak_bytes"]
-            self._running.discard(message["ended"])
-            self._ended.append(
-                EndedWorker(pid=message["ended"], code=code, time_ns=message["time_ns"], peak_bytes=peak)
-            )
+            pid, known = message["ended"], {name: message[name] for name in ("time_ns", "peak_bytes")}
+            self._running.discard(pid)
+            self._ended.append(EndedWorker(pid=pid, code=os.waitstatus_to_exitcode(message["status"]), **known))
         elif "released" in message:
             self._released = True
         elif "started" in message:
             self._started.append(message["started"])
         else:
             self._ready = True
-            self._obstacle = self._obstacle or message["obstacle"]
+            self.obstacle = self.obstacle or message["obstacle"]
             self.notes = tuple(message["notes"])
-
-
-def _killed(pid: int) -> EndedWorker:
-    return EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=time.time_ns(), peak_bytes=0)

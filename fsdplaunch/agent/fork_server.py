@@ -7,6 +7,9 @@ that out, it becomes a fresh interpreter, `python .../agent/fork_server.py`, and
 A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
 child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
 GPU when they are imported therefore rule out forking.
+
+multiprocessing's forkserver with its preload is not enough: its children share the server's standard streams,
+outlive a killed agent, and report no memory; and nothing says whether what was preloaded may be forked.
 """
 
 import sys
@@ -29,10 +32,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.agent.forked_process import WorkerRequest, become_worker, leave_files, share_modules, show_as
+from fsdplaunch.agent.forked_process import become_worker, leave_files, share_modules, show_as
 from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
+_AGENT_SECONDS = 3.0
+"""How long the agent may take to end its workers, after their grace, once its launcher has gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +49,7 @@ class Preloaded:
 
     Attributes:
         obstacle: Why workers cannot be forked from this process, or None when they can.
-        notes: What the user should be told once.
+        notes: What the user should read once.
         before: The variables as they were before anything was imported.
         changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
             fresh interpreter would have changed them, too.
@@ -66,9 +74,11 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
     gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
     try:
         for name in names:
-            note = _import(name)
-            notes += [note] if note else []
-            obstacle = obstacle or _obstacle(name)
+            notes += _import(name)
+            if uses_gpu():
+                obstacle = obstacle or f"importing {name} opened the GPU"
+            elif has_threads():
+                obstacle = obstacle or f"importing {name} started threads"
     finally:
         if collecting:
             gc.enable()
@@ -82,24 +92,15 @@ def freeze() -> None:
     gc.freeze()
 
 
-def _import(name: str) -> str | None:
+def _import(name: str) -> list[str]:
     try:
         importlib.import_module(name)
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a module may even raise SystemExit; the script will see it
-        return (
-            f"launch.preload: importing {name} failed ({type(error).__name__}: {error}); workers go on without it"
-        )
-    return None
-
-
-def _obstacle(name: str) -> str | None:
-    if uses_gpu():
-        return f"importing {name} opened the GPU"
-    if has_threads():
-        return f"importing {name} started threads"
-    return None
+        failed = f"launch.preload: importing {name} failed ({type(error).__name__}: {error})"
+        return [f"{failed}; workers go on without it"]
+    return []
 
 
 def uses_gpu() -> bool:
@@ -107,18 +108,11 @@ def uses_gpu() -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
-    return any(target.startswith("/dev/nvidia") for target in _open_files())
-
-
-def _open_files() -> list[str]:
-    folder = Path("/proc/self/fd")
-    targets = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        try:
-            targets.append(str(entry.readlink()))
-        except OSError:
-            continue  # the descriptor of this very listing
-    return targets
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the descriptor of this very listing
+            if str(entry.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
 
 
 def fork() -> int:
@@ -173,26 +167,6 @@ def exists(pid: int) -> bool:
     return True
 
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
-
-_AGENT_SECONDS = 3.0
-"""How long the agent may take to end its workers, after their grace, once its launcher has gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """A fork server that its agent lets go at the end of the run: an interpreter with everything imported.
-
-    Attributes:
-        seconds: How long it may stay.
-        loaded: What came of the imports.
-    """
-
-    seconds: float
-    loaded: Preloaded
-
-
 class ForkServerProcess:
     """Serves one agent, over one channel, and ends it where it outlives its launcher."""
 
@@ -208,17 +182,17 @@ class ForkServerProcess:
 
     def serve(
         self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
-    ) -> WorkerRequest | Released:
+    ) -> list[str] | float:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
 
         Args:
             preload: Imports what is to be imported.
             parent: Process id of the agent.
-            obstacle: Why this fork server, a fresh one, does not fork; only to be told.
+            obstacle: Why this fork server, a fresh one, does not fork; only to be passed on.
 
         Returns:
-            In a worker: what it is to be. Its process is set up for that. In the fork server itself, when
-            the agent lets it go, that it is released.
+            In a worker, what it is to run; its process is set up for that. In the fork server itself, when the
+            agent lets it go, how many seconds it may stay.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
@@ -244,27 +218,24 @@ class ForkServerProcess:
         )
         os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
 
-    def _work(self, loaded: Preloaded, obstacle: str | None) -> WorkerRequest | Released:
+    def _work(self, loaded: Preloaded, obstacle: str | None) -> list[str] | float:
         share_modules()
         freeze()
-        self._watch_children()
+        wake_with_parent()  # the agent's end shows as the end of the channel
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         self._tell({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
         while True:
             received = self._next_message()
             if received is None:
                 self._end()
             elif seconds := received[0].get("released"):
-                return self._release(float(seconds), loaded)
+                self._release()
+                return float(seconds)
             else:
-                request = self._start(*received, loaded)
-                if request is not None:
-                    return request
-
-    def _watch_children(self) -> None:
-        """Have the agent's end show as the end of the channel, and wait for the workers' ends."""
-        wake_with_parent()
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+                argv = self._start(*received, loaded)
+                if argv is not None:
+                    return argv
 
     def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
         while True:
@@ -307,8 +278,7 @@ class ForkServerProcess:
                     {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
                 )
 
-    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> WorkerRequest | None:
-        request = WorkerRequest.from_message(message, loaded.changes)
+    def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> list[str] | None:
         parent = os.getpid()
         # A signal may be passed on to the worker before it has given up the server's way to treat it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
@@ -316,8 +286,8 @@ class ForkServerProcess:
         if pid == 0:
             self._leave()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            become_worker(request, streams=files, parent=parent)
-            return request
+            become_worker(message, changes=loaded.changes, streams=files, parent=parent)
+            return list(message["argv"])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._children.add(pid)
         for file in files:
@@ -342,13 +312,12 @@ class ForkServerProcess:
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 
-    def _release(self, seconds: float, loaded: Preloaded) -> Released:
+    def _release(self) -> None:
         """Let go of the run's files, so that nobody waits for the end of its output, and of the agent."""
         self._kill_workers()
         leave_files()
         self._tell({"released": True})
         self._leave()
-        return Released(seconds=seconds, loaded=loaded)
 
     def _end(self) -> None:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
@@ -374,7 +343,7 @@ def fresh_command(
         lifeline: The launcher's pipe, inherited.
         parent: Process id of the agent.
         obstacle: Why it does not fork.
-        notes: What the agent should tell the user.
+        notes: What the agent should print.
     """
     about = json.dumps({"obstacle": obstacle, "notes": list(notes), "lifeline": lifeline})
     return [sys.executable, "-u", __file__, str(channel), str(parent), about]

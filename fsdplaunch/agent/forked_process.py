@@ -22,7 +22,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, TextIO, cast
@@ -31,53 +30,27 @@ from fsdplaunch.parent_death import die_with_parent
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 """What a shell answers for a command that is not there or cannot be executed."""
+_INJECTING = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+"""Variables that load profilers and checkers into a process; they may count on the C library's exit."""
+_ENDING_IN_C = ("mpi4py.MPI",)
+"""Modules whose last handler only the interpreter's complete end calls (Py_AtExit)."""
+_shared: dict[str, ModuleType] = {}
+_status: list[int] = []
+"""The status this process is about to end with, once that is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRequest:
-    """One worker to start.
-
-    Attributes:
-        argv: What to run: arguments of the bootstrap, or a whole command line.
-        environ: All its variables.
-        execute: Replace the process by `argv`, instead of running the bootstrap in it.
-        shown_as: The command line that `ps` should show for a worker that is not executed.
-        cpus: Processors it may use; empty for no change.
-    """
-
-    argv: tuple[str, ...]
-    environ: Mapping[str, str]
-    execute: bool
-    shown_as: tuple[str, ...] = ()
-    cpus: tuple[int, ...] = ()
-
-    @classmethod
-    def from_message(
-        cls, message: Mapping[str, Any], changes: Mapping[str, tuple[str | None, str | None]]
-    ) -> "WorkerRequest":
-        """Read a request; what importing did to the variables stays, where the request does not say otherwise.
-
-        Args:
-            message: As the agent sends it.
-            changes: What each variable was before the imports, and after.
-        """
-        environ = dict(message["environ"])
-        if not message["execute"]:
-            environ |= {name: new for name, (old, new) in changes.items() if environ.get(name) == old}
-        return cls(
-            argv=tuple(message["argv"]),
-            environ=environ,
-            execute=message["execute"],
-            shown_as=tuple(message["shown_as"]),
-            cpus=tuple(message["cpus"]),
-        )
-
-
-def become_worker(request: WorkerRequest, *, streams: Sequence[int], parent: int) -> None:
+def become_worker(
+    request: Mapping[str, Any],
+    *,
+    changes: Mapping[str, tuple[str | None, str]],
+    streams: Sequence[int],
+    parent: int,
+) -> None:
     """Turn this process, just forked, into the worker that was requested. Does not return when it executes.
 
     Args:
-        request: What it is to be.
+        request: As `ForkServer.start_worker` sends it.
+        changes: What each variable was before the imports, and after: that stays where nobody says otherwise.
         streams: Descriptors of its standard input, output and error output.
         parent: The process id of the fork server, which it must not outlive.
     """
@@ -87,28 +60,27 @@ def become_worker(request: WorkerRequest, *, streams: Sequence[int], parent: int
         os.dup2(descriptor, place, inheritable=True)
     for descriptor in streams:
         os.close(descriptor)
-    if request.cpus:
-        os.sched_setaffinity(0, request.cpus)
-    if request.execute:
-        _execute(request)
-    set_environ(request.environ)
+    if request["cpus"]:
+        os.sched_setaffinity(0, request["cpus"])
+    environ = request["environ"]
+    if request["execute"]:
+        _execute(request["argv"], environ)
+    set_environ(environ | {name: new for name, (old, new) in changes.items() if environ.get(name) == old})
     renew_streams()
     renew_randomness()
-    sys.orig_argv = list(request.shown_as)
-    show_as(request.shown_as)
+    sys.orig_argv = request["shown_as"]
+    show_as(request["shown_as"])
     gc.enable()
 
 
-def _execute(request: WorkerRequest) -> None:
+def _execute(argv: list[str], environ: Mapping[str, str]) -> None:
     """Become another program; a failure is said on its error output, as a shell would."""
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and ignored signals stay ignored across an exec
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execvpe(  # noqa: S606  (no shell is the point)
-            request.argv[0], request.argv, dict(request.environ)
-        )
+        os.execvpe(argv[0], argv, environ)  # noqa: S606  (no shell is the point)
     except OSError as error:
-        os.write(2, f"{request.argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
+        os.write(2, f"{argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
         os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
@@ -175,15 +147,6 @@ def show_as(argv: Sequence[str]) -> None:
         if start and text:
             ctypes.memset(start, 0, end - start)
             ctypes.memmove(start, text, len(text))
-
-
-_INJECTING = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""Variables that load profilers and checkers into a process; they may count on the C library's exit."""
-_ENDING_IN_C = ("mpi4py.MPI",)
-"""Modules whose last handler only the interpreter's complete end calls (Py_AtExit)."""
-_shared: dict[str, ModuleType] = {}
-_status: list[int] = []
-"""The status this process is about to end with, once that is known."""
 
 
 def register_last() -> None:

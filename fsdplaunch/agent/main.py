@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fsdplaunch.agent.fork_client import ForkServer
-from fsdplaunch.agent.forked_process import WorkerRequest, noting_status, register_last, skip_shared_destructors
+from fsdplaunch.agent.forked_process import noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.output import OutputRelay
 from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
@@ -90,13 +90,13 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
     # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
     # at it: torch imported, no thread, no socket, no CUDA.
     modules = preload_lists(config, command)
-    request = fork_server.start(*modules)
-    if isinstance(request, WorkerRequest):
-        run_worker(request)
+    forked = fork_server.start(*modules)
+    if isinstance(forked, list):
+        run_worker(forked)
         return
-    if request is not None:  # this is the fork server, and the agent has let it go
+    if forked is not None:  # this is the fork server, and the agent has let it go
         if record is not None:
-            run_forked_agent(feature(WARM_SERVER).stay_warm(record, modules, request.seconds), record)
+            run_forked_agent(feature(WARM_SERVER).stay_warm(record, modules, forked), record)
         return
     launcher.end_with(signal.SIGTERM)
     run_dir = Path(os.environ[RUN_DIR])
@@ -121,13 +121,13 @@ def run_forked_agent(argv: Sequence[str], imported: "ImportRecord") -> None:
     _run_agent(argv[argv.index(str(AGENT)) + 1 :], imported)
 
 
-def run_worker(request: WorkerRequest) -> None:
+def run_worker(argv: list[str]) -> None:
     """Be the worker that this process was forked to be."""
     skip_shared_destructors()
     sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
     # By name: to the launcher, what workers run is a program and not a library.
     with noting_status():
-        importlib.import_module(BOOTSTRAP).main(list(request.argv))
+        importlib.import_module(BOOTSTRAP).main(argv)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

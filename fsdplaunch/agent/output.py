@@ -1,8 +1,10 @@
-"""What of a shown rank's error output is kept from the terminal; the rank's file has all of it. In the agent.
+"""Where the workers' output goes: every rank's to its files, the shown ranks' to the terminal too. In the agent.
 
-The traceback of a failed rank, between marks that the bootstrap sets: the report says it in fewer words. And lines
-by which torch complains of connections that other ranks have closed because they were done: held back, and shown
-only if the attempt fails.
+A rank that is not shown writes straight into its files, so nothing can hold it up. A shown rank writes into pipes,
+or into a terminal of its own where the launcher's output is one; one thread copies what arrives.
+
+Some of its error output is kept from the terminal: the traceback of a failed rank, which the report says in fewer
+words, and lines by which torch complains about connections that other ranks have closed because they were done.
 """
 
 import fcntl
@@ -31,6 +33,11 @@ _ALARM = re.compile(
 )
 _MAY_BEGIN = (b"[W", b"[E", b"[rank")
 _GOES_ON = (b"frame #", b"Exception raised from", b"\n")
+CHUNK = 1 << 16
+LONGEST_LINE = 1 << 16
+"""Bytes of an unfinished line that are held back at most, in the hope of its end."""
+_HELD_SECONDS = 1.0
+"""How long an unfinished line is held back at most."""
 
 
 class OutputFilter:
@@ -98,13 +105,6 @@ def _without_start_of(mark: bytes, text: bytes) -> tuple[bytes, bytes]:
         if mark.startswith(text[-size:]):
             return text[:-size], text[-size:]
     return text, b""
-
-
-CHUNK = 1 << 16
-LONGEST_LINE = 1 << 16
-"""Bytes of an unfinished line that are held back at most, in the hope of its end."""
-_HELD_SECONDS = 1.0
-"""How long an unfinished line is held back at most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class OutputRelay:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it; a reader that has gone away is no reason to stop the training."""
+    """Write all of it; a reader that has gone away is not a reason to stop the training."""
     view = memoryview(data)
     while view:
         try:

@@ -51,6 +51,13 @@ _ASKED_PER_SECOND = 500
 _WAITING_PER_SECOND = 2000
 """How often they may ask together while all wait for the last one."""
 _LOCAL = "127.0.0.1"
+ELASTIC_BACKEND = "fsdplaunch-elastic"
+_PORT_KEY = "fsdplaunch/workers-port"
+_MAC_BYTES = sha256().digest_size
+_HOLD_SECONDS = 2.0
+"""How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
+_Node: Any = node_description_class() or object
+_Handler: Any = DynamicRendezvousHandler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +185,9 @@ class AgreedRendezvous(RendezvousHandler):
         if agreed.rank == 0:
             place = self._serve(0) if self.attempt else RendezvousStoreInfo(agreed.host, agreed.port)
             store.set("port", str(place.master_port))
-        self._wait_for_all(store)
+        if store.add("here", 1) == agreed.nodes:
+            store.set("all", "here")
+        self._wait_until(lambda: bool(store.check(["all"])), "not all nodes began the attempt")
         place = RendezvousStoreInfo(agreed.host, int(store.get("port")))
         watched: Any = _WatchedStore(store, self._is_stopped, agreed.nodes)
         return RendezvousInfo(watched, agreed.rank, agreed.nodes, place)
@@ -223,11 +232,6 @@ class AgreedRendezvous(RendezvousHandler):
         else:
             control.compare_set("attempt", "", "0")
 
-    def _wait_for_all(self, store: Store) -> None:
-        if store.add("here", 1) == self._agreed.nodes:
-            store.set("all", "here")
-        self._wait_until(lambda: bool(store.check(["all"])), "not all nodes began the attempt")
-
     def _wait_until(self, condition: Callable[[], bool], why_not: str) -> None:
         poll(condition, self._is_stopped, self._agreed.join_seconds, why_not, self._agreed.nodes)
 
@@ -261,11 +265,6 @@ class AgreedRendezvous(RendezvousHandler):
         self._control = None
         self._served.clear()
         return True
-
-
-ELASTIC_BACKEND = "fsdplaunch-elastic"
-_PORT_KEY = "fsdplaunch/workers-port"
-_MAC_BYTES = sha256().digest_size
 
 
 class SignedBackend(C10dRendezvousBackend):
@@ -381,12 +380,6 @@ def elastic_rendezvous(
         raise RendezvousConnectionError(msg) from error
     handler = create_handler(store, SignedBackend(store, params.run_id, secret), params)
     return WatchedRendezvous(handler, is_stopped, seconds)
-
-
-_HOLD_SECONDS = 2.0
-"""How long an end of workers is held back in an elastic run: a node that goes takes its peers' connections."""
-_Node: Any = node_description_class() or object
-_Handler: Any = DynamicRendezvousHandler
 
 
 class _NumberedNode(_Node):  # type: ignore[misc]

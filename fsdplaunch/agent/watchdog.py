@@ -41,7 +41,8 @@ class Position:
 
 def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
     """Make out where a rank is from the stack its faulthandler has written; the main thread's comes last."""
-    frames = [match.groupdict() for line in _main_thread(dump) if (match := _FRAME.fullmatch(line))]
+    main = next((block for block in reversed(dump.split("\n\n")) if block.strip()), "")
+    frames = [match.groupdict() for line in main.splitlines() if (match := _FRAME.fullmatch(line))]
     innermost = frames[0]["file"] if frames else ""
     own = next((frame for frame in frames if not is_installed(frame["file"])), frames[0] if frames else None)
     return Position(
@@ -50,11 +51,6 @@ def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
         waits=any(part in innermost for part in _WAITING),
         frame=f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else "",
     )
-
-
-def _main_thread(dump: str) -> list[str]:
-    blocks = [block for block in dump.split("\n\n") if block.strip()]
-    return blocks[-1].splitlines() if blocks else []
 
 
 def find_behind(positions: Sequence[Position]) -> list[Position]:

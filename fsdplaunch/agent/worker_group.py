@@ -26,6 +26,15 @@ from fsdplaunch.run_secret import worker_store
 
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
+_CRASH = "Fatal Python error"  # as faulthandler begins
+_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
+_FRAMES = 3
+"""How many lines of the script are kept, the innermost first."""
+_DRAIN_SECONDS = 1.0
+"""How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
+KILL_SECONDS = 10.0
+"""How long a killed worker may take to die; one that hangs in a driver does not die at all."""
+POLL_SECONDS = 0.01
 
 
 @dataclass(slots=True)
@@ -69,10 +78,6 @@ class StopRequest:
         """Return whether the grace has been used up."""
         return self.number is not None and time.monotonic() - self.since > self.grace
 
-    def forget(self) -> None:
-        """Forget a warning that the run has outlived."""
-        self.number = None
-
 
 def stop_status(number: int, codes: list[int | None]) -> int | None:
     """Return the launcher's status after a request to stop.
@@ -93,14 +98,8 @@ def stop_status(number: int, codes: list[int | None]) -> int | None:
     return None
 
 
-_CRASH = "Fatal Python error"  # as faulthandler begins
-_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
-_FRAMES = 3
-"""How many lines of the script are kept, the innermost first."""
-
-
 def last_words(lines: list[str], most: int = 20) -> list[str]:
-    """Return the last lines of an error output, and of a crash those that tell of it: stacks fill the end.
+    """Return the last lines of an error output, and of a crash those that describe it: stacks fill the end.
 
     Args:
         lines: The end of the error output.
@@ -189,13 +188,6 @@ def _read_error(path: Path) -> dict[str, Any] | None:
         return None
 
 
-_DRAIN_SECONDS = 1.0
-"""How long to wait for more output of a worker that has ended; its own children may hold its pipes for ever."""
-KILL_SECONDS = 10.0
-"""How long a killed worker may take to die; one that hangs in a driver does not die at all."""
-POLL_SECONDS = 0.01
-
-
 class WorkerGroup:
     """The workers of the present attempt, and what became of those before."""
 
@@ -253,7 +245,7 @@ class WorkerGroup:
         return f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
 
     def say(self, note: str) -> None:
-        """Tell the user something, now and in the record."""
+        """Print something, now and in the record."""
         self.notes.append(note)
         self.relay.say(note)
 

@@ -1,4 +1,9 @@
-"""Which streams of which ranks reach the terminal. Pure."""
+"""What an agent starts on its node: the configuration, turned into what each worker gets. In the agent.
+
+Its command and variables, which of its streams reach the terminal, and the processors near its GPU. Torch's
+own binding to processors is private, needs CUDA in the process that binds, and binds no worker without a GPU: here
+/sys is read, without torch, CUDA or numactl.
+"""
 
 import os
 import socket
@@ -12,6 +17,8 @@ from fsdplaunch.files import read_text
 from fsdplaunch.launch.entry_points import BOOTSTRAP, is_forked, is_python
 
 _BITS = {"stdout": 1, "stderr": 2}
+_NODES = "sys/devices/system/node"
+_CPUS = "sys/devices/system/cpu"
 
 
 def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) -> bool:
@@ -138,10 +145,6 @@ def _bind(config: Config, workers: int) -> dict[int, list[int]]:
     places = [gpus[rank] if rank < len(gpus) else "" for rank in range(workers)]
     chosen = processors_for_ranks(mode, places, allowed=os.sched_getaffinity(0), root=Path("/"))
     return dict(enumerate(chosen))
-
-
-_NODES = "sys/devices/system/node"
-_CPUS = "sys/devices/system/cpu"
 
 
 def processors_for_ranks(mode: str, gpus: Sequence[str], *, allowed: Iterable[int], root: Path) -> list[list[int]]:

@@ -102,7 +102,7 @@ _QUIET = 0x40
 
 
 def check_target(name: str | None) -> None:
-    """Refuse a `dtype` that is none of `TARGETS`.
+    """Refuse a `dtype` that is not one of `TARGETS`.
 
     Raises:
         UsageError: With the names that there are.

@@ -106,7 +106,7 @@ def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
     for name, size in files.items():
         try:
             found = (folder / name).stat().st_size
-        except (OSError, ValueError):  # or its name can be none of a file: NUL, halves of characters
+        except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
             return f"{name} is missing"
         if found != size:
             return f"{name} has {found} bytes instead of {size}"
@@ -124,7 +124,7 @@ def _find_damaged_index(folder: Path, manifest: Mapping[str, Any]) -> str | None
         try:
             if _is_index(name) and crc32(read_regular(folder / name, MAX_INDEX_BYTES), 0) != crc:
                 return f"{name} does not match its checksum"
-        except ValueError as problem:  # also a name that can be none of a file
+        except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"
     return None
 

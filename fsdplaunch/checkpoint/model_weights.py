@@ -30,7 +30,7 @@ class StoredWeight:
         name: What the file calls it.
         file: Its file's place among all files.
         code: What safetensors calls its dtype, or torch for pickled files.
-        dtype: The dtype; None when it is none that can be read by element.
+        dtype: The dtype; None when its elements cannot be read one by one.
         shape: In elements.
         start: Where its bytes begin in the file; 0 for pickled files.
     """

@@ -212,7 +212,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Return which file holds which tensor, as an index of several files says.
 
     Raises:
-        InvalidFileError: It is no such index.
+        InvalidFileError: It is not such an index.
     """
     try:
         listed = parse_json(read_regular(path, MAX_INDEX))["weight_map"]
@@ -220,7 +220,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         raise
     except (ValueError, TypeError, KeyError) as problem:
         why = f": {short(str(problem))[1:-1]}" if isinstance(problem, JsonError) else ""
-        msg = f"it is no index of weight files{why}"
+        msg = f"it is not an index of weight files{why}"
         raise InvalidFileError(msg) from None
     if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
         msg = "its weight_map is not a table of file names"

@@ -56,7 +56,7 @@ def real_path(path: Path) -> Path:
 
 
 def odd_kind(path: Path) -> str | None:
-    """Return what `path` is when it is there and no regular file, or a link to none, else None."""
+    """Return what `path` is when it is there and not a regular file, nor a link to one, else None."""
     try:
         mode = path.stat().st_mode
     except OSError as problem:

@@ -14,6 +14,7 @@ from fsdplaunch.cli.commands import app, expanded
 from fsdplaunch.cli.output import Output
 from fsdplaunch.display_text import shortened, text_of
 from fsdplaunch.errors import LaunchError, UsageError
+from fsdplaunch.features import built_without
 
 # What typer raises for a command line; it has no public name for the root of them.
 _WrongUsageError: type[Exception] = next(
@@ -77,6 +78,8 @@ def _refuse(error: Exception) -> int:
         raise error
     if isinstance(error, OSError):
         error = _of_system(error)
+    if isinstance(error, ModuleNotFoundError):
+        error = built_without(error) or error
     if not isinstance(error, LaunchError):
         hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
         error = LaunchError(f"{type(error).__name__}: {shortened(text_of(error))}", hint=hint)

@@ -17,12 +17,13 @@ from fsdplaunch.cli.single_node import (
     pass_checks,
     plan_for_this_node,
     report,
-    signal_teller,
+    signal_printer,
 )
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.features import feature
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
@@ -92,10 +93,9 @@ def check(
         raise UsageError(msg, hint="fsdplaunch check train.py [its own arguments]")
     if not module:
         check_script(script)
-    if compare:
-        from fsdplaunch.cli.compare import check_tolerance, prepared
-
-        check_tolerance(tolerance)
+    comparison = feature("fsdplaunch.cli.compare") if compare else None
+    if comparison is not None:
+        comparison.check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, noted=option_notes(noted))
     asked = loaded.config
     small, changed = shrunk(asked)
@@ -107,15 +107,15 @@ def check(
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
     rehearsed = {**plan.env, REHEARSAL_STEPS: str(steps or (5 if compare else 2))}
     plan = replace(plan, env=rehearsed, notes=(*plan.notes, *changed))
-    plan = prepared(plan) if compare else plan
+    plan = plan if comparison is None else comparison.prepared(plan)
     if status := pass_checks(plan, hardware, LaunchOptions(as_json=as_json), out):
         return status
     announce(plan, loaded, out)
-    if compare:
-        status = _compare(plan, tolerance, as_json=as_json, out=out)
+    if comparison is not None:
+        status = _compare(comparison, plan, tolerance, as_json=as_json, out=out)
         remember(asked, target, equal=not status)
         return status
-    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_teller(plan, out))
+    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_printer(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
 
 
@@ -129,17 +129,15 @@ def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **optio
     return doctor(network=True, out=out, **options)
 
 
-def _compare(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
+def _compare(comparison: Any, plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
     """Run the script in one process, then over the workers, and say what the comparison shows."""
-    from fsdplaunch.cli.compare import conclude, recording, run_plain
-
-    with recording(plan):
-        run_plain(plan, out)
-        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_teller(plan, out))
+    with comparison.recording(plan):
+        comparison.run_plain(plan, out)
+        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_printer(plan, out))
         if result.failure is not None or result.stopped_by is not None:
             report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED
-        return conclude(plan, tolerance, as_json=as_json, out=out)
+        return int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:

@@ -6,21 +6,22 @@ command is called, and gets the options by their names, so `fsdplaunch --help` t
 
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 import typer.models
+from typer import Argument, Option
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.options import group, number, script_argument, size, whole
 from fsdplaunch.cli.output import Output
+from fsdplaunch.features import feature
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "-c",
         "--config",
         "--config_file",
@@ -29,18 +30,16 @@ ConfigOption = Annotated[
         help="The YAML file [default: ./fsdp.yaml]",
     ),
 ]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists")]
-ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
-NotedOption = Annotated[list[str] | None, typer.Option("--noted", hidden=True)]
+SetOption = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout")]
+OverwriteOption = Annotated[bool, Option("--overwrite", help="Replace a file that exists")]
+ModuleOption = Annotated[bool, Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
+NotedOption = Annotated[list[str] | None, Option("--noted", hidden=True)]
 LogDirOption = Annotated[
     Path | None,
-    typer.Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
+    Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
 ]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")
-]
+RunArgument = Annotated[str, Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")]
 ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 # What follows SCRIPT belongs to the script.
@@ -83,7 +82,7 @@ def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[.
             for option, hint in get_type_hints(declared).items():
                 if option in options and _takes_list(hint):
                     options[option] = tuple(options[option] or ())
-            function = getattr(import_module(f"fsdplaunch.cli.{module}"), name)
+            function = getattr(feature(f"fsdplaunch.cli.{module}"), name)
             raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
 
         return command
@@ -120,7 +119,7 @@ app.add_typer(runs_app, name="runs")
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version")
     ] = False,
 ) -> None:
     """Take the options before any command, which a Ctrl-C does not end before it has cleared up."""
@@ -133,8 +132,8 @@ def root(
 @app.command("to-fsdp2", hidden=True)
 @does("config:convert", to="fsdp2")
 def to_fsdp2(
-    source: Annotated[Path, typer.Option("--config-file", "--config_file")],
-    target: Annotated[Path | None, typer.Option("--output-file", "--output_file")] = None,
+    source: Annotated[Path, Option("--config-file", "--config_file")],
+    target: Annotated[Path | None, Option("--output-file", "--output_file")] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
@@ -155,33 +154,30 @@ def launch(
     overrides: SetOption = None,
     module: ModuleOption = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the environment and the command; start nothing")
+        bool, Option("--dry-run", help="Print the environment and the command; start nothing")
     ] = False,
     check_only: Annotated[
-        bool, typer.Option("--check-only", help="Check that this machine can run it; start nothing")
+        bool, Option("--check-only", help="Check that this machine can run it; start nothing")
     ] = False,
     no_python: Annotated[
-        bool,
-        typer.Option("--no-python", "--no_python", help="SCRIPT is a program of its own, not run in Python"),
+        bool, Option("--no-python", "--no_python", help="SCRIPT is a program of its own, not run in Python")
     ] = False,
     allow_unsharded: Annotated[
-        bool, typer.Option("--allow-unsharded", help="Accept a script that never shards a model")
+        bool, Option("--allow-unsharded", help="Accept a script that never shards a model")
     ] = False,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
+        bool, Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
     ] = False,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
+        bool, Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
+        bool, Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
     ] = False,
     noted: NotedOption = None,
     help_all: Annotated[
         bool,
-        typer.Option(
-            "--help-all", callback=_print_all_options, is_eager=True, help="List every key's option and exit"
-        ),
+        Option("--help-all", callback=_print_all_options, is_eager=True, help="List every key's option and exit"),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -192,70 +188,69 @@ def launch(
 @does("merge:merge_weights")
 def merge_weights(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
+        Path, Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
+    output: Annotated[Path, Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
     unsafe_serialization: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--unsafe-serialization",
             "--unsafe_serialization",
             help="Write pytorch_model.bin instead of safetensors",
         ),
     ] = False,
     file_format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+        str, Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
     ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--remove-checkpoint-dir",
             "--remove_checkpoint_dir",
             help="Delete the checkpoint once the result has been read back and found equal",
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read the result back and compare")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
+    verify: Annotated[bool, Option("--verify", help="Read the result back and compare")] = False,
     no_checksums: Annotated[
-        bool, typer.Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
+        bool, Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
     ] = False,
     max_shard_size: Annotated[
-        str,
-        typer.Option(parser=size("--max-shard-size"), metavar="SIZE", help="Largest output file, as in 5GB"),
+        str, Option(parser=size("--max-shard-size"), metavar="SIZE", help="Largest output file, as in 5GB")
     ] = "50GB",
     dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
+        str | None, Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
+        list[str] | None, Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
+        list[str] | None, Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
     ] = None,
     rename: Annotated[
-        list[str] | None, typer.Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
+        list[str] | None, Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
     ] = None,
     keep_tied: Annotated[
-        bool, typer.Option("--keep-tied", help="Write a weight with several names under each of them")
+        bool, Option("--keep-tied", help="Write a weight with several names under each of them")
     ] = False,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
+        bool, Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
     ] = False,
     copy_from: Annotated[
-        Path | None, typer.Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
+        Path | None, Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
     ] = None,
     parts: Annotated[
         str | None,
-        typer.Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
+        Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
     ] = None,
     jobs: Annotated[
         int,
         # How many it may be is for MergeOptions to say.
-        typer.Option(
+        Option(
             parser=whole("--jobs", -(10**6), 10**6), metavar="N", help="How many processes write on this machine"
         ),
     ] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
@@ -270,7 +265,7 @@ def merge_weights(
 def estimate(
     source: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="MODEL_DIR, org/model, a size (8b), CONFIG.json or SCRIPT.py:FUNCTION",
             show_default=False,
@@ -279,23 +274,21 @@ def estimate(
     file: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[
-        int | None, typer.Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
+        int | None, Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
     ] = None,
     gpu_memory: Annotated[
-        int | None, typer.Option(parser=size("--gpu-memory"), metavar="SIZE", help="Memory of one GPU, as in 80GB")
+        int | None, Option(parser=size("--gpu-memory"), metavar="SIZE", help="Memory of one GPU, as in 80GB")
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
+        int, Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
     ] = 1,
     seq_len: Annotated[
-        int | None, typer.Option(parser=whole("--seq-len", 1, 2**30), metavar="N", help="Tokens of each sequence")
+        int | None, Option(parser=whole("--seq-len", 1, 2**30), metavar="N", help="Tokens of each sequence")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
+        str, Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
     ] = "adamw",
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Shard the model and trace one step (needs torch)")
-    ] = False,
+    exact: Annotated[bool, Option("--exact", help="Shard the model and trace one step (needs torch)")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
@@ -310,11 +303,11 @@ def doctor(
     file: ConfigOption = None,
     overrides: SetOption = None,
     network: Annotated[
-        bool, typer.Option("--network", help="Start a short test of the connections between all workers")
+        bool, Option("--network", help="Start a short test of the connections between all workers")
     ] = False,
-    no_torch: Annotated[bool, typer.Option("--no-torch", help="Do not import torch (saves seconds)")] = False,
+    no_torch: Annotated[bool, Option("--no-torch", help="Do not import torch (saves seconds)")] = False,
     paste: Annotated[
-        bool, typer.Option("--paste", help="Print the block for a bug report, without secrets and names")
+        bool, Option("--paste", help="Print the block for a bug report, without secrets and names")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -334,7 +327,7 @@ def check(
     module: ModuleOption = False,
     steps: Annotated[
         int | None,
-        typer.Option(
+        Option(
             parser=whole("--steps", 1, 10**6),
             metavar="N",
             help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
@@ -342,14 +335,11 @@ def check(
         ),
     ] = None,
     compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters"),
+        bool, Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters")
     ] = False,
     tolerance: Annotated[
         float,
-        typer.Option(
-            parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"
-        ),
+        Option(parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"),
     ] = 1e-4,
     noted: NotedOption = None,
     as_json: JsonOption = False,
@@ -363,14 +353,13 @@ def check(
 
 
 @app.command(
-    "warm",
-    epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch.",
+    "warm", epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch."
 )
 @does("warm:warm")
 def warm(
-    show: Annotated[bool, typer.Option("--list", help="List them (the default)")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End them; runs go on")] = False,
-    start: Annotated[bool, typer.Option("--start", help="Start one for launches with this configuration")] = False,
+    show: Annotated[bool, Option("--list", help="List them (the default)")] = False,
+    stop: Annotated[bool, Option("--stop", help="End them; runs go on")] = False,
+    start: Annotated[bool, Option("--start", help="Start one for launches with this configuration")] = False,
     file: ConfigOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
@@ -397,17 +386,15 @@ def tune(
     module: ModuleOption = False,
     tries: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
+        Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            parser=whole("--steps", 3, 10**6), metavar="N", help="Optimizer steps measured in a first launch"
-        ),
+        Option(parser=whole("--steps", 3, 10**6), metavar="N", help="Optimizer steps measured in a first launch"),
     ] = 10,
     limit_seconds: Annotated[
         float,
-        typer.Option(
+        Option(
             "--time-limit",
             parser=number("--time-limit", 1, 10**7),
             metavar="X",
@@ -416,22 +403,18 @@ def tune(
     ] = 300,
     memory: Annotated[
         int | None,
-        typer.Option(
-            parser=size("--memory"), metavar="SIZE", help="What a worker may need [default: the GPU's memory]"
-        ),
+        Option(parser=size("--memory"), metavar="SIZE", help="What a worker may need [default: the GPU's memory]"),
     ] = None,
-    precision: Annotated[bool, typer.Option("--allow-precision", help="Try other dtypes too")] = False,
+    precision: Annotated[bool, Option("--allow-precision", help="Try other dtypes too")] = False,
     compile: Annotated[  # noqa: A002  (as the option has it)
-        bool, typer.Option("--compile", help="Try torch.compile too")
+        bool, Option("--compile", help="Try torch.compile too")
     ] = False,
     allow_writes: Annotated[
-        bool, typer.Option("--allow-writes", help="Let the script write outside of its own folder")
+        bool, Option("--allow-writes", help="Let the script write outside of its own folder")
     ] = False,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as a configuration")] = None,
+    write: Annotated[Path | None, Option(metavar="FILE", help="Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
-    resume: Annotated[
-        str | None, typer.Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")
-    ] = None,
+    resume: Annotated[str | None, Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure which configuration is fastest here and fits.
@@ -466,10 +449,7 @@ def runs(
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
     limit: Annotated[
-        int,
-        typer.Option(
-            "-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first"
-        ),
+        int, Option("-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first")
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
@@ -482,14 +462,14 @@ def runs_logs(
     run: RunArgument,
     rank: Annotated[
         int | None,
-        typer.Option(
+        Option(
             parser=whole("--rank", 0, 2**24),
             metavar="N",
             help="One rank's output instead of what the launcher showed",
         ),
     ] = None,
-    stderr: Annotated[bool, typer.Option("--stderr", help="That rank's error output")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends")] = False,
+    stderr: Annotated[bool, Option("--stderr", help="That rank's error output")] = False,
+    follow: Annotated[bool, Option("--follow", help="Go on until the run ends")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
@@ -503,7 +483,7 @@ def runs_cancel(run: RunArgument, file: ConfigOption = None, log_dir: LogDirOpti
 
 
 def _answer(metavar: str, text: str) -> Any:
-    return typer.Option(metavar=metavar, help=text)
+    return Option(metavar=metavar, help=text)
 
 
 @config_app.callback(
@@ -514,20 +494,17 @@ def _answer(metavar: str, text: str) -> Any:
 @does("config:write_config")
 def config(
     context: typer.Context,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take every suggestion without asking")] = False,
-    no_input: Annotated[
-        bool, typer.Option("--no-input", help="Never ask; fail where an answer is needed")
-    ] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Take every suggestion without asking")] = False,
+    no_input: Annotated[bool, Option("--no-input", help="Never ask; fail where an answer is needed")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
+        Path | None, Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
     ] = None,
     overrides: SetOption = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
+        str | None, Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
     ] = None,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Start from another file, for example accelerate's"),
+        Path | None, Option("--from", metavar="FILE", help="Start from another file, for example accelerate's")
     ] = None,
     overwrite: OverwriteOption = False,
     where: Annotated[str | None, _answer("PLACE", "here, machines, slurm, cpu or tpu")] = None,
@@ -543,7 +520,7 @@ def config(
     wrap: Annotated[str | None, _answer("UNITS", "auto, CLASS,..., size:N or none")] = None,
     checkpoint_dir: Annotated[str | None, _answer("FOLDER", "Folder for checkpoints")] = None,
     script: Annotated[
-        str | None, typer.Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
+        str | None, Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -555,7 +532,7 @@ def config(
 def config_show(
     file: ConfigOption = None,
     overrides: SetOption = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from")] = False,
+    origin: Annotated[bool, Option("--origin", help="Say where each value comes from")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the effective values."""
@@ -564,7 +541,7 @@ def config_show(
 @config_app.command("set")
 @does("config:set_values")
 def config_set(
-    assignments: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What to change")],
+    assignments: Annotated[list[str], Argument(metavar="KEY=VALUE...", help="What to change")],
     file: ConfigOption = None,
 ) -> None:
     """Change keys in the file; its comments and layout stay."""
@@ -574,10 +551,10 @@ def config_set(
 @does("config:validate")
 def config_validate(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
+        list[Path] | None, Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Count notes, such as keys without effect, as problems")
+        bool, Option("--strict", help="Count notes, such as keys without effect, as problems")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -587,11 +564,8 @@ def config_validate(
 @config_app.command("explain")
 @does("config:explain")
 def config_explain(
-    word: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="A key or a section [default: list all]")
-    ] = None,
+    word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
     file: ConfigOption = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="The whole key reference as Markdown")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key does, its values, its default and yours."""
@@ -606,7 +580,7 @@ def config_schema() -> None:
 @config_app.command("presets")
 @does("config:presets")
 def config_presets(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this one")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Print this one")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List ready-made configurations, or print one."""
@@ -615,10 +589,10 @@ def config_presets(
 @config_app.command("convert")
 @does("config:convert")
 def config_convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File to read")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="File to write")],
+    source: Annotated[Path, Argument(metavar="SOURCE", help="File to read")],
+    target: Annotated[Path, Argument(metavar="TARGET", help="File to write")],
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="fsdp2, or accelerate for a file that accelerate launch takes")
+        str, Option(metavar="FORMAT", help="fsdp2, or accelerate for a file that accelerate launch takes")
     ],
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,

@@ -145,7 +145,9 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
 
 def _run_changed(plan: LaunchPlan, out: Output) -> RunFacts | None:
     """Run the script once more in one process, from weights changed in their last digits; None if it failed."""
-    out.say("  they part: once more in one process, with weights changed in their last digits, to tell rounding")
+    out.say(
+        "  they part: once more in one process, with weights changed in their last digits, to recognize rounding"
+    )
     status = _run_alone(plan, {COMPARE_CHANGED: "1"})
     return None if status else read_run(Path(plan.env[COMPARE_DIR]), 0, COMPARED_CHANGED)
 

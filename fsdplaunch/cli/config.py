@@ -3,14 +3,15 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.problems import ConfigError, Problem, in_order
-from fsdplaunch.config.render import find_preset, preset_folder, write_text_atomically
+from fsdplaunch.config.render import find_preset, write_text_atomically
 from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
@@ -43,7 +44,7 @@ def write_config(
     words = _script_words(script)
     start_from = _starting_point(preset, source)
     if source is not None:
-        _tell_ineffective_keys(source, out)
+        _note_ineffective_keys(source, out)
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
     result = run_wizard(
@@ -110,10 +111,10 @@ def _starting_point(preset: str | None, source: Path | None) -> Path | None:
     if preset is not None and source is not None:
         msg = "--preset and --from both name where to start"
         raise UsageError(msg, hint="give one of them")
-    return preset_folder() / f"{find_preset(preset).name}.yaml" if preset is not None else source
+    return find_preset(preset) if preset is not None else source
 
 
-def _tell_ineffective_keys(source: Path, out: Output) -> None:
+def _note_ineffective_keys(source: Path, out: Output) -> None:
     """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
     from fsdplaunch.config.convert import keys_ignored_by_accelerate
 
@@ -122,7 +123,7 @@ def _tell_ineffective_keys(source: Path, out: Output) -> None:
 
 
 def _can_ask(*, no_input: bool) -> bool:
-    """Tell whether there is a person to ask."""
+    """Return whether there is a person to ask."""
     forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
 
@@ -130,7 +131,7 @@ def _can_ask(*, no_input: bool) -> bool:
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
-    _tell(loaded, out)
+    _print_notes(loaded, out)
     if as_json:
         out.json(_values(loaded, origin=origin))
     elif origin:
@@ -142,7 +143,7 @@ def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: 
     return 0
 
 
-def _tell(loaded: LoadedConfig, out: Output) -> None:
+def _print_notes(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:
@@ -247,17 +248,15 @@ def _check(path: Path, *, strict: bool) -> tuple[tuple[Problem, ...], tuple[Prob
     return (in_order([*problems, *notes]), ()) if strict else (problems, notes)
 
 
-def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: bool, out: Output) -> int:
+def explain(word: str | None, *, file: Path | None, as_json: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
     from fsdplaunch.config import docs as texts
 
-    if markdown:
-        from fsdplaunch.config.docs import reference
-
-        out.data(reference().rstrip())
-        return 0
     specs = all_keys() if word is None else texts.keys_named(word)
-    loaded = _quietly(lambda: load_config(file))
+    loaded: LoadedConfig | None = None
+    with suppress(ConfigError):  # an explanation needs no file
+        loaded = load_config(file)
+    loaded = loaded if loaded is not None and loaded.path is not None else None
     if as_json:
         out.json([texts.describe(spec, loaded) for spec in specs])
     elif word is None or len(specs) > 1:
@@ -265,15 +264,6 @@ def explain(word: str | None, *, file: Path | None, as_json: bool, markdown: boo
     else:
         out.data(texts.explain(specs[0], loaded))
     return 0
-
-
-def _quietly(load: Callable[[], LoadedConfig]) -> LoadedConfig | None:
-    """Return what a file says, or None when it cannot be read: an explanation needs no file."""
-    try:
-        loaded = load()
-    except ConfigError:
-        return None
-    return loaded if loaded.path is not None else None
 
 
 def schema(*, out: Output) -> int:
@@ -286,21 +276,21 @@ def schema(*, out: Output) -> int:
 
 def presets(name: str | None, *, as_json: bool, out: Output) -> int:
     """List the presets, or print one."""
-    from fsdplaunch.config.render import find_preset, list_presets
+    from fsdplaunch.config.render import preset_files, preset_summary
 
+    paths = list(preset_files().values()) if name is None else [find_preset(name)]
+    found = [{"name": path.stem, "summary": preset_summary(path)} for path in paths]
     if name is not None:
-        preset = find_preset(name)
+        text = paths[0].read_text(encoding="utf-8")
         if as_json:
-            out.json({"name": preset.name, "summary": preset.summary, "text": preset.text})
+            out.json({**found[0], "text": text})
         else:
-            out.data(preset.text.rstrip())
-        return 0
-    found = list_presets()
-    if as_json:
-        out.json([{"name": preset.name, "summary": preset.summary} for preset in found])
-        return 0
-    width = max(len(preset.name) for preset in found) + 2
-    out.data("\n".join(f"{preset.name:<{width}}{preset.summary}" for preset in found))
+            out.data(text.rstrip())
+    elif as_json:
+        out.json(found)
+    else:
+        width = max(map(len, preset_files())) + 2
+        out.data("\n".join(f"{one['name']:<{width}}{one['summary']}" for one in found))
     return 0
 
 

@@ -143,7 +143,7 @@ def show(checks: Sequence[Check], out: Output) -> None:
 
 
 def _can_print(text: str) -> bool:
-    """Tell whether standard output's encoding has these characters."""
+    """Return whether standard output's encoding has these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -170,7 +170,7 @@ def _users() -> list[str]:
 
 
 def _plain(facts: DoctorFacts) -> dict[str, object]:
-    """Return the facts as plain data, without the configuration, which `config show --json` tells."""
+    """Return the facts as plain data, without the configuration, which `config show --json` prints."""
     found = asdict(facts)
     del found["config"]
     peers = {f"{first}-{second}": can for (first, second), can in facts.driver.peers.items()}

@@ -12,7 +12,7 @@ from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.memory import MemoryCase, TrainingSetup, ranks_of, training_setup
+from fsdplaunch.estimate.memory import LENGTH, MemoryCase, TrainingSetup, ranks_of, training_setup
 from fsdplaunch.estimate.model import (
     MOST_PARAMETERS,
     DescribedModel,
@@ -34,7 +34,6 @@ from fsdplaunch.probe.model_files import (
     weight_files,
 )
 
-LENGTH = 2048
 _OTHER_MEMORY = ("this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs is another",)
 
 
@@ -112,7 +111,7 @@ def _read_model(text: str) -> _Source:
 
 
 def _sized(text: str) -> _Source | None:
-    """Return a llama of a size such as 8b; None where the text is no size."""
+    """Return a llama of a size such as 8b; None where the text is not a size."""
     try:
         parameters = parse_count(text)
     except ValueError:

@@ -18,6 +18,7 @@ from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, SshSection, variable_of
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan
 from fsdplaunch.launch.root_cause import shell_status
 from fsdplaunch.launch.runs import write_job
@@ -195,8 +196,7 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     """
     import yaml
 
-    from fsdplaunch.launch.schedulers import kubernetes
-
+    kubernetes = feature(KUBERNETES)
     config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
     run_id, name = handoff.run_id, kubernetes.object_name(handoff.run_id)
     text = _snapshot(config, log_dir=Path(config.launch.log_dir))

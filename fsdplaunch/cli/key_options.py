@@ -6,11 +6,10 @@ Only what stands before the script is looked at; everything after it belongs to 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdplaunch.config.names import (
-    AUTO_WRAP,
     FOREIGN_OPTIONS,
     LETTERS,
     ForeignOption,
@@ -26,24 +25,6 @@ from fsdplaunch.errors import UsageError
 _ALIKE = 0.6
 _PAIR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 """How accelerate's `--env` writes a variable."""
-
-_START_METHODS: Mapping[str, tuple[str, ...]] = {
-    "spawn": ("--set", "launch.preload=none"),
-    "fork": (),
-    "forkserver": (),
-}
-"""What torchrun's `--start-method` comes to here: fresh interpreters, or forks of a preloaded one as ever."""
-
-_FSDP_WORDS: Mapping[str, str] = {
-    "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
-    "shard_grad_op": "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP",
-    "no_shard": "fsdp_config.fsdp_sharding_strategy=NO_SHARD",
-    "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
-    "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
-    "offload": "fsdp_config.fsdp_offload_params=true",
-    "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
-}
-"""Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
 
 
 def keys_by_option() -> dict[str, KeySpec]:
@@ -110,51 +91,59 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             done.append(word)
             if option in own_options and not has_value and rest:
                 done.append(rest.pop(0))
-        elif name in _OTHERS:
-            done += _OTHERS[name](value if has_value else _take(option, rest))
+        elif name == "fsdp_config":
+            done += ["--config", _file(value if has_value else _take(option, rest))]
         elif written and name in FOREIGN_OPTIONS:
-            done += _foreign(option, FOREIGN_OPTIONS[name], rest, has_value=bool(has_value))
-            _refuse_second(option, FOREIGN_OPTIONS[name], setting)
+            foreign = FOREIGN_OPTIONS[name]
+            value = value if has_value or not foreign.has_value else _take(option, rest)
+            done += _foreign(option, foreign, value, setting)
         elif written and name in table:
             value = value if has_value else _value(option, table[name], rest)
             _refuse_nothing(option, table[name], value)
             done += ["--set", _assignment(name, table[name], value)]
         else:
-            raise _no_such_option(option, {*table, *FOREIGN_OPTIONS, *_OTHERS}, own)
+            raise _no_such_option(option, {*table, *FOREIGN_OPTIONS}, own)
     return done + rest
 
 
-def _foreign(option: str, foreign: ForeignOption, rest: list[str], *, has_value: bool) -> list[str]:
-    """Return what an option that is no key's comes to.
+def _foreign(option: str, foreign: ForeignOption, value: str, setting: dict[str, tuple[str, str]]) -> list[str]:
+    """Return what an option that is not a key comes to.
+
+    Args:
+        option: As it was written.
+        foreign: What is known of it.
+        value: Its value, if it has one.
+        setting: What such options have set so far, and which of them did, by key; this one is added.
 
     Raises:
-        UsageError: It is refused, or lacks its value.
+        UsageError: It is refused, has a wrong value, or contradicts one before it.
     """
-    if foreign.has_value and not has_value:
-        _take(option, rest)
     if foreign.answer == "refused":
         msg = f"{option}: {foreign.text}" if "needs" in foreign.text else f"{option} {foreign.text}"
         raise UsageError(msg, hint=foreign.hint)
     if foreign.answer == "noted":
         return ["--noted", option]
-    return ["--set", foreign.sets] if foreign.sets else []
+    done: list[str] = []
+    for assignment in filter(None, _words(option, foreign, value) or [foreign.sets.format(value)]):
+        key = assignment.partition("=")[0]
+        sets, before = setting.setdefault(key, (assignment, option))
+        if sets != assignment:
+            msg = f"{before} and {option} contradict each other: each sets {key}"
+            raise UsageError(msg, hint="leave one of them out")
+        done += ["--set", assignment]
+    return done
 
 
-def _refuse_second(option: str, foreign: ForeignOption, setting: dict[str, tuple[str, str]]) -> None:
-    """Refuse an option that sets a key otherwise than one before it; note for those that follow what it sets.
-
-    Args:
-        option: As it was written.
-        foreign: What it comes to.
-        setting: What the options so far set, and which of them did, by key.
-    """
-    if foreign.sets is None:
-        return
-    key = foreign.sets.partition("=")[0]
-    sets, before = setting.setdefault(key, (foreign.sets, option))
-    if sets != foreign.sets:
-        msg = f"{before} and {option} contradict each other: each sets {key}"
-        raise UsageError(msg, hint="leave one of them out")
+def _words(option: str, foreign: ForeignOption, text: str) -> list[str]:
+    """Read words separated by blanks or commas, as in transformers' `--fsdp`, where `full shard` is one word."""
+    joined = text.lower().replace(",", " ")
+    for word in sorted(foreign.words, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
+        joined = joined.replace(word.replace("_", " "), word)
+    for word in joined.split() if foreign.words else ():
+        if word not in foreign.words:
+            msg = f"{option} {text!r}: {word!r} is not one of {', '.join(foreign.words)}"
+            raise UsageError(msg)
+    return [foreign.words[word] for word in joined.split()] if foreign.words else []
 
 
 def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
@@ -184,13 +173,6 @@ def _assignment(name: str, spec: KeySpec, value: str) -> str:
     return f"launch.nodes={value}" if name == "nnodes" and ":" in value else f"{spec.dotted}={value}"
 
 
-def _start_method(value: str) -> tuple[str, ...]:
-    if value not in _START_METHODS:
-        msg = f"--start-method must be one of {', '.join(_START_METHODS)}, got {value!r}"
-        raise UsageError(msg)
-    return _START_METHODS[value]
-
-
 def _take(option: str, rest: list[str]) -> str:
     if not rest:
         msg = f"{option} needs a value"
@@ -212,23 +194,6 @@ def _refuse_nothing(option: str, spec: KeySpec, value: str) -> None:
         raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
 
 
-def _words(text: str) -> list[str]:
-    """Read transformers' `--fsdp` text: words separated by blanks or commas; `full shard` is one word."""
-    joined = text.lower().replace(",", " ")
-    for word in sorted(_FSDP_WORDS, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
-        joined = joined.replace(word.replace("_", " "), word)
-    return list(_settings(joined.split(), text))
-
-
-def _settings(words: Sequence[str], text: str) -> Iterator[str]:
-    for word in words:
-        if word not in _FSDP_WORDS:
-            msg = f"--fsdp {text!r}: {word!r} is not one of {', '.join(_FSDP_WORDS)}"
-            raise UsageError(msg)
-        yield "--set"
-        yield _FSDP_WORDS[word]
-
-
 def _file(value: str) -> str:
     """Return the file that `--fsdp_config` names, itself or as the one YAML file of a folder."""
     path = Path(value)
@@ -240,12 +205,3 @@ def _file(value: str) -> str:
         msg = f"--fsdp_config {value}: the folder must hold one configuration file, found {names}"
         raise UsageError(msg, hint="name the file itself")
     return str(found[0])
-
-
-_OTHERS: Mapping[str, Callable[[str], Sequence[str]]] = {
-    "fsdp": _words,
-    "fsdp_config": lambda value: ("--config", _file(value)),
-    "start_method": _start_method,
-    "num_cpu_threads_per_process": lambda value: ("--set", f"launch.env.OMP_NUM_THREADS={value}"),
-}
-"""Options with a value that are no key's name, and what each comes to."""

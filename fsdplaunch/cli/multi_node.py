@@ -27,7 +27,7 @@ from fsdplaunch.run_secret import SECRET, make_secret
 
 _NAMED = 16
 HOPELESS_SECONDS = 5.0
-"""How long a node that cannot start tries to tell the others."""
+"""How long a node that cannot start tries to reach the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ def _run_without_joining(part: NodeLaunch, plan: LaunchPlan, out: Output) -> int
 def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first: bool, out: Output) -> RunControl:
     config = part.request.config
     obstacles = _obstacles(part, plan, is_first=is_first)
-    if obstacles:  # try to tell the others, but not for long
+    if obstacles:  # try to let the others know, but not for long
         launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
         config = replace(config, launch=launch)
     spec = join.NodeSpec(
@@ -168,7 +168,7 @@ def _obstacles(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool) -> list[La
     """Return what keeps this node from starting.
 
     Raises:
-        MachineError: Nobody could be told of it: this is node 0, and not where it was configured to be.
+        MachineError: Nobody could be informed: this is node 0, and not where it was configured to be.
     """
     found = [finding.error for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
     try:

@@ -38,7 +38,7 @@ class Output:
         print(text if printable(text) == text else json.dumps(value, indent=2), flush=True)
 
     def say(self, text: str) -> None:
-        """Tell the user something, on stderr."""
+        """Print a line on stderr."""
         print(self._safe(text), file=sys.stderr, flush=True)
 
     def live(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Output:
         print(self._safe(text), end="", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Tell the user something that may surprise, on stderr."""
+        """Print a note on stderr: something that may surprise."""
         self.say(f"{self._paint('note:', _YELLOW)} {text}")
 
     def error(self, error: LaunchError) -> None:

@@ -29,7 +29,7 @@ def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: b
     """List runs, newest first."""
     folder = _folder_of(file, log_dir)
     if log_dir is not None and not folder.is_dir():
-        msg = f"--log-dir {folder} is no folder"
+        msg = f"--log-dir {folder} is not a folder"
         raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
     runs = read_runs(folder, limit=limit)
     if as_json:

@@ -264,13 +264,13 @@ def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunContr
     from fsdplaunch.launch.runner import run_plan
 
     output = sys.stderr.fileno() if as_json else None
-    return run_plan(plan, output=output, on_signal=signal_teller(plan, out), control=control)
+    return run_plan(plan, output=output, on_signal=signal_printer(plan, out), control=control)
 
 
-def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
+def signal_printer(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
     """Return what says that a signal was passed on."""
 
-    def tell(number: int, count: int) -> None:
+    def say(number: int, count: int) -> None:
         name = signal.Signals(number).name
         if count == 1:
             grace = plan.config.launch.shutdown_grace_seconds
@@ -278,7 +278,7 @@ def signal_teller(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
         else:
             out.say(f"{name}: killing the workers")
 
-    return tell
+    return say
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:
@@ -289,7 +289,7 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
         plan: What was run.
         as_json: Print the result as JSON, too.
         out: Where words go.
-        is_part: Node 0 tells the whole story; this node says in a line how it ended.
+        is_part: Node 0 prints the report; this node says in a line how it ended.
     """
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})

@@ -42,7 +42,7 @@ from fsdplaunch.tune.result import (
     table_lines,
     winner_text,
 )
-from fsdplaunch.tune.search import CannotMeasureError, Predictor, Row, Search, SearchStopped
+from fsdplaunch.tune.search import CannotMeasureError, Row, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, identity, read_tries
 from fsdplaunch.tune.trial import WARM_UP, Outcome, TrialRunner
 
@@ -165,7 +165,7 @@ class TuneJob:
 
     @property
     def fingerprint(self) -> str:
-        """Return what tells whether the configuration is the same as when a search began; no value shows in it."""
+        """Return a hash of the configuration, to compare with when a search began; no value shows in it."""
         return hashlib.sha256(repr(identity(self.loaded.config, self.plan.workers)).encode()).hexdigest()
 
     def new_folder(self) -> Path:
@@ -200,11 +200,11 @@ class TuneJob:
             )
         return space
 
-    def predictor(self) -> Predictor:
-        """Return what predicts memory, with the limit that holds."""
+    @property
+    def limit(self) -> int | None:
+        """Return the bytes that a rank may need; None where nothing limits it."""
         on_gpu = self.plan.device == "cuda"
-        limit = self.request.memory or (self.hardware.gpu_memory_bytes if on_gpu else None)
-        return Predictor(world=self.plan.workers, on_gpu=on_gpu, limit=limit)
+        return self.request.memory or (self.hardware.gpu_memory_bytes if on_gpu else None)
 
     def runner(self, folder: Path) -> TrialRunner:
         """Return what launches trials into a search's folder."""
@@ -304,7 +304,7 @@ class SearchProgress:
 
     def _lines(self) -> list[str]:
         rows = list(self._search.rows.values())
-        return table_lines(rows, limit=self._search.predictor.limit, progress=self._now())
+        return table_lines(rows, limit=self._search.limit, progress=self._now())
 
     def _now(self) -> str:
         """Return how far the running launch is."""
@@ -467,7 +467,7 @@ def _search(job: TuneJob, state: TuneState, outputs: TuneOutputs, out: Output) -
         return EXIT_FAILED
     result = TuneResult(
         script=job.plan.script, config=job.file_words, folder=state.folder, world=job.plan.workers,
-        device=job.plan.device, limit=search.predictor.limit, rows=tuple(search.rows.values()), kept=kept,
+        device=job.plan.device, limit=search.limit, rows=tuple(search.rows.values()), kept=kept,
         duels=tuple(search.duels), is_complete=not status, seconds=time.monotonic() - began,
     )  # fmt: skip
     report(result, _config_of(search.space, kept) if kept is not None else None, job.loaded, outputs, out)
@@ -486,7 +486,7 @@ def _prepared(job: TuneJob, state: TuneState, out: Output) -> tuple[Search, Sear
             return runner.run(_config_of(space, candidate), number, steps)
 
     trial = state.trial(launch)
-    search = Search(space=space, predictor=job.predictor(), steps=job.request.steps, trial=trial)
+    search = Search(space=space, limit=job.limit, steps=job.request.steps, trial=trial)
     progress = SearchProgress(search, state.folder, out)
     search.changed = progress.changed
     return search, progress

@@ -1,16 +1,11 @@
-"""What a person or a program reads about the keys, generated from the schema.
-
-One key explained, the JSON Schema for editors, configs/REFERENCE.md, and the tables for those who come from
-accelerate.
-"""
+"""What a person or a program reads about the keys, generated from the schema: explanations, JSON Schema."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.config.names import (
-    FOREIGN_OPTIONS,
     closest,
     find_bare,
     find_key,
@@ -18,9 +13,7 @@ from fsdplaunch.config.names import (
     path_of,
     spellings,
 )
-from fsdplaunch.config.problems import TEXT_NOTES, TEXT_PROBLEMS
-from fsdplaunch.config.rules.base import all_notes, all_rules
-from fsdplaunch.config.schema.config import KeySpec, all_keys, own_sections, section_classes, value_at
+from fsdplaunch.config.schema.config import KeySpec, all_keys, section_classes, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
 
@@ -46,7 +39,7 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
     raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")
 
 
-def _default_text(spec: KeySpec) -> str:
+def default_text(spec: KeySpec) -> str:
     """Return the default as a file would say it; "left out" where the rest of the file or the machine decides."""
     if spec.default is None or spec.default in ((), {}):
         return "left out"
@@ -76,7 +69,7 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
 
 def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
     """Return a paragraph about one key; with a loaded file, its value and where that came from."""
-    head = f"{spec.dotted}    default: {_default_text(spec)}"
+    head = f"{spec.dotted}    default: {default_text(spec)}"
     if loaded is not None:
         value = value_at(loaded.config, spec.path)
         shown = "left out" if value is None else flow_text(plain_value(spec, value))
@@ -188,112 +181,3 @@ def _values(spec: KeySpec) -> dict[str, Any]:
         return {"anyOf": [*kind["anyOf"], {"type": "null"}]}
     types = kind["type"] if isinstance(kind["type"], list) else [kind["type"]]
     return kind | {"type": [*types, "null"]}
-
-
-_HEAD = """# Every key
-
-Made by `fsdplaunch config explain --markdown` from the schema; a test keeps it in step. Keys that accelerate has
-keep their name, place and meaning. Names are accepted in any case, with spaces or dashes, or as numeric codes.
-A key that is left out, or says `null`, has its default; "left out" as a default means that the rest of the
-file or the machine decides.
-"""
-
-
-def reference() -> str:
-    """Return the text of configs/REFERENCE.md."""
-    return "\n".join([_HEAD, *_sections(), *_problems()]).rstrip() + "\n"
-
-
-def _sections() -> Iterator[str]:
-    for section in ("", *section_classes()):
-        specs = [spec for spec in all_keys() if ".".join(spec.path[:-1]) == section]
-        yield f"## {f'`{section}`' if section else 'Top level'}\n"
-        if section:
-            yield " ".join((section_classes()[section].__doc__ or "").split()) + "\n"
-        for spec in specs:
-            if not spec.key.noise:
-                yield from _key(spec)
-        noise = [f"`{spec.name}`" for spec in specs if spec.key.noise]
-        if noise:
-            yield f"Written by accelerate and without effect here: {', '.join(noise)}.\n"
-
-
-def _key(spec: KeySpec) -> Iterator[str]:
-    only = f"; only `fsdp_version: {spec.key.versions[0]}`" if len(spec.key.versions) == 1 else ""
-    yield f"### `{spec.name}`\n"
-    yield spec.key.text + "\n"
-    yield f"* {spec.key.kind.expects}; default: `{_default_text(spec)}`{only}"
-    yield f"* environment: `{spec.env}`"
-    if spec.key.aliases:
-        yield f"* also written {', '.join(f'`{alias}`' for alias in spec.key.aliases)}"
-    if spec.key.former:
-        places = ", ".join(f"`{'.'.join(former.path)}`" for former in spec.key.former)
-        yield f"* also read from {places}"
-    if spec.key.leftover:
-        yield f"* changes nothing: {spec.key.leftover}"
-    if spec.key.pending:
-        yield f"* refused for now: {spec.key.pending}"
-    yield ""
-
-
-def _problems() -> Iterator[str]:
-    yield "## What a file can do wrong\n"
-    yield "All problems of a file are reported at once, each with the name below in brackets.\n"
-    yield "| name | meaning |"
-    yield "|---|---|"
-    for name, text in {**TEXT_PROBLEMS, **all_rules()}.items():
-        yield f"| `{name}` | {text} |"
-    yield "\n## What is noted\n"
-    yield "Notes change nothing of the run; `fsdplaunch config validate --strict` counts them as problems.\n"
-    yield "| name | meaning |"
-    yield "|---|---|"
-    for name, text in {**TEXT_NOTES, **all_notes()}.items():
-        yield f"| `{name}` | {text} |"
-
-
-MARK = "<!-- made by scripts/migration_table -->"
-
-
-def migration_tables() -> str:
-    """Return the tables of keys, options and notes as Markdown, made from the schema and the rules."""
-    return "\n".join([*_keys(), "", *_options(), "", *_notes()])
-
-
-def _keys() -> Iterator[str]:
-    yield "| key | answer | |"
-    yield "| --- | --- | --- |"
-    for spec in all_keys():
-        if spec.path[0] not in own_sections():
-            answer, text = _answer(spec)
-            yield f"| `{spec.dotted}` | {answer} | {text} |"
-    for spec in all_keys():
-        for former in spec.key.former:
-            yield f"| `{'.'.join(former.path)}` | taken, noted | read as `{spec.dotted}` |"
-
-
-def _answer(spec: KeySpec) -> tuple[str, str]:
-    """Return what becomes of a key, and why."""
-    if spec.key.pending:
-        return "refused", spec.key.pending
-    if spec.key.noise:
-        return "noted", " ".join(spec.key.summary.split())
-    if spec.key.leftover:
-        return "noted", spec.key.leftover
-    if spec.key.versions == (1,):
-        return "taken", "under FSDP2 noted and left out"
-    return "taken", ""
-
-
-def _options() -> Iterator[str]:
-    yield "| option | answer | |"
-    yield "| --- | --- | --- |"
-    for name, option in FOREIGN_OPTIONS.items():
-        hint = f"; {option.hint}" if option.hint else ""
-        yield f"| `--{name}` | {option.answer} | {option.text}{hint} |"
-
-
-def _notes() -> Iterator[str]:
-    yield "| note | when |"
-    yield "| --- | --- |"
-    for name, text in all_notes().items():
-        yield f"| `{name}` | {text} |"

@@ -93,7 +93,7 @@ def load_config(
         overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
         assumed: The same, from the scheduler that started this process; every other layer wins over them.
         cwd: Where relative names start; the process's own when left out.
-        noted: Notes about options that are no key's.
+        noted: Notes about options that are not keys.
 
     Raises:
         ConfigError: With every problem of every layer.

@@ -5,7 +5,7 @@ An option that is not a key has one of three answers: it is taken (what stands i
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -20,7 +20,7 @@ _CLOSE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownKey:
-    """A name that is no key.
+    """A name that is not a key.
 
     Attributes:
         id: `unknown-key` or `misplaced-key`.
@@ -105,7 +105,7 @@ def find_bare(name: str) -> KeySpec | None:
 
 
 def is_bare_section(names: Iterable[str]) -> bool:
-    """Tell whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
+    """Return whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
     words = list(names)
     elsewhere = {*spellings(""), *section_classes()} - {*spellings("fsdp_config")}
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
@@ -142,19 +142,21 @@ Answer = Literal["taken", "noted", "refused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOption:
-    """An option of accelerate's or torchrun's command line that is no key's.
+    """An option of accelerate's or torchrun's command line that is not a key.
 
     Attributes:
         answer: What becomes of it.
         text: What it comes to; for noted and refused ones the sentence that is printed.
-        sets: What it sets, `KEY=VALUE`.
+        sets: What it sets, `KEY=VALUE`; `{}` stands for its value.
+        words: What each word of its value sets, where they are words; "": nothing.
         has_value: Whether the next word belongs to it.
         hint: What serves instead of a refused one.
     """
 
     answer: Answer
     text: str
-    sets: str | None = None
+    sets: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
     has_value: bool = False
     hint: str = ""
 
@@ -224,6 +226,17 @@ _OF_MEGATRON = (
 )
 _SEARCH = "search the ranks' files: grep WORD runs/latest/ranks/*/"
 
+_FSDP_WORDS: Mapping[str, str] = {
+    "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
+    "shard_grad_op": "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP",
+    "no_shard": "fsdp_config.fsdp_sharding_strategy=NO_SHARD",
+    "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
+    "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
+    "offload": "fsdp_config.fsdp_offload_params=true",
+    "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
+}
+"""Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
+
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "use_fsdp": _sets("distributed_type=FSDP"),
     "multi_gpu": _sets("distributed_type=MULTI_GPU"),
@@ -232,8 +245,23 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "bf16": _sets("mixed_precision=bf16"),
     "tpu": _sets("distributed_type=XLA"),
     "standalone": _sets("num_machines=1"),
+    "num_cpu_threads_per_process": ForeignOption(
+        answer="taken",
+        text="sets OMP_NUM_THREADS in launch.env",
+        sets="launch.env.OMP_NUM_THREADS={}",
+        has_value=True,
+    ),
+    "fsdp": ForeignOption(
+        answer="taken", text="sets the keys that its words mean", words=_FSDP_WORDS, has_value=True
+    ),
+    "start_method": ForeignOption(
+        answer="taken",
+        text="spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as ever",
+        words={"spawn": "launch.preload=none", "fork": "", "forkserver": ""},
+        has_value=True,
+    ),
     "no_preload": _sets("launch.preload=none"),
-    "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is told in a few lines"),
+    "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is reported in a few lines"),
     "run_path": ForeignOption(answer="taken", text=f"{_ALWAYS}: a script runs inside its worker's interpreter"),
     "use_parallelism_config": ForeignOption(
         answer="taken", text="the sizes of parallelism_config count wherever they are set"

@@ -11,7 +11,6 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def _pinned(config: Config, spec: KeySpec) -> bool:
 
 
 def _idle(config: Config, spec: KeySpec) -> bool:
-    """Tell whether a key says how to shard where nothing is sharded."""
+    """Return whether a key says how to shard where nothing is sharded."""
     shards_nothing = not shards_models(config) and not spec.key.leftover
     return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
 
@@ -155,42 +154,21 @@ def write_text_atomically(path: Path, text: str) -> None:
         raise LaunchError(msg, hint="name another file in a folder that can be written to") from error
 
 
-_PACKAGE = Path(fsdplaunch.__file__).parent
+def preset_files() -> dict[str, Path]:
+    """Return every preset's file by its name: those inside the wheel, else those beside the package."""
+    package = Path(fsdplaunch.__file__).parent
+    shipped = package / "_presets"
+    folder = shipped if shipped.is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """One file of configs/.
-
-    Attributes:
-        name: The file's name without its ending.
-        summary: What its first comment says.
-        text: The file.
-    """
-
-    name: str
-    summary: str
-    text: str
-
-
-def preset_folder() -> Path:
-    """Return the folder with the presets: inside the wheel, else beside the package."""
-    shipped = _PACKAGE / "_presets"
-    return shipped if shipped.is_dir() else _PACKAGE.parent / "configs"
-
-
-def list_presets() -> tuple[Preset, ...]:
-    """Return every preset, by name."""
-    return tuple(_read(path) for path in sorted(preset_folder().glob("*.yaml")))
-
-
-def find_preset(name: str) -> Preset:
-    """Return one preset.
+def find_preset(name: str) -> Path:
+    """Return one preset's file.
 
     Raises:
         UsageError: There is none of that name.
     """
-    presets = {preset.name: preset for preset in list_presets()}
+    presets = preset_files()
     wanted = name.removesuffix(".yaml").replace("-", "_")
     if wanted in presets:
         return presets[wanted]
@@ -199,11 +177,11 @@ def find_preset(name: str) -> Preset:
     raise UsageError(msg, hint=f"did you mean {near[0]}?" if near else f"there are {', '.join(presets)}")
 
 
-def _read(path: Path) -> Preset:
-    text = path.read_text(encoding="utf-8")
-    comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("# ")]
-    summary = next((line for line in comments if not line.startswith("yaml-language-server")), "")
-    return Preset(name=path.stem, summary=summary, text=text)
+def preset_summary(path: Path) -> str:
+    """Return what a preset's first comment says."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("# ")]
+    return next((line for line in comments if not line.startswith("yaml-language-server")), "")
 
 
 Splice = tuple[int, int, str]

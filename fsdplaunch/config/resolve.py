@@ -36,7 +36,7 @@ _READ = frozenset(
 
 
 def is_read_by_xla(path: tuple[str, ...]) -> bool:
-    """Tell whether a key has a meaning where PyTorch/XLA shards.
+    """Return whether a key has a meaning where PyTorch/XLA shards.
 
     Args:
         path: Where it stands in a file.
@@ -45,27 +45,27 @@ def is_read_by_xla(path: tuple[str, ...]) -> bool:
 
 
 def uses_xla(config: Config) -> bool:
-    """Tell whether workers compute on PyTorch/XLA's devices."""
+    """Return whether workers compute on PyTorch/XLA's devices."""
     return config.distributed_type == "XLA" or (config.distributed_type == "FSDP" and config.fsdp_config.xla)
 
 
 def shards_on_xla(config: Config) -> bool:
-    """Tell whether models are sharded by PyTorch/XLA."""
+    """Return whether models are sharded by PyTorch/XLA."""
     return uses_xla(config) and config.fsdp_config.xla
 
 
 def shards_models(config: Config) -> bool:
-    """Tell whether the configuration is about sharding at all, by torch's FSDP or by PyTorch/XLA's."""
+    """Return whether the configuration is about sharding at all, by torch's FSDP or by PyTorch/XLA's."""
     return config.distributed_type == "FSDP" or shards_on_xla(config)
 
 
 def runs_spmd(config: Config) -> bool:
-    """Tell whether one process per host drives all of its devices (SPMD, FSDPv2)."""
+    """Return whether one process per host drives all of its devices (SPMD, FSDPv2)."""
     return shards_on_xla(config) and config.fsdp_config.xla_fsdp_v2
 
 
 def converts_to_bf16(config: Config) -> bool:
-    """Tell whether PyTorch/XLA itself makes bf16 of a TPU's floats, as `accelerate launch` has it.
+    """Return whether PyTorch/XLA itself makes bf16 of a TPU's floats, as `accelerate launch` has it.
 
     Models that PyTorch/XLA's FSDP shards have their compute_dtype instead, and keep their parameters.
     """

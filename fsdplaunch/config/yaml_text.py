@@ -42,12 +42,12 @@ class YamlEntry:
 
     @property
     def is_mapping(self) -> bool:
-        """Tell whether the value is a mapping."""
+        """Return whether the value is a mapping."""
         return isinstance(self.node, MappingNode)
 
     @property
     def is_null(self) -> bool:
-        """Tell whether the key says nothing: no value, `~` or `null`."""
+        """Return whether the key says nothing: no value, `~` or `null`."""
         return self.node.tag == TAG + "null"
 
 

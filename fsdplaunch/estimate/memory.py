@@ -16,6 +16,9 @@ from fsdplaunch.estimate.families import ActivationShape
 from fsdplaunch.estimate.model import ModelSizes, TensorSize, UnitSize
 from fsdplaunch.probe.memory_plan import ITEMSIZES, STATES, kept_bytes
 
+LENGTH = 2048
+"""Tokens of a sequence where neither the user nor the model says less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:

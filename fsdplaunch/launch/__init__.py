@@ -1,1 +1,1 @@
-"""Config -> LaunchPlan -> processes. Building a plan is pure; the agent is the only module that imports torch."""
+"""Config -> LaunchPlan -> processes. Building a plan is pure, and nothing here imports torch."""

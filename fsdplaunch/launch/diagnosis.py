@@ -9,6 +9,25 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import GIB, listed
 from fsdplaunch.launch.root_cause import UNEQUAL_COLLECTIVES, Worker, has_failed, is_consequence, own_signal
 
+_SIZE = r"([\d.]+ [KMGT]iB)"
+_TIMEOUT = re.compile(
+    r"Timed out waiting|Watchdog caught collective operation timeout|Collective .* timed? ?out|Wait timeout", re.I
+)
+_NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
+_NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.I)
+_NEEDS_GPU = re.compile(
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
+    r"|no CUDA-capable device|_cuda_\w+'|only supported with GPUs|doesn't have NCCL built in"
+    r"|on a CUDA device but torch\.cuda\.is_available\(\) is False|device string: None"
+    r"|Cannot access accelerator device when none is available"
+    r"|\b(?:needs?|requires?) (?:a |an )?(?:NVIDIA )?(?:CUDA|GPU)\b(?! with| [\d.])"
+    r"|CUDA is(?: not |n't | un)available",
+    re.I,
+)
+"""What torch's builds with and without CUDA say where there is no GPU, and what scripts say that ask before."""
+_ASSERTS_GPU = re.compile(r"^\s*assert\b.*\b(cuda|accelerator)\.(is_available|device_count)\(\)", re.MULTILINE)
+_SAME_CALLS = "check that every rank makes the same calls, evaluation and saving included"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -78,24 +97,6 @@ def failure_facts(record: Mapping[str, Any], config: Config | None, python: str)
 
 
 _Recognise = Callable[[FailureFacts], Diagnosis | None]
-_SIZE = r"([\d.]+ [KMGT]iB)"
-_TIMEOUT = re.compile(
-    r"Timed out waiting|Watchdog caught collective operation timeout|Collective .* timed? ?out|Wait timeout", re.I
-)
-_NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
-_NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.I)
-_NEEDS_GPU = re.compile(
-    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
-    r"|no CUDA-capable device|_cuda_\w+'|only supported with GPUs|doesn't have NCCL built in"
-    r"|on a CUDA device but torch\.cuda\.is_available\(\) is False|device string: None"
-    r"|Cannot access accelerator device when none is available"
-    r"|\b(?:needs?|requires?) (?:a |an )?(?:NVIDIA )?(?:CUDA|GPU)\b(?! with| [\d.])"
-    r"|CUDA is(?: not |n't | un)available",
-    re.I,
-)
-"""What torch's builds with and without CUDA say where there is no GPU, and what scripts say that ask before."""
-_ASSERTS_GPU = re.compile(r"^\s*assert\b.*\b(cuda|accelerator)\.(is_available|device_count)\(\)", re.MULTILINE)
-_SAME_CALLS = "check that every rank makes the same calls, evaluation and saving included"
 
 
 def diagnose(facts: FailureFacts) -> Diagnosis:

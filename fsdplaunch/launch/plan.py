@@ -82,7 +82,7 @@ class LaunchPlan:
         device: `cuda`, `cpu`, or `xla` for whatever PyTorch/XLA computes on.
         gpus: The GPU of each local rank, by number or name; empty on CPU.
         config: The resolved configuration.
-        notes: What the user should be told once.
+        notes: What the user should read once.
         ranks: Workers over all nodes, where they are known; nodes may have different numbers of them.
         sent: What the command is given to read, where it hands the run to a scheduler.
     """

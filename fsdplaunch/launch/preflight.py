@@ -24,6 +24,11 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_po
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Gpu
 
+_LITTLE_SPACE = GIB
+_NO_SPACE = 64 * MIB
+FILES, _FILES_PER_WORKER = 64, 8
+"""Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -99,12 +104,6 @@ def _listeners(name: str, port: int) -> Iterator[str]:
             words = line.split()
             if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # LISTEN, proc(5)
                 yield words[9]
-
-
-_LITTLE_SPACE = GIB
-_NO_SPACE = 64 * MIB
-FILES, _FILES_PER_WORKER = 64, 8
-"""Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -249,11 +248,7 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
 
 
 def _check_open_files(workers: int) -> Iterator[Finding]:
-    """Check that a process may open as many files as a run does: torch waits long for a connection it cannot open.
-
-    Args:
-        workers: On this node.
-    """
+    """Check that a process may open as many files as a run does: torch waits long for one that it cannot open."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * workers
     if 0 <= limit < needed:
         message = f"a process here may open {limit} files, and {workers} workers need {needed}"

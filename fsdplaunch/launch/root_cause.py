@@ -1,4 +1,4 @@
-"""Which worker failed first: the others' ends usually follow from it. Pure; used by the agent and by the report.
+"""Which worker failed first, and where in the user's code: the others' ends usually follow from it. Pure.
 
 A worker is described by the plain data the agent records of it: rank, local_rank, pid, code (-n for signal n),
 sent (signals the launcher sent to it), ended_ns, error (message, traceback, time_ns; or None) and tail (last lines
@@ -26,6 +26,10 @@ WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that announce an end and do not ask for one: a script may save and go on."""
 _ASKED_STATUS = re.compile(r"SystemExit: (\d+)")
 _COLLECTIVE_TYPES = ("RuntimeError:", "DistBackendError:", "DistNetworkError:", "DistStoreError:")
+_FRAME_LIMIT = 6
+"""Frames of the user's own code to show of a traceback; the innermost ones."""
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
+_INSTALLED = ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
 
 
 def shell_status(code: int) -> int:
@@ -100,12 +104,6 @@ def failure_status(worker: Worker) -> int:
         return shell_status(code)
     asked = _ASKED_STATUS.fullmatch((worker["error"] or {}).get("message") or "")
     return int(asked[1]) & 0xFF if asked else 1
-
-
-_FRAME_LIMIT = 6
-"""Frames of the user's own code to show of a traceback; the innermost ones."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
-_INSTALLED = ("site-packages/", "dist-packages/", "/fsdplaunch/", "<frozen", "/lib/python3")
 
 
 def user_frames(traceback: str, *, folder: str = "") -> list[str]:

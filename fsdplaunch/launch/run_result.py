@@ -14,6 +14,11 @@ from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
 """Where in torch's C++ code a message comes from, which helps nobody here."""
 _STUBBORN = "did not stop when asked and was killed"
+_TAIL_LIMIT = 6
+"""Lines of error output to show where there is no exception."""
+_MESSAGE_LIMIT = 4
+"""Lines of the exception's own text to show."""
+_MINUTE, _HOUR = 60, 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +219,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:  # noqa: PLR2004
         return f"{len(ranks)} other ranks"
     return f"ranks {', '.join(map(str, ranks))}"
-
-
-_TAIL_LIMIT = 6
-"""Lines of error output to show where there is no exception."""
-_MESSAGE_LIMIT = 4
-"""Lines of the exception's own text to show."""
-_MINUTE, _HOUR = 60, 3600
 
 
 def duration(seconds: float) -> str:

@@ -46,6 +46,12 @@ from fsdplaunch.run_secret import SECRET
 from fsdplaunch.sockets import HELD, inherited_limit
 from fsdplaunch.standard_streams import open_missing_streams
 
+PATIENCE = 2
+"""Signals that are passed on before the agent is killed."""
+_LOOK_SECONDS = 0.5
+_AGENT_SECONDS = 5.0
+"""How long the agent may take beyond what it gives its workers."""
+
 
 class AgentProcess(Protocol):
     """A running agent."""
@@ -114,13 +120,6 @@ def _start_agent(
         if held_port is not None:
             held_port.close()  # its port is to be free again when the agent has ended
     return agent, held
-
-
-PATIENCE = 2
-"""Signals that are passed on before the agent is killed."""
-_LOOK_SECONDS = 0.5
-_AGENT_SECONDS = 5.0
-"""How long the agent may take beyond what it gives its workers."""
 
 
 def run_plan(

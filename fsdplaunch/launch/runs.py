@@ -27,6 +27,8 @@ _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
+_TASK = "task"
+"""Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
 
 
 def _matching(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
@@ -100,10 +102,6 @@ def _start_of(pid: int) -> int | None:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         return None if words[0] == "Z" else int(words[19])
     return None
-
-
-_TASK = "task"
-"""Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

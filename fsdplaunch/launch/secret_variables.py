@@ -22,6 +22,7 @@ SECRET_VALUE = re.compile(
 IN_URL = re.compile(r"(?<=://)[^/\s:@]+(:[^/\s@]*)?@")
 """A user, perhaps with a password, in an address."""
 _NAME = re.compile(TELLING, re.IGNORECASE)
+_KEY = "launch.env"
 
 
 def is_secret(name: str, value: str = "") -> bool:
@@ -33,9 +34,6 @@ def _split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[s
     """Return the variables that anybody may read, and those that nobody may."""
     secret = {name: value for name, value in variables.items() if is_secret(name, value)}
     return {name: value for name, value in variables.items() if name not in secret}, secret
-
-
-_KEY = "launch.env"
 
 
 def without_secrets(config: Config) -> tuple[Config, dict[str, str]]:

@@ -11,7 +11,7 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool:
-    """Tell whether PyTorch/XLA computes on the CPU: set so, or because there is no TPU.
+    """Return whether PyTorch/XLA computes on the CPU: set so, or because there is no TPU.
 
     Args:
         config: Resolved.
@@ -81,7 +81,7 @@ def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> 
         chips: TPU chips of this host.
 
     Raises:
-        UsageError: CPU_NUM_DEVICES is no number of devices.
+        UsageError: CPU_NUM_DEVICES is not a number of devices.
     """
     quiet = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
     if not is_on_cpu(config, environ=environ, chips=chips):

@@ -17,7 +17,7 @@ from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_
 from fsdplaunch.config.resolve import shards_models, uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import MEASURE, RECORD, XLA, XLA_ENTRY, feature
+from fsdplaunch.features import COMPARISON_WORKER, TUNE_WORKER, XLA, feature
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.patch import (
     ABANDON_GROUP,
@@ -78,7 +78,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
     if steps := os.environ.get(REHEARSAL_STEPS):
         _rehearse(int(steps))
     elif steps := os.environ.get(MEASURE_STEPS):
-        feature(MEASURE).measure(int(steps), config)
+        feature(TUNE_WORKER).measure(int(steps), config)
     try:
         with explaining_mixtures():
             _run(config, target)
@@ -109,13 +109,13 @@ def _hide_ranks() -> None:
 def _run(config: Config, target: ScriptTarget) -> None:
     run_target(target)
     if uses_xla(config):
-        feature(XLA_ENTRY).call_left_out(config.main_training_function)
+        feature(XLA).call_left_out(config.main_training_function)
 
 
 def _rehearse(steps: int) -> None:
     """End the script after some steps; before that try a checkpoint, or record what is computed."""
     if os.environ.get(COMPARE_DIR):
-        feature(RECORD).record(steps)
+        feature(COMPARISON_WORKER).record(steps)
         return
     from fsdplaunch.runtime.check_run import save_and_load, stop_after
 

@@ -14,7 +14,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.stores import group_store
-from fsdplaunch.runtime.patch import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported
+from fsdplaunch.runtime.patch import RANK0_SAVES_CLOSE, RANK0_SAVES_END, RANK0_SAVES_OPEN, call_if_imported, wrap
 
 
 def see_own_gpu() -> None:
@@ -86,22 +86,20 @@ def tolerate_second_init() -> None:
     Scripts written for torchrun begin with that call, and torch raises on a second one. The group they ask for is
     there already, with the launcher's timeout and with both backends.
     """
-    make = dist.init_process_group
-    if hasattr(make, "fsdplaunch_tolerates"):
-        return
+    if _TOLERATES not in vars(dist.init_process_group):
+        wrap(dist, "init_process_group", _make_unless_made)
+        setattr(dist.init_process_group, _TOLERATES, True)
+        dist.distributed_c10d.init_process_group = dist.init_process_group
 
-    @functools.wraps(make)
-    def make_unless_made(*args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            _joined.append(True)
-            return
+
+def _make_unless_made(make: Any, *args: Any, **kwargs: Any) -> None:
+    if dist.is_initialized():
+        _joined.append(True)
+    else:
         make(*args, **kwargs)
 
-    make_unless_made.fsdplaunch_tolerates = True  # type: ignore[attr-defined]
-    dist.init_process_group = make_unless_made
-    dist.distributed_c10d.init_process_group = make_unless_made
 
-
+_TOLERATES = "fsdplaunch_tolerates"
 _joined: list[bool] = []
 
 
@@ -134,17 +132,15 @@ def put_off_end() -> None:
 
     A script that saves by rank 0 does so also when the others have come to its last line.
     """
-    destroy = dist.destroy_process_group
+    wrap(dist, "destroy_process_group", _destroy_unless_needed)
 
-    @functools.wraps(destroy)
-    def destroy_unless_needed(group: Any = None) -> None:
-        is_default = group is None or group is dist.group.WORLD
-        if is_default and call_if_imported(RANK0_SAVES_OPEN):
-            call_if_imported(RANK0_SAVES_END)
-        else:
-            destroy(group)
 
-    dist.destroy_process_group = destroy_unless_needed
+def _destroy_unless_needed(destroy: Any, group: Any = None) -> None:
+    is_default = group is None or group is dist.group.WORLD
+    if is_default and call_if_imported(RANK0_SAVES_OPEN):
+        call_if_imported(RANK0_SAVES_END)
+    else:
+        destroy(group)
 
 
 _abandoned: list[bool] = []

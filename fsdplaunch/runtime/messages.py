@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def saying_once() -> Iterator[None]:
+def said_only_once() -> Iterator[None]:
     """Say nothing that was said in such a block before: a script may copy its model for every save."""
     _once.append(True)
     try:

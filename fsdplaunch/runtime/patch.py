@@ -4,8 +4,10 @@ A worker must not import a library that its script may never use, only to adapt 
 matters only where something else has imported it. Nothing here imports torch by itself.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,6 +64,35 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None and self.after is not None:
             _follow(spec.loader, self.after)
         return spec
+
+
+def wrap(owner: Any, path: str, call: Callable[..., Any]) -> None:
+    """Have `call(original, ...)` stand for a function from now on; does nothing where there is no such function.
+
+    Args:
+        owner: A module or a class.
+        path: Of what is in it: `function`, or `Class.method`.
+        call: Gets the original, then what the function is called with.
+    """
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    found = inspect.getattr_static(owner, name, None)
+    if found is None:
+        return
+    kind: Any = type(found) if isinstance(found, staticmethod | classmethod) else None
+    original = getattr(owner, name) if kind is None else found.__func__
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, instead if kind is None else kind(instead))
+
+
+def wrap_once_imported(module: str, path: str, call: Callable[..., Any]) -> None:
+    """Do what `wrap` does once a module of this name is imported, or at once when it has been."""
+    once_imported(module, lambda imported: wrap(imported, path, call))
 
 
 def _follow(loader: Any, adapt: Adapt) -> None:

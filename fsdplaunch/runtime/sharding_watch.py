@@ -21,7 +21,7 @@ from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
 from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import WEIGHTS_USED, before_first_step, call_if_imported, once_imported
+from fsdplaunch.runtime.patch import WEIGHTS_USED, before_first_step, call_if_imported, wrap, wrap_once_imported
 from fsdplaunch.runtime.rank import own_folder, world_size
 
 
@@ -85,7 +85,7 @@ def on_sharding(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def tell_listeners() -> None:
+def notify_listeners() -> None:
     """Call the functions."""
     for listener in _listeners:
         listener()
@@ -99,20 +99,13 @@ def built_library() -> Library | None:
 def watch_libraries() -> None:
     """Start to notice them, in modules that are imported and in those that will be."""
     for module, name, library in _CLASSES:
-        once_imported(module, functools.partial(_before_construction, name=name, library=library))
+        wrap_once_imported(module, f"{name}.__init__", functools.partial(_note_and_construct, library))
 
 
-def _before_construction(module: Any, *, name: str, library: Library) -> None:
-    cls = getattr(module, name)
-    construct = cls.__init__
-
-    @functools.wraps(construct)
-    def note_and_construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        _built.append(library)  # before: constructors move and wrap models
-        tell_listeners()
-        construct(self, *args, **kwargs)
-
-    cls.__init__ = note_and_construct
+def _note_and_construct(library: Library, construct: Any, *args: Any, **kwargs: Any) -> None:
+    _built.append(library)  # before: constructors move and wrap models
+    notify_listeners()
+    construct(*args, **kwargs)
 
 
 _seen: list[str] = []
@@ -133,7 +126,7 @@ def sharded_by() -> str | None:
 def begin_sharding(how: str) -> None:
     """Note that something is about to shard a model: it, and not what it calls, is who shards."""
     _begun.append(how)
-    tell_listeners()
+    notify_listeners()
 
 
 def mark_sharded(how: str) -> None:
@@ -144,7 +137,7 @@ def mark_sharded(how: str) -> None:
     if not _seen and (folder := own_folder()) is not None:
         (folder / SHARDED).touch()
     _seen.append(how)
-    tell_listeners()
+    notify_listeners()
 
 
 def watch_sharding() -> None:
@@ -162,37 +155,19 @@ def watch_sharding() -> None:
     if "__init_subclass__" in FSDPModule.__dict__:
         return
     FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
-    _after_construction(FullyShardedDataParallel, mark_sharded)
-    _after_construction(DistributedDataParallel, _replicated.append)
-    _after_call("parallelize_module", parallel, parallel.api)
-    _after_call("distribute_module", tensor)
-    once_imported(
-        "torch.distributed.pipelining.stage", lambda stage: _after_construction(stage.PipelineStage, mark_sharded)
-    )
+    for wrapper, mark in ((FullyShardedDataParallel, mark_sharded), (DistributedDataParallel, _replicated.append)):
+        wrap(wrapper, "__init__", functools.partial(_call_and_mark, mark, wrapper.__name__))
+    for name, *modules in (("parallelize_module", parallel, parallel.api), ("distribute_module", tensor)):
+        for module in modules:
+            wrap(module, name, functools.partial(_call_and_mark, mark_sharded, name))
+    stage = functools.partial(_call_and_mark, mark_sharded, "PipelineStage")
+    wrap_once_imported("torch.distributed.pipelining.stage", "PipelineStage.__init__", stage)
 
 
-def _after_construction(wrapper: Any, mark: Callable[[str], None]) -> None:
-    construct = wrapper.__init__
-
-    @functools.wraps(construct)
-    def construct_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        mark(wrapper.__name__)
-
-    wrapper.__init__ = construct_and_mark
-
-
-def _after_call(name: str, *modules: Any) -> None:
-    divide = getattr(modules[0], name)
-
-    @functools.wraps(divide)
-    def divide_and_mark(*args: Any, **kwargs: Any) -> Any:
-        divided = divide(*args, **kwargs)
-        mark_sharded(name)
-        return divided
-
-    for module in modules:
-        setattr(module, name, divide_and_mark)
+def _call_and_mark(mark: Callable[[str], None], name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    mark(name)
+    return result
 
 
 def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
@@ -200,7 +175,7 @@ def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
     from torch.nn import Module
 
     super(FSDPModule, cls).__init_subclass__(**kwargs)
-    if issubclass(cls, Module):  # torch's own helper classes are no models
+    if issubclass(cls, Module):  # torch's own helper classes are not models
         mark_sharded("fully_shard")
 
 
@@ -294,16 +269,13 @@ class _Updates:
 
     def watch(self) -> None:
         """Look at each of the first backward passes."""
-        backward = torch.autograd.backward
         before_first_step(optimizers, self._end)
+        wrap(torch.autograd, "backward", self._backward)
 
-        @functools.wraps(backward)
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.left:
-                self._look(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
-            return backward(tensors, *args, **kwargs)
-
-        torch.autograd.backward = watched
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.left:
+            self._look(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
+        return backward(tensors, *args, **kwargs)
 
     def _end(self) -> None:
         self.left = 0

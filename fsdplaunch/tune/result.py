@@ -142,7 +142,6 @@ def row_data(row: Row) -> dict[str, Any]:
         "steps": len(fastest.seconds) if fastest else 0,
         "launches": len(row.outcomes),
         "memory": fastest.memory if fastest else None,
-        "memory_predicted": row.predicted,
     }
 
 

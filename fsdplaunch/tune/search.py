@@ -1,17 +1,11 @@
-"""What a search knows: a row per candidate, and the comparisons of the best."""
+"""The search: candidates are measured, the helpful changes combined, and the best compared in turn."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import size_words
-from fsdplaunch.errors import LaunchError
-from fsdplaunch.estimate.families import ActivationShape
-from fsdplaunch.estimate.memory import CONTEXT, MemoryCase, TrainingSetup, split_into_units, training_setup
-from fsdplaunch.estimate.model import TensorSize, describe, model_sizes
-from fsdplaunch.probe.memory_plan import STATES
 from fsdplaunch.tune.decide import Pair, Verdict, contenders, decide
 from fsdplaunch.tune.space import Candidate, Space, identity
 from fsdplaunch.tune.trial import Outcome
@@ -38,14 +32,12 @@ class Row:
         state: Where it stands.
         reason: Why it was not run, failed, or does not fit.
         outcomes: Of its launches, oldest first.
-        predicted: Bytes per rank that were expected before it was run; None where nothing was.
     """
 
     candidate: Candidate
     state: State = "waiting"
     reason: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
-    predicted: int | None = None
 
     @property
     def fastest(self) -> Outcome | None:
@@ -88,140 +80,6 @@ class Duel:
         return self.second if self.verdict == "second" else self.first
 
 
-_SLACK = 1.1
-"""How far above the limit a prediction with activations must be before a candidate is not run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    """What was found out about the model.
-
-    Attributes:
-        case: Its tensors, and its activations where they are known.
-        optimizer: A key of STATES.
-        batch: Rows and tokens per row; (1, 1) where no loader told.
-        start: Bytes a rank has before anything is trained.
-    """
-
-    case: MemoryCase
-    optimizer: str
-    batch: tuple[int, int]
-    start: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Predictor:
-    """Predicts memory.
-
-    Attributes:
-        world: Workers, all on this node.
-        on_gpu: Whether they compute on GPUs.
-        limit: Bytes that a rank may need; None where nothing limits it.
-    """
-
-    world: int
-    on_gpu: bool
-    limit: int | None
-    _model: _Model | None = None
-    _beside: dict[tuple[bool, int], int] = field(default_factory=dict)
-
-    def learn(self, config: Config, outcome: Outcome) -> None:
-        """Take what a measured run shows: the model, and what it needed beside what is calculated."""
-        if self._model is None and outcome.model:
-            self._model = _model_of(outcome.model, outcome.start)
-        static = self._calculated(config)
-        if static is not None:
-            self._beside.setdefault(_kind(config), outcome.memory - static)
-
-    def predict(self, config: Config) -> int | None:
-        """Return the bytes that a rank of this configuration will need; None where that cannot be said."""
-        static = self._calculated(config)
-        if static is None or self._model is None:
-            return None
-        if self._model.case.shape is not None:
-            # Activations are in the arithmetic: what is beside it, such as imports, is the same for all.
-            return static + next(iter(self._beside.values()), self._model.start)
-        beside = self._beside.get(_kind(config))
-        return None if beside is None else max(0, static + beside)
-
-    def refusal(self, config: Config) -> str:
-        """Return why a configuration cannot fit, with the number; "" where it may."""
-        blocks = self._model.case.sizes.depth if self._model is not None else 0
-        if 0 < blocks < config.sharding.checkpoint_every:
-            return f"the model has {blocks} block{'s' if blocks > 1 else ''}"
-        static, predicted = self._calculated(config), self.predict(config)
-        if self.limit is None or static is None or self._model is None:
-            return ""
-        extra = CONTEXT if self.on_gpu else 0
-        least = static + extra + self._model.start if self._model.case.shape is None else 0
-        likely = (predicted or 0) + extra
-        if least <= self.limit and likely <= _SLACK * self.limit:
-            return ""
-        return f"needs {size_words(max(least, likely))} by estimate, {size_words(self.limit)} allowed"
-
-    def units(self, config: Config) -> Any:
-        """Return what the wrap policy makes of the model, equal where two make the same; None where not known."""
-        policy = config.fsdp_config.fsdp_auto_wrap_policy
-        if self._model is None or policy == "TRANSFORMER_BASED_WRAP":
-            return None if self._model is None else policy
-        setup = self._setup(config)
-        if setup is None:
-            return None
-        return tuple(sorted(unit.name for unit in split_into_units(self._model.case.sizes, setup)[1]))
-
-    def _calculated(self, config: Config) -> int | None:
-        """Return what the arithmetic says of one rank, without what the process has at its start."""
-        setup = self._setup(config)
-        if setup is None or self._model is None:
-            return None
-        need = self._model.case.need
-        total = need(setup).total
-        if setup.checkpointing and (every := config.sharding.checkpoint_every) > 1:
-            kept = need(replace(setup, checkpointing=False)).total  # the others keep their activations
-            total += (kept - total) * (every - 1) // every
-        return total
-
-    def _setup(self, config: Config) -> TrainingSetup | None:
-        if self._model is None:
-            return None
-        rows, length = self._model.batch
-        try:
-            return training_setup(
-                config, world=self.world, per_node=self.world, batch_size=rows, length=length,
-                optimizer=self._model.optimizer, on_gpu=self.on_gpu,
-            )  # fmt: skip
-        except LaunchError:
-            return None
-
-
-def _kind(config: Config) -> tuple[bool, int]:
-    fsdp = config.fsdp_config
-    return fsdp.fsdp_activation_checkpointing, config.sharding.checkpoint_every
-
-
-def _model_of(found: Mapping[str, Any], start: int) -> _Model | None:
-    """Return the model as a worker described it; None where its optimizer or its tensors are not known."""
-    tensors = {name: TensorSize(tuple(shape), width) for name, (shape, width) in found["tensors"].items()}
-    if found["optimizer"] not in STATES or not tensors:
-        return None
-    sizes = model_sizes(tensors, "the running script")
-    batch = tuple(found["batch"] or (1, 1))
-    shape = _activations(found["config"], sizes.parameters) if found["batch"] else None
-    case = MemoryCase(sizes=sizes, shape=shape)
-    return _Model(case=case, optimizer=found["optimizer"], batch=(batch[0], batch[1]), start=start)
-
-
-def _activations(config: Mapping[str, Any] | None, parameters: int) -> ActivationShape | None:
-    """Return what the activations of a transformers model depend on; None for others."""
-    if config is None:
-        return None
-    try:
-        described = describe(config, source="the running script")
-    except LaunchError:
-        return None
-    return described.shape if described.sizes.parameters == parameters else None
-
-
 Trial = Callable[[Candidate, int], Outcome]
 """Runs a candidate for so many measured steps."""
 _RUNGS = 2
@@ -241,7 +99,7 @@ class Search:
     Attributes:
         space: What may be tried.
         trial: Runs a candidate.
-        predictor: Says what cannot fit.
+        limit: Bytes that a rank may need; None where nothing limits it.
         steps: Measured steps of a first launch.
         changed: Called whenever a row has changed.
         rows: Every candidate, in the order in which they came up.
@@ -250,7 +108,7 @@ class Search:
 
     space: Space
     trial: Trial
-    predictor: Predictor
+    limit: int | None
     steps: int
     changed: Callable[[], None] = lambda: None
     rows: dict[Candidate, Row] = field(default_factory=dict)
@@ -309,18 +167,11 @@ class Search:
         if config is None:
             row.state, row.reason = "not run", "the rules refuse it"
             return
-        key = identity(config, self.space.world, self.predictor.units(config))
-        twin = self._seen.setdefault(key, row.candidate)
-        row.predicted = self.predictor.predict(config)
+        twin = self._seen.setdefault(identity(config, self.space.world), row.candidate)
         if twin != row.candidate:
             row.state, row.reason = "same run", f"the same run as {twin.label}"
-        elif refusal := self.predictor.refusal(config):
-            row.state, row.reason = "not run", refusal
         else:
             self._measure(row, self.steps)
-            fastest = row.fastest
-            if fastest is not None:
-                self.predictor.learn(config, fastest)
         self.changed()
 
     def _measure(self, row: Row, steps: int) -> Outcome:
@@ -332,11 +183,10 @@ class Search:
             row.state = before
             raise
         row.outcomes.append(outcome)
-        limit = self.predictor.limit
         if outcome.failure:
             row.state, row.reason = "failed", outcome.failure
-        elif limit is not None and outcome.memory > limit:
-            row.state, row.reason = "does not fit", f"{size_words(outcome.memory)} of {size_words(limit)}"
+        elif self.limit is not None and outcome.memory > self.limit:
+            row.state, row.reason = "does not fit", f"{size_words(outcome.memory)} of {size_words(self.limit)}"
         else:
             row.state = "measured"
         self.changed()

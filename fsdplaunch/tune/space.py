@@ -73,7 +73,6 @@ def short_name(path: KeyPath) -> str:
 
 _STRATEGY = ("fsdp_config", "fsdp_sharding_strategy")
 _MESH = tuple(("parallelism_config", f"parallelism_config_dp_{axis}_size") for axis in ("replicate", "shard"))
-_WRAP = (("fsdp_config", "fsdp_auto_wrap_policy"), ("fsdp_config", "fsdp_min_num_params"))
 Reader = Callable[[Sequence[str]], Config]
 """Returns the resolved configuration that some `KEY=VALUE` texts make of the user's; raises ConfigError."""
 
@@ -151,21 +150,18 @@ def _needed(spec: KeySpec, base: Config) -> dict[KeyPath, Any]:
     return {path: values[0] for path, values in paths.items() if value_at(base, path) not in values}
 
 
-def identity(config: Config, world: int, units: Any = None) -> tuple[Any, ...]:
+def identity(config: Config, world: int) -> tuple[Any, ...]:
     """Return what tells runs apart: equal for two configurations that mean the same run.
 
     Args:
         config: Resolved.
         world: Workers; the mesh must fit them.
-        units: What the wrap policy makes of the model, where that is known; else the keys count.
     """
     mesh = mesh_sizes(config, world)
-    values: list[Any] = [mesh, units]
+    values: list[Any] = [mesh]
     for spec in all_keys():
         if spec.path in _MESH or (spec.path == _STRATEGY and config.fsdp_config.fsdp_version != 1):
             continue  # the mesh and fsdp_reshard_after_forward say it
-        if units is not None and spec.path in _WRAP:
-            continue
         idle = spec.key.tunable is not None and _is_idle(spec.key.tunable, config, mesh.shards * mesh.context)
         values.append(spec.default if idle else value_at(config, spec.path))
     return tuple(repr(value) for value in values)

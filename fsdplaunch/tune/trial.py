@@ -25,20 +25,16 @@ class Outcome:
     Attributes:
         seconds: Of each measured step, on the slowest rank; empty where nothing was measured.
         memory: Peak bytes on the rank that needed most: of the GPU's allocator, or resident on the CPU.
-        start: Bytes a CPU rank had before the script began.
         wall: Seconds of the whole launch.
         failure: Why there is no measurement; "" where there is one.
         kind: Of failure: `memory`, `time`, `write`, `stopped` or `error`; "" without one.
-        model: What rank 0 found out about the model; empty where nothing was measured.
     """
 
     seconds: tuple[float, ...] = ()
     memory: int = 0
-    start: int = 0
     wall: float = 0.0
     failure: str = ""
     kind: str = ""
-    model: Mapping[str, Any] | None = None
 
     @property
     def median(self) -> float:
@@ -89,8 +85,6 @@ def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
     return Outcome(
         seconds=tuple(max(column) for column in zip(*each_rank, strict=True)),
         memory=max(record["memory"] for record in records),
-        start=max(record["start"] for record in records),
-        model=records[0]["model"],
     )
 
 

@@ -104,7 +104,7 @@ def warm_agent(
         folder: Where it starts.
         files: Its standard input, output and error output, the launcher's lifeline, and the socket that its store
             is to listen at, where there is one.
-        keep_seconds: How long the interpreter is to stay after this run; 0 leaves that to what it was told before.
+        keep_seconds: How long the interpreter is to stay after this run; 0 leaves that as it was set before.
         blocked: Signals that the agent begins with blocked.
         lost_status: See `_WarmAgent`.
     """

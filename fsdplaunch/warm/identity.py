@@ -40,6 +40,18 @@ _PREFIXES = (
 _PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE")
 """Of those, what differs from run to run and is read only while one runs."""
 _WITHOUT_SAY = ("FSDPLAUNCH_", "PWD", "OLDPWD", "SHLVL", "_")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+_STATUS = (
+    *("Uid", "Gid", "Groups", "Cpus_allowed", "Mems_allowed", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+    *("NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid"),
+)
+_FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
+_NAME = "fsdplaunch_warm"
+"""Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
+_SUFFIX = ".sock"
+_FALLBACK = "/tmp"  # noqa: S108  (the folder in it is checked: owner, mode, no link)
+_OTHERS = 0o077
+_CREDENTIALS = struct.Struct("@iII")
 
 
 def native_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -77,12 +89,6 @@ def server_name(python: str, modules: Sequence[Sequence[str]], environ: Mapping[
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:20]
 
 
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-_STATUS = (
-    *("Uid", "Gid", "Groups", "Cpus_allowed", "Mems_allowed", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
-    *("NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid"),
-)
-_FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 
 
@@ -144,14 +150,6 @@ def _link(name: str) -> str:
     return ""
 
 
-_NAME = "fsdplaunch_warm"
-"""Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
-_SUFFIX = ".sock"
-_FALLBACK = "/tmp"  # noqa: S108  (the folder in it is checked: owner, mode, no link)
-_OTHERS = 0o077
-_CREDENTIALS = struct.Struct("@iII")
-
-
 class UnsafeFolderError(Exception):
     """The folder is not this user's alone."""
 
@@ -191,7 +189,7 @@ def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        msg = f"{path} is no folder of its own ({error.strerror})"
+        msg = f"{path} is not a folder ({error.strerror})"
         raise UnsafeFolderError(msg) from None
     try:
         found = os.fstat(folder)

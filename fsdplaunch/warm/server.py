@@ -1,4 +1,4 @@
-"""The warm interpreter: wait for a launch, fork its agent, tell how that ended, and leave in time.
+"""The warm interpreter: wait for a launch, fork its agent, report how that ended, and leave in time.
 
 It has one thread, no GPU and no code of a script in it. Everything a launch brings, its variables and files among
 it, is taken over by the fork alone, which becomes what a fresh agent would be.
@@ -10,7 +10,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,6 +37,16 @@ from fsdplaunch.warm.identity import (
 from fsdplaunch.warm.import_record import ImportRecord
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+LOOK_SECONDS = 2.0
+"""How often an idle one looks whether it is still wanted."""
+_READ_SECONDS = 1.0
+_GO_SECONDS = 5.0
+_FILES_SECONDS = 60.0
+_SHORT_OF_MEMORY = 0.05
+"""It ends when less than this part of the machine's memory is available."""
+_FIRST_TO_GO = "800"
+"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
+_FILES = (5, 6)
 
 
 def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: str | None) -> list[str]:
@@ -60,7 +69,9 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: s
     for descriptor in (here, *streams):
         os.close(descriptor)
     os.umask(given["umask"])
-    _set_limits(given["limits"])
+    for number, wanted in given["limits"].items():
+        if resource.getrlimit(int(number)) != tuple(wanted):
+            resource.setrlimit(int(number), (wanted[0], wanted[1]))
     if kernel_text("oom_score_adj") != given["oom_score_adj"]:
         _write_oom_score(given["oom_score_adj"])
     set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
@@ -68,7 +79,9 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: s
     argv = list(message["argv"])
     renew_streams()
     renew_randomness()
-    _renew_seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "default_generator"):
+        torch.default_generator.seed()  # by chance, as importing torch does
     _renew_folders(temporary)
     importlib.invalidate_caches()
     sys.argv, sys.orig_argv = argv[2:], argv
@@ -78,25 +91,12 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: s
     return argv
 
 
-def _renew_seed() -> None:
-    """Seed torch's generator by chance, as importing torch does: a script that sets no seed begins with it."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "default_generator"):
-        torch.default_generator.seed()
-
-
 def _renew_folders(temporary: str | None) -> None:
     """Forget in which folder this was imported, and which one for temporary files was chosen since."""
     tempfile.tempdir = temporary
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:  # what it spawns imports from there
         multiprocessing.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
-
-
-def _set_limits(limits: Mapping[str, Sequence[int]]) -> None:
-    for number, wanted in limits.items():
-        if resource.getrlimit(int(number)) != tuple(wanted):
-            resource.setrlimit(int(number), (wanted[0], wanted[1]))
 
 
 def _write_oom_score(text: str) -> None:
@@ -118,18 +118,6 @@ def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-LOOK_SECONDS = 2.0
-"""How often an idle one looks whether it is still wanted."""
-_READ_SECONDS = 1.0
-_GO_SECONDS = 5.0
-_FILES_SECONDS = 60.0
-_SHORT_OF_MEMORY = 0.05
-"""It ends when less than this part of the machine's memory is available."""
-_FIRST_TO_GO = "800"
-"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
-_FILES = (5, 6)
-
-
 class WarmServer:
     """Serves launches, one agent each, under one name."""
 
@@ -143,7 +131,7 @@ class WarmServer:
             name: The name to listen under.
             record: What was imported.
             seconds: How long to stay after the last run.
-            about: What to tell those who ask, beside what is known here.
+            about: What to answer those who ask, beside what is known here.
 
         Raises:
             OSError: It cannot listen.
@@ -164,23 +152,23 @@ class WarmServer:
 
     def serve(self) -> list[str]:
         """Serve until the time is over, and end; returns in forked agents only."""
-        self._get_ready()
+        with suppress(OSError):
+            _write_oom_score(_FIRST_TO_GO)
+        show_as(("fsdplaunch", "warm"))
+        freeze()
         while True:
             waited_for = [self._wake[0], *([] if self._is_closing else [self._listener.fileno()])]
-            readable, _, _ = select.select(waited_for, [], [], self._patience())
+            left = LOOK_SECONDS if self._runs else max(0.0, self._deadline - time.monotonic())
+            readable, _, _ = select.select(waited_for, [], [], min(LOOK_SECONDS, left))
             if self._wake[0] in readable:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
             self._tell_ended()
             if self._listener.fileno() in readable and (argv := self._accept()) is not None:
                 return argv
-            if not self._runs and (self._is_closing or self._reason_to_end() is not None):
-                self._end()
-
-    def _patience(self) -> float:
-        """Return how long nothing is to be done."""
-        left = self._deadline - time.monotonic()
-        return LOOK_SECONDS if self._runs else min(LOOK_SECONDS, max(0.0, left))
+            if not self._runs and (self._is_closing or not self._is_wanted()):
+                self.close()
+                os._exit(0)
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
@@ -190,13 +178,6 @@ class WarmServer:
             signal.signal(number, lambda *_: self.close())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-
-    def _get_ready(self) -> None:
-        """Be the first to go where memory is short, be found by name, and share memory with what is forked."""
-        with suppress(OSError):
-            _write_oom_score(_FIRST_TO_GO)
-        show_as(("fsdplaunch", "warm"))
-        freeze()
 
     def _accept(self) -> list[str] | None:
         try:
@@ -225,7 +206,9 @@ class WarmServer:
                 return self._launch(channel, message, files)
             if message.get("stop") is True:
                 self.close()
-            channel.send(self._state())
+            left = round(max(0.0, self._deadline - time.monotonic()), 1)
+            state = {"pid": os.getpid(), "runs": len(self._runs), "served": self._served}
+            channel.send({**self._about, **state, "seconds_left": None if self._runs else left})
             channel.close()
             return None
         finally:
@@ -255,12 +238,9 @@ class WarmServer:
         different = difference(message["surroundings"], self._own_surroundings)
         if different is not None:
             return f"{different} differs"
-        return self._record.obstacle(message["environ"]) or self._outdated()
-
-    def _outdated(self) -> str | None:
-        """Return what has changed of what was imported; it then ends."""
-        change = self._record.change()
-        if change is not None:
+        if obstacle := self._record.obstacle(message["environ"]):
+            return obstacle
+        if change := self._record.change():
             self.close()
         return change
 
@@ -296,53 +276,24 @@ class WarmServer:
             channel.close()
             self._deadline = time.monotonic() + self._seconds
 
-    def _reason_to_end(self) -> str | None:
+    def _is_wanted(self) -> bool:
+        """Return whether it has time left, can be found, leaves memory, and nothing imported has changed."""
         now = time.monotonic()
-        if now > self._deadline:
-            return "its time is over"
-        if not identity.is_at(self._path, self._name, self._identity):
-            return "it is no longer to be found"
-        if _is_short_of_memory():
-            return "memory is short"
+        if now > self._deadline or not identity.is_at(self._path, self._name, self._identity):
+            return False
+        total, available = (read_size(MEMORY, name) or 0 for name in ("MemTotal", "MemAvailable"))
+        if available < _SHORT_OF_MEMORY * total:
+            return False
         if now > self._next_files:
             self._next_files = now + _FILES_SECONDS
-            return self._record.change()
-        return None
-
-    def _state(self) -> dict[str, Any]:
-        left = max(0.0, self._deadline - time.monotonic())
-        return {
-            **self._about,
-            "pid": os.getpid(),
-            "runs": len(self._runs),
-            "served": self._served,
-            "seconds_left": None if self._runs else round(left, 1),
-        }
+            return self._record.change() is None
+        return True
 
     def close(self) -> None:
         """Take no more launches; the end comes with that of the last run."""
         if not self._is_closing and identity.is_at(self._path, self._name, self._identity):
             identity.remove(self._path, self._name)
         self._is_closing = True
-
-    def _end(self) -> None:
-        self.close()
-        os._exit(0)
-
-
-def _is_short_of_memory() -> bool:
-    """Return whether little of the machine's memory is available to new processes."""
-    total, available = (read_size(MEMORY, name) for name in ("MemTotal", "MemAvailable"))
-    return total is not None and available is not None and available < _SHORT_OF_MEMORY * total
-
-
-def _can_stay() -> bool:
-    """Return whether this process may be forked from later: it has one thread and no GPU."""
-    return not has_threads() and not uses_gpu() and hasattr(socket, "SO_PEERCRED")
-
-
-_AGENT_MODULES = ("fsdplaunch.agent.elastic_agent",)
-"""What an agent imports beside what its fork server has."""
 
 
 class CannotStayError(Exception):
@@ -378,9 +329,9 @@ def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds:
     server = WarmServer(folder_path(environ), name, record, seconds, about)
     try:
         with record.noting():
-            for module in _AGENT_MODULES:
-                importlib.import_module(module)
-        if why_not := "it has threads, or has opened the GPU" if not _can_stay() else record.change():
+            importlib.import_module("fsdplaunch.agent.elastic_agent")  # beside what its fork server has
+        why_not = "it has threads, or has opened the GPU" if has_threads() or uses_gpu() else record.change()
+        if why_not is not None:
             raise CannotStayError(why_not)
     except BaseException:
         server.close()

@@ -9,7 +9,7 @@ from fsdplaunch.config.layers import Layer, file_layer, flag_layer
 from fsdplaunch.config.load import check, read_file
 from fsdplaunch.config.problems import ConfigError, Problem
 from fsdplaunch.config.rules.base import find_violations, rule_context
-from fsdplaunch.config.schema.config import KeyPath, build_config, value_at
+from fsdplaunch.config.schema.config import KeyPath, build_config
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.question import KEEP, Question
 from fsdplaunch.wizard.questions import QUESTIONS
@@ -63,8 +63,7 @@ def compose(state: WizardState) -> dict[KeyPath, Any]:
     from its answer alone; a key that was set by name wins.
     """
     suggestion = state.suggestion
-    pinned = {path: value_at(suggestion.config, path) for path in suggestion.pins}
-    values = dict(state.base) if state.editing else pinned
+    values = dict(state.base if state.editing else suggestion.values)
     for question in QUESTIONS:
         answer = state.answers.get(question.name)
         if answer is None and question.applies(state):

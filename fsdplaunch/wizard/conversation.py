@@ -342,7 +342,7 @@ class Conversation:
         )
         while (first := self.prompts.select("Any other setting?", choices, default="no")) == EXPLAIN:
             self.out.say(
-                "  Every key that no question above decides; fsdplaunch config explain KEY tells about one."
+                "  Every key that no question above decides; fsdplaunch config explain KEY describes one."
             )
         if isinstance(first, PromptRequest):
             return False

@@ -367,7 +367,7 @@ def _write_goal(answer: str, state: WizardState) -> Values:
 
 
 def _read_goal(config: Config, state: WizardState) -> str | None:
-    """Return the goal whose keys these are, exactly; anything finer is no goal's."""
+    """Return the goal whose keys these are, exactly; anything finer is not a goal."""
     fsdp, mesh = config.fsdp_config, config.parallelism_config
     strategy: str | None = fsdp.fsdp_sharding_strategy
     reshard = fsdp.fsdp_reshard_after_forward

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplaunch.config.load import DEFAULT_FILE
 from fsdplaunch.config.render import render, set_keys
-from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
+from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.answers import answer_all, compose
@@ -53,13 +53,13 @@ def conclude(
         edited: The text of the file that is changed in place; None for a new text.
     """
     values, suggestion = compose(state), state.suggestion
-    taken = [pin for pin in suggestion.pins if pin in values and values[pin] == value_at(suggestion.config, pin)]
+    taken = [path for path, value in suggestion.values.items() if values.get(path) == value]
     return WizardResult(
         path=path,
         text=new_text(state, edited),
         config=build_config(values),
         answers=dict(state.answers),
-        reasons={".".join(pin): suggestion.reasons[".".join(pin)] for pin in taken},
+        reasons={".".join(path): suggestion.reasons[".".join(path)] for path in taken},
         notes=_notes(state),
         command=_repeat_command(state, path, overwrite=overwrite),
     )

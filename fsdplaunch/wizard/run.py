@@ -31,7 +31,7 @@ def run_wizard(
 
     Args:
         facts: What was found on this machine.
-        out: Where words go that are no prompt.
+        out: Where words go that are not a prompt.
         path: The file to be written.
         answers: Answers that options gave, by question name; these questions are not asked.
         overrides: `KEY=VALUE` texts, as `--set` takes them; they win over every answer.

@@ -53,23 +53,23 @@ class Suggestion:
     """A configuration for a run.
 
     Attributes:
-        config: What to write.
-        pins: Paths of the keys that were decided, whether or not they equal the default.
+        values: What to write, by path, whether or not it equals the default.
         reasons: Why, by dotted key.
         notes: What the reader should know and no key can say.
     """
 
-    config: Config
-    pins: tuple[KeyPath, ...]
+    values: Mapping[KeyPath, Any]
     reasons: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
+    @property
+    def config(self) -> Config:
+        """Return the same as a configuration."""
+        return build_config(self.values)
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    path: KeyPath
-    value: Any
-    reason: str
+
+_Reasoned = dict[KeyPath, tuple[Any, str]]
+"""Values, each with its reason."""
 
 
 def suggest_for(facts: SuggestionFacts) -> Suggestion:
@@ -78,74 +78,65 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
     Args:
         facts: The nodes of the run, their job and the model.
     """
-    choices = [*_layout(facts), *_mixed_precision(facts), *_sharding(facts)]
+    chosen = _layout(facts) | _mixed_precision(facts) | _sharding(facts)
     return Suggestion(
-        config=build_config({choice.path: choice.value for choice in choices}),
-        pins=tuple(choice.path for choice in choices),
-        reasons={".".join(choice.path): choice.reason for choice in choices},
+        values={path: value for path, (value, _) in chosen.items()},
+        reasons={".".join(path): reason for path, (_, reason) in chosen.items()},
         notes=(*facts.hardware.notes, *_notes(facts)),
     )
 
 
-def _layout(facts: SuggestionFacts) -> list[_Choice]:
+def _layout(facts: SuggestionFacts) -> _Reasoned:
     if facts.on_tpus:  # PyTorch/XLA has one process per chip or per host
-        return [_Choice(("fsdp_config", "xla"), True, "PyTorch/XLA shards on TPUs")]
+        return {("fsdp_config", "xla"): (True, "PyTorch/XLA shards on TPUs")}
     nodes, per_node = facts.num_nodes, facts.gpus_per_node
-    choices = [_Choice(("num_machines",), nodes, "nodes of this run")] if nodes > 1 else []
+    chosen: _Reasoned = {("num_machines",): (nodes, "nodes of this run")} if nodes > 1 else {}
     if per_node > 0:
-        across = f"one for each of {per_node} GPUs on {nodes} nodes"
-        here = f"one for each of {per_node} GPUs" if per_node > 1 else "one GPU"
-        return [*choices, _Choice(("num_processes",), nodes * per_node, across if nodes > 1 else here)]
+        each = f"one for each of {per_node} GPUs"
+        reason = f"{each} on {nodes} nodes" if nodes > 1 else each if per_node > 1 else "one GPU"
+        return chosen | {("num_processes",): (nodes * per_node, reason)}
     if facts.elsewhere:
-        return [*choices, _Choice(("launch", "workers_per_node"), "auto", "the GPUs are not seen from here")]
-    return [
-        _Choice(("use_cpu",), True, "no GPU was found"),
-        _Choice(("num_processes",), CPU_WORKERS, "the fewest workers that share a model"),
-    ]
+        return chosen | {("launch", "workers_per_node"): ("auto", "the GPUs are not seen from here")}
+    return {
+        ("use_cpu",): (True, "no GPU was found"),
+        ("num_processes",): (CPU_WORKERS, "the fewest workers that share a model"),
+    }
 
 
-def _mixed_precision(facts: SuggestionFacts) -> list[_Choice]:
-    if facts.on_tpus:
-        return [_Choice(("mixed_precision",), "bf16", "TPUs compute in bf16")]
-    if facts.hardware.all_have_bf16:
-        return [_Choice(("mixed_precision",), "bf16", "every GPU here computes bf16")]
-    unseen = facts.elsewhere or facts.gpus_per_node > 0
-    reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"
-    if facts.hardware.gpus:
+def _mixed_precision(facts: SuggestionFacts) -> _Reasoned:
+    dtype = "bf16" if facts.on_tpus or facts.hardware.all_have_bf16 else "no"
+    if dtype == "bf16":
+        reason = "TPUs compute in bf16" if facts.on_tpus else "every GPU here computes bf16"
+    elif facts.hardware.gpus:
         reason = "a GPU here does not compute bf16"
-    return [_Choice(("mixed_precision",), "no", reason)]
+    else:
+        unseen = facts.elsewhere or facts.gpus_per_node > 0
+        reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"
+    return {("mixed_precision",): (dtype, reason)}
 
 
-def _sharding(facts: SuggestionFacts) -> list[_Choice]:
+def _sharding(facts: SuggestionFacts) -> _Reasoned:
     section = "fsdp_config"
-    chosen = [
-        _Choice(("distributed_type",), "FSDP", "shard the model"),
-        _Choice((section, "fsdp_sharding_strategy"), "FULL_SHARD", "least memory per worker"),
-        _Choice((section, "fsdp_auto_wrap_policy"), "TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
-        _Choice((section, "fsdp_state_dict_type"), "SHARDED_STATE_DICT", "every worker writes its own shards"),
-    ]
+    chosen: _Reasoned = {
+        ("distributed_type",): ("FSDP", "shard the model"),
+        (section, "fsdp_sharding_strategy"): ("FULL_SHARD", "least memory per worker"),
+        (section, "fsdp_auto_wrap_policy"): ("TRANSFORMER_BASED_WRAP", "each repeated block is one unit"),
+        (section, "fsdp_state_dict_type"): ("SHARDED_STATE_DICT", "every worker writes its own shards"),
+    }
     if facts.on_tpus:
         return chosen
-    chosen.append(_Choice((section, "fsdp_version"), 2, "the implementation torch develops"))
+    chosen[section, "fsdp_version"] = 2, "the implementation torch develops"
     if _needs_offload(facts):
-        reason = "the model does not fit the GPUs otherwise"
-        chosen += [
-            _Choice((section, "fsdp_offload_params"), True, reason),
-            _Choice((section, "fsdp_activation_checkpointing"), True, reason),
-        ]
+        for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
+            chosen[section, name] = True, "the model does not fit the GPUs otherwise"
     if _loads_too_often(facts):
         reason = "every worker loading the full model would fill this machine's memory"
-        chosen.append(_Choice((section, "fsdp_cpu_ram_efficient_loading"), True, reason))
+        chosen[section, "fsdp_cpu_ram_efficient_loading"] = True, reason
     return chosen
 
 
-def full_shard(facts: SuggestionFacts, *, offload: bool = False) -> Sharding:
-    """Return the default way of sharding here, as far as memory depends on it.
-
-    Args:
-        facts: The machine and the job.
-        offload: Whether host memory helps.
-    """
+def _full_shard(facts: SuggestionFacts, *, offload: bool = False) -> Sharding:
+    """Return the default way of sharding here, as far as memory depends on it."""
     ranks = max(1, facts.gpus_per_node * facts.num_nodes)
     compute = "bf16" if facts.hardware.all_have_bf16 else "no"
     return Sharding(ranks=ranks, compute=compute, offload=offload)
@@ -155,7 +146,7 @@ def _needs_offload(facts: SuggestionFacts) -> bool:
     memory = facts.hardware.gpu_memory_bytes
     if memory is None or facts.model is None or facts.model.parameters is None:
         return False
-    return plan_memory(facts.model, full_shard(facts)).gpu > SPARE * memory
+    return plan_memory(facts.model, _full_shard(facts)).gpu > SPARE * memory
 
 
 def _loads_too_often(facts: SuggestionFacts) -> bool:
@@ -179,11 +170,11 @@ def _notes(facts: SuggestionFacts) -> list[str]:
 
 
 def _offload_notes(facts: SuggestionFacts) -> list[str]:
-    """Tell whether offloading is enough, on the GPU and on the host."""
+    """Return whether offloading is enough, on the GPU and on the host."""
     model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
     if model is None or memory is None:
         return []
-    plan = plan_memory(model, full_shard(facts, offload=True))
+    plan = plan_memory(model, _full_shard(facts, offload=True))
     notes = []
     if plan.gpu > SPARE * memory:
         notes.append(f"even offloaded, {plan.gpu / GIB:.1f} of {memory / GIB:.0f} GiB per GPU would be in use")
@@ -231,7 +222,7 @@ class WizardState:
 
     @property
     def _is_old(self) -> bool:
-        """Tell whether the edited file means FSDP1 without setting fsdp_version."""
+        """Return whether the edited file means FSDP1 without setting fsdp_version."""
         if not self.editing:
             return False
         versions = [keys_by_path()[path].key.versions for path in self.base]

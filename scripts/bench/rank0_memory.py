@@ -121,9 +121,9 @@ def _by_fsdp1(gigabytes: float) -> Any:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks
-    from fsdplaunch.runtime.compat.hugging_face import save_full_weights
+    from fsdplaunch.runtime.compat.hugging_face import adapt_hugging_face
 
-    save_full_weights()
+    adapt_hugging_face()
     gather_with_all_ranks()
     model = Layers(PretrainedConfig(layers=_layers(gigabytes)))
     by_layer, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")

@@ -255,7 +255,7 @@ def test_an_abbreviation_is_no_option():
         (["--fsdp_state_dict_type", "SOME", "t.py"], "fsdp_config.fsdp_state_dict_type: must be"),
         (["--fsdp", "full_shard autowrap", "t.py"], "'autowrap' is not one of"),
         (["--fsdp_config", "empty", "t.py"], "must hold one configuration file, found none"),
-        (["--start-method", "thread", "t.py"], "--start-method must be one of"),
+        (["--start-method", "thread", "t.py"], "'thread' is not one of spawn, fork, forkserver"),
         (["--rdzv_conf", "read_timeout=soon", "t.py"], "read_timeout must be a whole number of seconds"),
         (["--rdzv_conf", "soon", "t.py"], "launch.rendezvous_options: must be"),
         (["--zero_stage"], "--zero_stage needs a value"),

@@ -115,7 +115,7 @@ def test_runs_of_a_folder_without_any_are_none(cli):
 def test_runs_of_a_folder_that_is_not_there_are_an_error(cli):
     done = cli("runs", "--log-dir", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--log-dir nowhere is no folder" in done.stderr
+    assert "--log-dir nowhere is not a folder" in done.stderr
 
 
 TOKEN = "hunter2-hunter2"

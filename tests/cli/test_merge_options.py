@@ -58,7 +58,7 @@ def test_merge_weights_copies_the_model_folder_and_names_tied_weights(cli, tmp_p
         (["--rename", "layers"], ["--rename 'layers' is not OLD=NEW", "--rename model.language_model=model"]),
         (["--rename", "nope=x"], ["--rename nope=x fits none"]),
         (["--parts", "2"], ["--parts '2' is not N/M", "--parts 2/8"]),
-        (["--parts", "3/2"], ["part 3 of 2 is none of 1 to 10000 parts"]),
+        (["--parts", "3/2"], ["part 3 of 2 is not one of 1 to 10000 parts"]),
         (["--jobs", "0"], ["jobs must be 1 to 256, got 0"]),
         (["--jobs", "1_0"], ["--jobs must be a whole number, got '1_0'"]),
         (["--jobs", "2", "--format", "torch"], ["jobs works only in a merge to safetensors"]),

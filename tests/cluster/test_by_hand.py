@@ -127,7 +127,7 @@ def test_machines_with_the_same_number_are_named_on_all(three: Lab, folder: Path
             runs.append(three.launch(2, *common, "sum.py", cwd=folder))
         for code, _, err in map(finish, runs):
             assert code == 3
-            assert f"both say that they are node {number}" in err
+            assert f"are both configured as node {number}" in err
 
 
 def test_machine_0_that_does_not_answer_is_named_with_the_reason(three: Lab, folder: Path):

@@ -48,7 +48,7 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     finds = more is FOUND and bool(
         BertForSequenceClassification(SMALL)._no_split_modules
     )  # from transformers 5 on
-    assert ("BertEmbeddings is no unit, for the input embeddings" in run.err[0]) is finds
+    assert ("BertEmbeddings is not a unit, because the input embeddings" in run.err[0]) is finds
     trained = torch.load(out / "trained.pt")
     assert trained["classifier.weight"].shape == (2, 32)
     for folder in ("library", "pieces", "given", "alone", "alone given", "checkpoint/by hook"):

@@ -227,7 +227,7 @@ def prepare_merge(
         msg = "only a merge to safetensors can be planned ahead"
         raise UsageError(msg)
     with _reported(checkpoint, output):
-        source = find_model(checkpoint).folder
+        source = find_model(checkpoint)
         target = None if output is None else _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
             return prepare(opened, target, options)
@@ -261,7 +261,7 @@ def merge(
         nothing = MergeResult(output=output, files=(), source=checkpoint, tensors=0, nbytes=0, seconds=0.0)
         return replace(nothing, is_in_place=False, waiting=(1,))
     with _reported(checkpoint, output):
-        source = (find_optimizer if options.optimizer else find_model)(checkpoint).folder
+        source = (find_optimizer if options.optimizer else find_model)(checkpoint)
         write = _writer(options)
         target, refused = _find_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:

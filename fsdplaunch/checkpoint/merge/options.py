@@ -85,7 +85,7 @@ class MergeOptions:
 
     def _check_shares(self) -> None:
         if self.part is not None and not 1 <= self.part[0] <= self.part[1] <= MAX_PARTS:
-            msg = f"part {self.part[0]} of {self.part[1]} is none of 1 to {MAX_PARTS} parts"
+            msg = f"part {self.part[0]} of {self.part[1]} is not one of 1 to {MAX_PARTS} parts"
             raise UsageError(msg, hint="write part N of M as N/M, from 1/M to M/M")
         if not 1 <= self.jobs <= MAX_JOBS:
             msg = f"jobs must be 1 to {MAX_JOBS}, got {self.jobs}"

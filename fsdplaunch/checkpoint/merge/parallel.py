@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import selectors
 import shutil
 import signal
 import warnings
@@ -13,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from fsdplaunch.checkpoint.manifest import read_json
-from fsdplaunch.checkpoint.merge.options import MergeProgress, ProgressMeter
+from fsdplaunch.checkpoint.merge.options import ProgressMeter
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.output_folder import short_name, sync_folder
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
@@ -65,7 +64,6 @@ def split_by_tensors(files: Sequence[PlannedFile], count: int) -> list[tuple[Pla
 
 
 Share = TypeVar("Share")
-_READ = 65536
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -74,7 +72,7 @@ def run_jobs(shares: Sequence[Share], work: Callable[[Share, ProgressMeter], Non
 
     Args:
         shares: What there is to do.
-        work: Does one share, telling the given meter.
+        work: Does one share, and counts with the given meter.
         meter: Shows what all of them have done.
 
     Raises:
@@ -109,84 +107,62 @@ def _signals_held() -> Iterator[None]:
 
 
 class _Job:
-    """One process and what it tells."""
+    """One process, and how far it is."""
 
     def __init__(self, share: Any, work: Callable[[Any, ProgressMeter], None], meter: ProgressMeter) -> None:
-        self.pipe, theirs = os.pipe()
-        self.done, self.is_finished, self._rest = 0, False, b""
-        parent = os.getpid()
+        from multiprocessing import connection  # where there are several processes only
+
+        self.done, self.is_finished, parent = 0, False, os.getpid()
+        self.pipe, theirs = connection.Pipe(duplex=False)
         try:
             with warnings.catch_warnings():
                 # Other threads may draw a progress bar: the child does not touch what they do.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.pid = os.fork()
+            if self.pid == 0:
+                _run_and_exit(share, work, meter.phase, theirs, parent)
         except OSError:  # no more processes
-            os.close(self.pipe)
-            os.close(theirs)
+            self.pipe.close()
             raise
-        if self.pid == 0:
-            _run_and_exit(share, work, ProgressMeter(meter.phase, 0, _teller(theirs)), theirs, parent)
-        os.close(theirs)
-
-    def read(self) -> list[dict[str, Any]] | None:
-        """Return the messages that it has sent since; None at its end."""
-        data = os.read(self.pipe, _READ)
-        if not data:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        finally:
+            theirs.close()
 
     def end(self) -> None:
         """Kill it, if it runs still: what it has written goes with the folder."""
-        os.close(self.pipe)
+        self.pipe.close()
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
 
 
 def _follow(jobs: Sequence[_Job], meter: ProgressMeter) -> None:
-    with selectors.DefaultSelector() as selector:
-        for job in jobs:
-            selector.register(job.pipe, selectors.EVENT_READ, job)
-        while selector.get_map():
-            for key, _ in selector.select():
-                messages = key.data.read()
-                if messages is None:
-                    selector.unregister(key.fileobj)
-                    _check_end(key.data)
-                for message in messages or ():
-                    _take(key.data, message, jobs, meter)
+    from multiprocessing import connection
 
-
-def _take(job: _Job, message: dict[str, Any], jobs: Sequence[_Job], meter: ProgressMeter) -> None:
-    if "error" in message:
-        _raise_again(message)
-    job.is_finished = job.is_finished or "finished" in message
-    job.done = message.get("done", job.done)
-    meter.tensor = message.get("tensor", meter.tensor)
-    meter.tick(sum(each.done for each in jobs) - meter.done)
-
-
-def _check_end(job: _Job) -> None:
-    if not job.is_finished:
-        msg = f"process {job.pid} of this merge was killed"
-        raise CheckpointError(msg, hint="look whether memory ran out (dmesg), or merge with fewer --jobs")
-
-
-def _raise_again(message: dict[str, Any]) -> NoReturn:
-    kind, text = message["error"], message["text"]
-    if kind == "OSError":
-        raise OSError(message["errno"], text, message["filename"])
-    if kind == "MemoryError":
-        raise MemoryError
-    if kind == "CheckpointError":
-        raise CheckpointError(text, hint=message["hint"])
-    msg = f"{kind}: {text}"
-    raise RuntimeError(msg)
+    running: dict[Any, _Job] = {job.pipe: job for job in jobs}
+    while running:
+        for pipe in connection.wait(list(running)):
+            job = running[pipe]
+            try:
+                message = job.pipe.recv()
+            except (EOFError, OSError):
+                if not job.is_finished:
+                    msg = f"process {job.pid} of this merge was killed"
+                    hint = "look whether memory ran out (dmesg), or merge with fewer --jobs"
+                    raise CheckpointError(msg, hint=hint) from None
+                del running[pipe]
+                continue
+            if isinstance(message, Exception):
+                raise message
+            job.done, meter.tensor, job.is_finished = message
+            meter.tick(sum(each.done for each in jobs) - meter.done)
 
 
 def _run_and_exit(
-    share: Any, work: Callable[[Any, ProgressMeter], None], meter: ProgressMeter, pipe: int, parent: int
+    share: Any,
+    work: Callable[[Any, ProgressMeter], None],
+    phase: Literal["copy", "verify"],
+    pipe: Any,
+    parent: int,
 ) -> NoReturn:
     """Do the work of one process, and end it whatever happens."""
     status = 1
@@ -196,34 +172,16 @@ def _run_and_exit(
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         die_with_parent(signal.SIGKILL, parent=parent)
+        meter = ProgressMeter(phase, 0, lambda now: pipe.send((now.done, now.tensor, False)))
         work(share, meter)
-        _tell(pipe, {"done": meter.done, "finished": True})
+        pipe.send((meter.done, meter.tensor, True))
         status = 0
     except BaseException as problem:
-        _tell(pipe, _described(problem))
+        known = isinstance(problem, CheckpointError | OSError | MemoryError)
+        with suppress(BrokenPipeError):
+            pipe.send(problem if known else RuntimeError(f"{type(problem).__name__}: {problem}"))
     finally:
         os._exit(status)
-
-
-def _described(problem: BaseException) -> dict[str, Any]:
-    if isinstance(problem, CheckpointError):
-        return {"error": "CheckpointError", "text": problem.message, "hint": problem.hint}
-    if isinstance(problem, OSError):
-        text = problem.strerror or str(problem)
-        name = None if problem.filename is None else str(problem.filename)
-        return {"error": "OSError", "text": text, "errno": problem.errno, "filename": name}
-    return {"error": type(problem).__name__, "text": str(problem)}
-
-
-def _teller(pipe: int) -> Callable[[MergeProgress], None]:
-    return lambda now: _tell(pipe, {"done": now.done, "tensor": now.tensor})
-
-
-def _tell(pipe: int, message: dict[str, Any]) -> None:
-    with suppress(BrokenPipeError):
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(pipe, data) :]
 
 
 _IDENTITY = "merge.json"

@@ -50,7 +50,7 @@ def find_model_files(folder: Path) -> tuple[ModelFile, ...]:
     """Return the files of a model's folder that belong beside merged weights; never weights.
 
     Raises:
-        UsageError: When it is no folder of a model.
+        UsageError: When it is not a model's folder.
     """
     if not folder.is_dir():
         msg = f"the model folder {folder} is not a folder"

@@ -21,7 +21,7 @@ from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError, UsageError
 
-FILE_NAME = "pytorch_model.bin"
+FILE_NAME, OPTIMIZER_NAME = "pytorch_model.bin", "optimizer.bin"
 _MAX_VALUE = 2**30
 _MAX_LIST = 10**6
 
@@ -48,48 +48,48 @@ def merge_to_torch(
     Raises:
         CheckpointError: When disk or memory are too small, or a value would need code to be loaded.
     """
-    index = opened.index
-    paths = torch_paths(index, strip_wrappers=options.strip_wrappers)
-
-    def write(folder: Path, meter: ProgressMeter) -> None:
-        write_torch_file(opened, paths, folder, meter, checksums=options.checksums, verify=options.reads_back)
-
-    result = merge_to_one_file(opened, target / FILE_NAME, index.tensors, options, watcher, WEIGHTS, write)
-    return replace(result, verified=options.reads_back)
+    paths = torch_paths(opened.index, strip_wrappers=options.strip_wrappers)
+    return _merge(opened, target / FILE_NAME, paths, options, watcher, WEIGHTS)
 
 
-def merge_to_one_file(
+def merge_optimizer(
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
+) -> MergeResult:
+    """Merge into `target/optimizer.bin`.
+
+    Raises:
+        CheckpointError: When there is no single optimizer, or disk or memory are too small.
+    """
+    paths = optimizer_paths(opened.index, where=str(opened.folder))
+    result = _merge(opened, target / OPTIMIZER_NAME, paths, options, watcher, OPTIMIZER_FILE, _by_name)
+    return replace(result, skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths))
+
+
+def _merge(
     opened: OpenCheckpoint,
     path: Path,
-    tensors: Sequence[StoredTensor],
+    paths: Mapping[str, NamePath],
     options: MergeOptions,
     watcher: Watcher,
     replaced: re.Pattern[str],
-    write: Callable[[Path, ProgressMeter], None],
+    arrange: Callable[[dict[Any, Any]], dict[Any, Any]] = lambda tree: tree,
 ) -> MergeResult:
-    """Merge into one file of torch's, which is made in memory.
+    """Load the entries of `paths`, each at its path, and save what `arrange` makes of them as `path`.
 
-    Args:
-        opened: The checkpoint.
-        path: The file, in the output folder.
-        tensors: What goes into it.
-        options: How to merge.
-        watcher: Told of the start and of progress.
-        replaced: Matches the names of old files that it replaces.
-        write: Writes it into a folder.
-
-    Raises:
-        CheckpointError: When disk or memory are too small.
+    Old files whose names `replaced` matches go.
     """
+    tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
     needed = total_bytes(opened.index)
     check_space(path.parent, needed)
     check_memory(needed)
     watcher.start(opened, path.parent, len(tensors), needed, needed)
     meter = ProgressMeter("copy", sum(tensor.nbytes for tensor in tensors), watcher.progress)
     with atomic_output(path.parent, overwrite=options.overwrite, replaced=replaced) as partial:
-        write(partial, meter)
+        state = arrange(_load_tree(opened, tensors, paths, meter, checksums=options.checksums))
+        _save(state, partial / path.name)
+        if options.reads_back:
+            verify_torch_file(partial / path.name, state)
         size = (partial / path.name).stat().st_size
-    dtypes = dict(Counter(tensor.dtype.name for tensor in tensors))
     return MergeResult(
         output=path.parent,
         files=(path,),
@@ -97,39 +97,12 @@ def merge_to_one_file(
         tensors=len(tensors),
         nbytes=size,
         seconds=0.0,
-        dtypes=dtypes,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tensors)),
+        verified=options.reads_back,
     )
 
 
-def write_torch_file(
-    opened: OpenCheckpoint,
-    paths: Mapping[str, NamePath],
-    folder: Path,
-    meter: ProgressMeter,
-    *,
-    checksums: bool = True,
-    verify: bool = False,
-) -> None:
-    """Load every entry of a checkpoint, put each at its path, and save all of it as `folder/pytorch_model.bin`.
-
-    Args:
-        opened: The checkpoint.
-        paths: Where each entry goes.
-        folder: The folder to write into.
-        meter: Told of progress.
-        checksums: Compare the data with the checksums stored beside them.
-        verify: Read the file back and compare it with what was loaded.
-
-    Raises:
-        CheckpointError: When a value would need code from the checkpoint to be loaded, or the file differs.
-    """
-    state = load_tree(opened, paths, meter, checksums=checksums)
-    save_tree(state, folder / FILE_NAME)
-    if verify:
-        verify_torch_file(folder / FILE_NAME, state)
-
-
-def save_tree(state: Mapping[Any, Any], path: Path) -> None:
+def _save(state: Mapping[Any, Any], path: Path) -> None:
     """Write a new file of torch's, on disk when this returns."""
     import torch
 
@@ -139,20 +112,24 @@ def save_tree(state: Mapping[Any, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def load_tree(
-    opened: OpenCheckpoint, paths: Mapping[str, NamePath], meter: ProgressMeter, *, checksums: bool = True
+def _load_tree(
+    opened: OpenCheckpoint,
+    tensors: Sequence[StoredTensor],
+    paths: Mapping[str, NamePath],
+    meter: ProgressMeter,
+    *,
+    checksums: bool,
 ) -> dict[Any, Any]:
-    """Load the entries that `paths` names, each at its path.
+    """Load these tensors, and the values that `paths` names, each at its path.
 
     Raises:
         CheckpointError: When a value would need code from the checkpoint to be loaded.
     """
     state: dict[Any, Any] = {}
     with ChecksumCheck(opened.sources, wanted=checksums) as check:
-        for tensor in opened.index.tensors:
-            if tensor.name in paths:
-                meter.tensor = tensor.name
-                _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter, check), tensor.name)
+        for tensor in tensors:
+            meter.tensor = tensor.name
+            _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter, check), tensor.name)
     for value in opened.index.values:
         if value.name in paths:
             _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
@@ -238,27 +215,6 @@ def total_bytes(index: CheckpointIndex) -> int:
     return sum(sizes) + sum(value.place.length for value in index.values)
 
 
-OPTIMIZER_NAME = "optimizer.bin"
-
-
-def merge_optimizer(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
-) -> MergeResult:
-    """Merge into `target/optimizer.bin`.
-
-    Raises:
-        CheckpointError: When there is no single optimizer, or disk or memory are too small.
-    """
-    paths = optimizer_paths(opened.index, where=str(opened.folder))
-
-    def write(folder: Path, meter: ProgressMeter) -> None:
-        write_optimizer(opened, paths, folder, meter, checksums=options.checksums)
-
-    tensors = [tensor for tensor in opened.index.tensors if tensor.name in paths]
-    result = merge_to_one_file(opened, target / OPTIMIZER_NAME, tensors, options, watcher, OPTIMIZER_FILE, write)
-    return replace(result, skipped=tuple(entry.name for entry in opened.index.entries if entry.name not in paths))
-
-
 def optimizer_paths(index: CheckpointIndex, *, where: str) -> dict[str, NamePath]:
     """Return the entries of the optimizer in `index`, each with its path below the optimizer's own keys.
 
@@ -288,27 +244,18 @@ def _split(path: NamePath) -> NamePath:
     return (table, name, key)
 
 
-def write_optimizer(
-    opened: OpenCheckpoint,
-    paths: Mapping[str, NamePath],
-    folder: Path,
-    meter: ProgressMeter,
-    *,
-    checksums: bool = True,
-) -> None:
-    """Load the entries of `paths` and save `{"state": {NAME: ...}, "param_groups": [...]}` in `folder`."""
-    tree = load_tree(opened, paths, meter, checksums=checksums)
+def _by_name(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Return `{"state": {NAME: ...}, "param_groups": [...]}` with the names of the unwrapped model."""
     state, groups = tree.get("state", {}), tree.get("param_groups", [])
     groups = _joined(groups) if isinstance(groups, dict) else groups
     names = list(dict.fromkeys([*state, *(name for group in groups for name in group.get("params", []))]))
     clean = dict(zip(names, final_names([(name,) for name in names]), strict=True))
-    merged = {
+    return {
         "state": {clean[name]: values for name, values in state.items()},
         "param_groups": [
             {**group, "params": [clean[name] for name in group.get("params", [])]} for group in groups
         ],
     }
-    save_tree(merged, folder / OPTIMIZER_NAME)
 
 
 def _joined(options: Mapping[str, Mapping[str, Any]]) -> Sequence[dict[str, Any]]:

@@ -105,7 +105,7 @@ class Selection:
         root: The keys under which the weights were found, for example `("model",)`.
         tensors: Final name and stored tensor of each weight.
         plain: The weights' names without wrappers, before they were renamed.
-        skipped: Full names of everything that is no weight of the model.
+        skipped: Full names of everything that is not a weight of the model.
         excluded: Full names of the weights that were left out on request.
     """
 

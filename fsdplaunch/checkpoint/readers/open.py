@@ -20,9 +20,8 @@ from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
 
 MAX_DEPTH = 3
-
+MAX_FOLDERS = 5000
 MAX_LISTED = 10
-
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -43,37 +42,21 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-@dataclass(frozen=True, slots=True)
-class OtherFormat:
-    """One kind of checkpoint that is not merged from here.
-
-    Attributes:
-        pattern: Matches the names of its files.
-        title: What it is, as the rest of a sentence that starts with the folder.
-        hint: What can be done with it.
-    """
-
-    pattern: re.Pattern[str]
-    title: str
-    hint: str
-
-
-# The first that matches a file of the folder names it.
-OTHER_FORMATS = (
-    OtherFormat(
+# Checkpoints that are not merged from here: names of their files, what they are, as the rest of a sentence that
+# starts with the folder, and what to do. The first that matches a file of the folder names it.
+_OTHER_FORMATS = (
+    (
         re.compile(r"__\d+\.metadata"),
         "has an index per rank (saved with use_collectives=False)",
         "save it with the default use_collectives=True",
     ),
-    OtherFormat(
-        DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"
-    ),
-    OtherFormat(
+    (DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
+    (
         re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
         "is merged already",
         "load it as it is",
     ),
-    OtherFormat(
+    (
         re.compile(r".*rank[-_]?\d+.*\.(pt|pth|bin)"),
         "holds one pickled file per rank",
         "merge it with the tool that wrote it",
@@ -102,10 +85,10 @@ def no_model(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[P
         msg = f"{given} holds only an optimizer: {listed_paths(sharded)}"
         return CheckpointError(msg, hint="the model is saved beside it as pytorch_model_fsdp_0")
     for path, names in folders:
-        kind = next((kind for kind in OTHER_FORMATS if any(map(kind.pattern.fullmatch, names))), None)
-        if kind is not None:
-            msg = f"{path} {kind.title}"
-            return CheckpointError(msg, hint=kind.hint)
+        for pattern, title, hint in _OTHER_FORMATS:
+            if any(map(pattern.fullmatch, names)):
+                msg = f"{path} {title}"
+                return CheckpointError(msg, hint=hint)
     here = sorted({*folders[0][1], *(path.relative_to(given).parts[0] + "/" for path, _ in folders[1:])})
     msg = f"{given} holds no sharded checkpoint: no {INDEX_NAME} in it or up to {MAX_DEPTH} folders below"
     return CheckpointError(msg, hint=f"it holds {listed_names(here)}")
@@ -121,38 +104,22 @@ def listed_names(names: list[str]) -> str:
     return listed(list(map(short, names)), MAX_LISTED) or "nothing"
 
 
-MAX_FOLDERS = 5000
-
 _ODD = "put the real file there, or use an older checkpoint"
 _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
 _FILES = (SHARD_FILE, RANK_FILE, XLA_FILE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundModel:
-    """A sharded checkpoint.
-
-    Attributes:
-        given: What the user pointed at.
-        folder: The folder with the index, or with the sharded safetensors.
-    """
-
-    given: Path
-    folder: Path
-
-
-def find_model(given: Path) -> FoundModel:
+def find_model(given: Path) -> Path:
     """Return the model's checkpoint folder at or below `given`.
 
     Raises:
-        UsageError: When `given` is no folder.
+        UsageError: When `given` is not a folder.
         AmbiguousError: When it holds several models.
         CheckpointError: When it holds no model, or one in a format that is not merged from here.
     """
     _check_folder(given)
     if is_sharded(_entries(given, follow=False)[0]):
-        _check_manifest(given)
-        return FoundModel(given=given, folder=given)
+        return _checked(given)
     folders = list(_walk(given))
     sharded = [path for path, names in folders if is_sharded(names)]
     models = [path for path in sharded if not _OPTIMIZER.fullmatch(path.name)]
@@ -160,25 +127,23 @@ def find_model(given: Path) -> FoundModel:
         path for path, names in folders if not is_sharded(names) and any(map(DATA_FILE.fullmatch, names))
     ]
     if len(models) == 1 and not unfinished:
-        _check_manifest(models[0])
-        return FoundModel(given=given, folder=models[0])
+        return _checked(models[0])
     if models:
         raise several_models(given, models, unfinished)
     raise no_model(given, folders, sharded)
 
 
-def find_optimizer(given: Path) -> FoundModel:
+def find_optimizer(given: Path) -> Path:
     """Return the optimizer's checkpoint folder at or below `given`.
 
     Raises:
-        UsageError: When `given` is no folder.
+        UsageError: When `given` is not a folder.
         AmbiguousError: When it holds several optimizers.
         CheckpointError: When it holds no optimizer's checkpoint.
     """
     _check_folder(given)
     if INDEX_NAME in _entries(given, follow=False)[0]:
-        _check_manifest(given)
-        return FoundModel(given=given, folder=given)
+        return _checked(given)
     folders = list(_walk(given, lambda names: INDEX_NAME in names))
     found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
     if not found:
@@ -187,8 +152,7 @@ def find_optimizer(given: Path) -> FoundModel:
     if len(found) > 1:
         msg = f"{given} holds {len(found)} optimizers: {listed_paths(found)}"
         raise AmbiguousError(msg, found)
-    _check_manifest(found[0])
-    return FoundModel(given=given, folder=found[0])
+    return _checked(found[0])
 
 
 def is_sharded(files: Iterable[str]) -> bool:
@@ -260,7 +224,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    """Say whether it is a regular file; refuse what has a checkpoint's file name and is none."""
+    """Say whether it is a regular file; refuse anything else with a checkpoint's file name."""
     kind = odd_kind(path)
     if kind is not None and (is_sharded([path.name]) or DATA_FILE.fullmatch(path.name)):
         msg = f"{path} is not a regular file but {kind}"
@@ -268,11 +232,11 @@ def _is_file(path: Path) -> bool:
     return kind is None
 
 
-def _check_manifest(folder: Path) -> None:
-    """Check the model's folder against the manifest beside it, if our own save wrote one."""
+def _checked(folder: Path) -> Path:
+    """Return a folder that agrees with the manifest beside it, if our own save wrote one."""
     path = manifest_path(folder)
     if not path.exists():
-        return
+        return folder
     parent, manifest = path.parent, read_json(path)
     files = manifest.get("files", {}) if isinstance(manifest, dict) else None
     if not isinstance(manifest, dict) or not isinstance(files, dict):
@@ -284,13 +248,14 @@ def _check_manifest(folder: Path) -> None:
     for name, size in files.items():
         if name.rpartition("/")[0] == ("" if parent == folder else folder.name):
             _check_listed(folder / name.rpartition("/")[2], size)
+    return folder
 
 
 def _check_listed(path: Path, size: object) -> None:
     """Check one file of the model against its size in the manifest."""
     try:
         found = path.stat().st_size
-    except (OSError, ValueError):  # or its name can be none of a file: NUL, halves of characters
+    except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
         msg = f"{path} is missing, the checkpoint was written with it"
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
     if found != size:

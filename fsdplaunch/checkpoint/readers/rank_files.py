@@ -3,12 +3,11 @@
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.dtypes import Dtype
@@ -196,10 +195,10 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
         number: The model's number.
 
     Returns:
-        By the flat parameter's name; empty without a manifest that tells.
+        By the flat parameter's name; empty without a manifest that says it.
 
     Raises:
-        InvalidFileError: What it says is no layout.
+        InvalidFileError: What it says is not a layout.
     """
     flat = model_entry(folder, number).get("flat_parameters")
     try:
@@ -210,10 +209,8 @@ def read_flat_layouts(folder: Path, number: int) -> dict[str, FlatLayout]:
 
 
 def _layout(entry: Any) -> FlatLayout:
-    ranks, part = (
-        tuple(check_count(rank, "a rank") for rank in entry["ranks"]),
-        check_count(entry["part"], "a part"),
-    )
+    ranks = tuple(check_count(rank, "a rank") for rank in entry["ranks"])
+    part = check_count(entry["part"], "a part")
     runs, start = list[FlatParameterSpan](), 0
     for names, sizes in entry["runs"]:
         shape = check_counts(tuple(sizes), "a shape")
@@ -260,12 +257,20 @@ def _order_of_cuts(shard: MeshShard, mesh: tuple[int, ...]) -> list[int]:
     for axis in strided:
         dim = shard.placements[axis].dim
         later = (mesh[other] for other in plain if other > axis and shard.placements[other].dim == dim)
-        if len(strided) > 1 or prod(later) != shard.placements[axis].cuts:
+        if len(strided) > 1 or math.prod(later) != shard.placements[axis].cuts:
             msg = "a tensor is placed by _StridedShard, and not as FSDP cuts what tensor parallelism has cut"
             raise CheckpointError(
                 msg, hint="save it with SHARDED_STATE_DICT, whose index says where each shard is"
             )
     return plain + strided
+
+
+class OpenFile(NamedTuple):
+    """One rank's file while it is read: its name, its bytes, and its table of contents."""
+
+    name: str
+    window: ReadWindow
+    built: ZipDirectory
 
 
 @dataclass(slots=True)
@@ -290,57 +295,53 @@ class FoundTensors:
     layouts: dict[str, FlatLayout] | None = None
     sharded: bool = False
 
+    def place(self, file: OpenFile, name: str, dtype: Dtype, local: TensorDescription) -> ItemLocation:
+        """Note where a shard's bytes are, and return their place."""
+        if local.dtype.name != dtype.name:
+            msg = f"{short(name)} is {dtype.name}, its shard {local.dtype.name}"
+            raise InvalidFileError(msg)
+        item = locate_data(file.window, file.built, local)
+        first = item.data_offset + local.start * dtype.size
+        place = ItemLocation(file.name, first, item.data_length)
+        item = item._replace(data_offset=item.data_offset - first)
+        if self.items.setdefault(place, item) != item:
+            msg = f"{short(name)} and another tensor see the same bytes in different ways"
+            raise InvalidFileError(msg)
+        return place
 
-def note_bytes(
-    file: str,
-    local: TensorDescription,
-    dtype: Dtype,
-    name: str,
-    window: ReadWindow,
-    built: ZipDirectory,
-    found: FoundTensors,
-) -> ItemLocation:
-    """Note where a shard's bytes are and return their place."""
-    if local.dtype.name != dtype.name:
-        msg = f"{short(name)} is {dtype.name}, its shard {local.dtype.name}"
-        raise InvalidFileError(msg)
-    item = locate_data(window, built, local)
-    first = item.data_offset + local.start * dtype.size
-    place = ItemLocation(file, first, item.data_length)
-    item = item._replace(data_offset=item.data_offset - first)
-    if found.items.setdefault(place, item) != item:
-        msg = f"{short(name)} and another tensor see the same bytes in different ways"
-        raise InvalidFileError(msg)
-    return place
+    def tensor(self, file: OpenFile, path: NamePath, dtype: Dtype, shape: tuple[int, ...]) -> FoundTensor:
+        """Return the tensor at a path, as far as its shards are known; all files must say the same of it."""
+        name = ".".join(map(str, path))
+        full = self.tensors.setdefault(name, FoundTensor(path, dtype, shape))
+        if (full.dtype.name, full.shape) != (dtype.name, shape):
+            here = f"{dtype.name} of shape {list(shape)}"
+            msg = f"{self.folder}: {short(name)} is {here} in {file.name}, in another file it is not"
+            raise CheckpointError(msg, hint="the files are from different saves")
+        return full
 
+    def add(
+        self,
+        file: OpenFile,
+        path: NamePath,
+        shape: tuple[int, ...],
+        shards: Iterable[tuple[Region, TensorDescription]],
+        dtype: Dtype,
+    ) -> None:
+        """Add shards of a tensor of `shape` that a file holds."""
+        self.tensor(file, path, dtype, shape)
+        name = ".".join(map(str, path))
+        for region, local in shards:
+            self.add_placed(file.name, name, region, local, self.place(file, name, dtype, local))
 
-def found_tensor(
-    found: FoundTensors, file: str, name: str, path: NamePath, dtype: Dtype, shape: tuple[int, ...]
-) -> FoundTensor:
-    """Return the tensor of this name, as far as its shards are known; all files must say the same of it."""
-    full = found.tensors.setdefault(name, FoundTensor(path, dtype, shape))
-    if (full.dtype.name, full.shape) != (dtype.name, shape):
-        here = f"{dtype.name} of shape {list(shape)}"
-        msg = f"{found.folder}: {short(name)} is {here} in {file}, in another file it is not"
-        raise CheckpointError(msg, hint="the files are from different saves")
-    return full
-
-
-def add_shard(
-    found: FoundTensors,
-    file: str,
-    name: str,
-    full: FoundTensor,
-    region: Region,
-    local: TensorDescription,
-    place: ItemLocation,
-) -> None:
-    """Add a shard to a tensor."""
-    if local.shape != region.sizes:
-        shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
-        msg = f"{found.folder / file}: {short(name)} has a shard {shapes}"
-        raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
-    full.shards.setdefault(region, place)  # ranks that hold the same shard each write it
+    def add_placed(
+        self, file: str, name: str, region: Region, local: TensorDescription, place: ItemLocation
+    ) -> None:
+        """Add a shard whose place is noted to a tensor that is known."""
+        if local.shape != region.sizes:
+            shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
+            msg = f"{self.folder / file}: {short(name)} has a shard {shapes}"
+            raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
+        self.tensors[name].shards.setdefault(region, place)  # ranks that hold the same shard each write it
 
 
 def stored_tensor(folder: Path, name: str, full: FoundTensor) -> StoredTensor:
@@ -420,9 +421,9 @@ def _read_file(path: Path, found: FoundTensors) -> int:
         built = read_zip(window, MAX_DIRECTORY)
         raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
         state = read_state(raw, f"{path}: its data.pkl")
-        entries = _entries(state, (), 0)
-        for name_path, value in _bounded(entries, len(raw)):
-            _take(path.name, name_path, value, window, built, found)
+        file = OpenFile(path.name, window, built)
+        for name_path, value in _bounded(_entries(state, (), 0), len(raw)):
+            _take(file, name_path, value, found)
     return window.length
 
 
@@ -457,57 +458,45 @@ def _entries(state: dict[Any, Any], path: NamePath, depth: int) -> Iterator[tupl
             yield (*path, key), value
 
 
-def _take(
-    file: str, path: NamePath, value: Any, window: ReadWindow, built: ZipDirectory, found: FoundTensors
-) -> None:
+def _take(file: OpenFile, path: NamePath, value: Any, found: FoundTensors) -> None:
     name = ".".join(map(str, path))
     if _FLAT.fullmatch(name):
-        _take_flat(file, name, value, window, built, found)
+        _take_flat(file, name, value, found)
     elif isinstance(value, MeshShard):
-        place = note_bytes(file, value.local, value.dtype, name, window, built, found)
-        found.on_meshes.append((file, name, value, place))
-        found_tensor(found, file, name, path, value.dtype, value.shape)
+        place = found.place(file, name, value.dtype, value.local)
+        found.on_meshes.append((file.name, name, value, place))
+        found.tensor(file, path, value.dtype, value.shape)
     elif isinstance(value, ListedShards):
         found.sharded = True
-        full = found_tensor(found, file, name, path, value.dtype, value.shape)
-        for region, local in value.parts:
-            place = note_bytes(file, local, value.dtype, name, window, built, found)
-            add_shard(found, file, name, full, region, local, place)
+        found.add(file, path, value.shape, value.parts, value.dtype)
     elif isinstance(value, TensorDescription):
-        # Every rank has the full tensor: rank 0's is taken.
-        if name not in found.tensors:
-            full = found_tensor(found, file, name, path, value.dtype, value.shape)
-            place = note_bytes(file, value, value.dtype, name, window, built, found)
-            add_shard(found, file, name, full, Region((0,) * len(value.shape), value.shape), value, place)
+        if name not in found.tensors:  # every rank has the full tensor: rank 0's is taken
+            region = Region((0,) * len(value.shape), value.shape)
+            found.add(file, path, value.shape, [(region, value)], value.dtype)
     else:
-        found.values.setdefault(name, StoredValue(name, path, ItemLocation(file, 0, 0)))
+        found.values.setdefault(name, StoredValue(name, path, ItemLocation(file.name, 0, 0)))
 
 
-def _take_flat(
-    file: str, name: str, value: Any, window: ReadWindow, built: ZipDirectory, found: FoundTensors
-) -> None:
+def _take_flat(file: OpenFile, name: str, value: Any, found: FoundTensors) -> None:
     """Add the parameters' pieces in a rank's shard of a flat parameter."""
-    match = RANK_FILE.fullmatch(file)
-    rank = int((match and match["rank"]) or 0)
+    match = RANK_FILE.fullmatch(file.name)
     if found.layouts is None:
-        number = 0 if match is None or match["number_of_model"] is None else int(match["number_of_model"])
-        found.layouts = read_flat_layouts(found.folder, number)
+        found.layouts = read_flat_layouts(found.folder, int((match and match["number_of_model"]) or 0))
     layout = found.layouts.get(name)
     if layout is None or not isinstance(value, TensorDescription):
         msg = (
-            f"{found.folder / file} holds FSDP1's flat parameters (LOCAL_STATE_DICT), "
+            f"{found.folder / file.name} holds FSDP1's flat parameters (LOCAL_STATE_DICT), "
             "whose shapes only the model knows"
         )
         hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
         raise CheckpointError(msg, hint=hint)
     found.sharded = True
+    rank = int((match and match["rank"]) or 0)
     if rank not in layout.ranks:  # a copy, as under HYBRID_SHARD
         return
     for run, region, local in layout.pieces(rank, value):
-        place = note_bytes(file, local, value.dtype, name, window, built, found)
         for own in run.names:
-            full = found_tensor(found, file, own, tuple(own.split(".")), value.dtype, run.shape)
-            add_shard(found, file, own, full, region, local, place)
+            found.add(file, tuple(own.split(".")), run.shape, [(region, local)], value.dtype)
 
 
 def _place_on_meshes(found: FoundTensors) -> None:
@@ -521,4 +510,4 @@ def _place_on_meshes(found: FoundTensors) -> None:
         extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
     for file, name, shard, place in found.on_meshes:
         found.sharded = True
-        add_shard(found, file, name, found.tensors[name], shard_region(shard, extents[name]), shard.local, place)
+        found.add_placed(file, name, shard_region(shard, extents[name]), shard.local, place)

@@ -215,15 +215,6 @@ class TorchZipItem(NamedTuple):
     packed: bool = False
 
 
-def read_item(read: Read, length: int) -> TorchZipItem:
-    """Return what the item of `length` bytes holds.
-
-    Raises:
-        InvalidFileError: When it is not a tensor as torch.save writes it.
-    """
-    return parse_item(ReadWindow(read, length))[0]
-
-
 def parse_item(window: ReadWindow) -> tuple[TorchZipItem, ZipDirectory]:
     """Return what the item in `window` holds, and how it is built.
 

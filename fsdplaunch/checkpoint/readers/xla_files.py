@@ -7,7 +7,7 @@ unit that were flattened into one, is padded and cut into equal runs of elements
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,13 @@ from fsdplaunch.checkpoint.readers.rank_files import (
     FlatLayout,
     FlatParameterSpan,
     FoundTensors,
-    add_shard,
+    OpenFile,
     all_ranks,
     check_still_there,
-    found_tensor,
-    note_bytes,
     reading,
     stored_tensor,
 )
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, member_bytes, read_zip
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, member_bytes, read_zip
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import RANK_FILE_NAMES, TensorDescription, read_state
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, check_count, check_counts, short
@@ -40,27 +38,6 @@ XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.
 _SHARD = "_fsdp_shard"
 _WRAPPERS = frozenset({"_orig_module", "_fsdp_wrapped_module", "_fpw_module"})
 _FLAT = re.compile(r"flat_param_\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFile:
-    """One rank's file.
-
-    Attributes:
-        name: Its name.
-        model: Its slices and buffers by torch_xla's names.
-        metadata: What they are.
-        window: Reads it.
-        built: Its table of contents.
-        most: Characters of all names that a description of its size can have: a list may stand in many places.
-    """
-
-    name: str
-    model: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    window: ReadWindow
-    built: ZipDirectory
-    most: int
 
 
 def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
@@ -97,7 +74,7 @@ def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
     """Add what one rank's file holds to `found` and return the file's size in bytes."""
     with reading(path) as window:
         try:
-            _take_all(_opened(path, window), rank, world, found)
+            _take_all(path, window, rank, world, found)
         except InvalidFileError:  # a ValueError, too, that says more
             raise
         except (LookupError, TypeError, ValueError):
@@ -106,19 +83,7 @@ def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
     return window.length
 
 
-def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> None:
-    if (file.metadata.get("rank"), file.metadata.get("world_size")) != (rank, world):
-        msg = "it says that it is of another rank, or of another number of ranks, than its name"
-        raise InvalidFileError(msg)
-    left = file.most
-    for name, value in file.model.items():
-        left -= _take(file, str(name), value, rank, world, found)
-        if left < 0:
-            msg = "it names more parameters than a description of its size can"
-            raise InvalidFileError(msg)
-
-
-def _opened(path: Path, window: ReadWindow) -> RankFile:
+def _take_all(path: Path, window: ReadWindow, rank: int, world: int, found: FoundTensors) -> None:
     built = read_zip(window, MAX_DIRECTORY)
     raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
     state = read_state(raw, f"{path}: its data.pkl", {**RANK_FILE_NAMES, **SIZE_NAMES})
@@ -126,30 +91,35 @@ def _opened(path: Path, window: ReadWindow) -> RankFile:
     if not isinstance(model, dict) or not isinstance(metadata, dict):
         msg = "it has no model with shard_metadata beside it"
         raise InvalidFileError(msg)
-    most = MOST_OF_NAMES * len(raw) + SMALL_NAMES
-    return RankFile(name=path.name, model=model, metadata=metadata, window=window, built=built, most=most)
-
-
-def _take(file: RankFile, name: str, value: Any, rank: int, world: int, found: FoundTensors) -> int:
-    """Add one entry of a rank's model, and return the characters of the names in it."""
-    if not isinstance(value, TensorDescription):
-        msg = f"{short(name)} is a {type(value).__name__}, no tensor"
+    if (metadata.get("rank"), metadata.get("world_size")) != (rank, world):
+        msg = "it says that it is of another rank, or of another number of ranks, than its name"
         raise InvalidFileError(msg)
-    if not is_slice(name):
-        if rank == 0:  # every rank has the buffers
-            _put(file, own_name(name), value.shape, Region((0,) * len(value.shape), value.shape), value, found)
-        return len(name)
-    used = 0
-    for own, shape, region, local in slice_pieces(file.metadata, name, value, rank=rank, world=world):
-        used += len(own) + 1
-        if used > file.most:
-            break
-        _put(file, own, shape, region, local, found)
-    return used
+    file = OpenFile(path.name, window, built)
+    left = MOST_OF_NAMES * len(raw) + SMALL_NAMES  # of all names: a list of them may stand in many places
+    for name, value in model.items():
+        for own, shape, region, local in _pieces(metadata, str(name), value, rank, world):
+            left -= len(own) + 1
+            if left < 0:
+                msg = "it names more parameters than a description of its size can"
+                raise InvalidFileError(msg)
+            found.add(file, tuple(own.split(".")), shape, [(region, local)], local.dtype)
+
+
+def _pieces(
+    metadata: Mapping[str, Any], name: str, value: Any, rank: int, world: int
+) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
+    """Yield what an entry of a rank's model holds, as `slice_pieces` does."""
+    if not isinstance(value, TensorDescription):
+        msg = f"{short(name)} is a {type(value).__name__}, not a tensor"
+        raise InvalidFileError(msg)
+    if is_slice(name):
+        yield from slice_pieces(metadata, name, value, rank=rank, world=world)
+    elif rank == 0:  # every rank has the buffers
+        yield own_name(name), value.shape, Region((0,) * len(value.shape), value.shape), value
 
 
 def is_slice(name: str) -> bool:
-    """Tell whether an entry of a rank's model is a slice of parameters, and no buffer."""
+    """Return whether an entry of a rank's model is a slice of parameters, not a buffer."""
     return any(part.startswith(_SHARD) for part in name.split("."))
 
 
@@ -222,19 +192,6 @@ def _rows(
     if sizes[0]:
         region = Region((first, *(0 for _ in shape[1:])), sizes)
         yield name, shape, region, replace(value, shape=sizes, strides=row_major(sizes))
-
-
-def _put(
-    file: RankFile,
-    name: str,
-    shape: tuple[int, ...],
-    region: Region,
-    local: TensorDescription,
-    found: FoundTensors,
-) -> None:
-    full = found_tensor(found, file.name, name, tuple(name.split(".")), local.dtype, shape)
-    place = note_bytes(file.name, local, local.dtype, name, file.window, file.built, found)
-    add_shard(found, file.name, name, full, region, local, place)
 
 
 def own_name(name: str) -> str:

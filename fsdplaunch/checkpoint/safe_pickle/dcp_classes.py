@@ -215,16 +215,9 @@ def _keep(table: dict[bytes, T], raw: bytes, value: T) -> T:
     return value
 
 
-# torch has one extension; more than a few for one item are none of its.
+# torch has one extension; more than a few for one item cannot be its.
 MAX_TRANSFORMS = 4
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
-
-
-def _fields(state: Any, known: tuple[str, ...], owner: str) -> dict[str, Any]:
-    if type(state) is not dict or not all(key in known for key in state):
-        msg = f"{owner} has a state that is not its own"
-        raise InvalidFileError(msg)
-    return state
 
 
 class TensorProperties(PickledRecord):
@@ -251,12 +244,13 @@ class ChunkEntry(PickledRecord):
 
     __slots__ = ("box",)
     takes_state = True
+    stands_for, known = "ChunkStorageMetadata", ("offsets", "sizes")
 
     def __init__(self) -> None:
         self.box: Region | None = None
 
-    def __setstate__(self, state: Any) -> None:
-        fields = _fields(state, ("offsets", "sizes"), "ChunkStorageMetadata")
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Keep the rectangle."""
         self.box = Region(
             check_counts(fields.get("offsets"), "a chunk's offset"),
             check_counts(fields.get("sizes"), "a chunk's size"),
@@ -268,15 +262,16 @@ class TensorEntry(PickledRecord):
 
     __slots__ = ("chunks", "dtype", "layout", "shape")
     takes_state = True
+    stands_for, known = "TensorStorageMetadata", ("properties", "size", "chunks")
 
     def __init__(self) -> None:
         self.dtype: Dtype | None = None
         self.layout = ""
         self.shape: tuple[int, ...] = ()
-        self.chunks: list[Region] = []
+        self.chunks: list[Any] = []
 
-    def __setstate__(self, state: Any) -> None:
-        fields = _fields(state, ("properties", "size", "chunks"), "TensorStorageMetadata")
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Keep what describes the tensor."""
         properties, chunks = fields.get("properties"), fields.get("chunks")
         if not isinstance(properties, TensorProperties):
             msg = "a tensor has no properties"
@@ -293,7 +288,7 @@ def resolve_chunks(entries: Iterable[Any], most: int) -> None:
     """Have every tensor's chunks be boxes.
 
     Args:
-        entries: All entries; those that are no tensors are passed over.
+        entries: All entries; those that are not tensors are passed over.
         most: The most chunks that they may name together: a list can be named by many of them.
 
     Raises:
@@ -324,9 +319,7 @@ class ValueEntry(PickledRecord):
     """An entry that is not a tensor."""
 
     __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        _fields(state, (), "BytesStorageMetadata")
+    stands_for = "BytesStorageMetadata"
 
 
 class ItemIndex(PickledRecord):
@@ -334,6 +327,7 @@ class ItemIndex(PickledRecord):
 
     __slots__ = ("fqn", "offset")
     takes_state = True
+    stands_for, known = "MetadataIndex", ("fqn", "offset", "index")
 
     def __init__(self) -> None:
         self.fqn = ""
@@ -345,8 +339,8 @@ class ItemIndex(PickledRecord):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ItemIndex) and self.fqn == other.fqn and self.offset == other.offset
 
-    def __setstate__(self, state: Any) -> None:
-        fields = _fields(state, ("fqn", "offset", "index"), "MetadataIndex")
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Keep name and offset."""
         if type(fields.get("fqn")) is not str:
             msg = "an item's name is not text"
             raise InvalidFileError(msg)
@@ -360,14 +354,15 @@ class StorageInfo(PickledRecord):
 
     __slots__ = ("length", "offset", "relative_path", "transforms")
     takes_state = True
+    stands_for, known = "_StorageInfo", ("relative_path", "offset", "length", "transform_descriptors")
 
     def __init__(self) -> None:
         self.relative_path = ""
         self.offset = self.length = 0
         self.transforms: tuple[str, ...] = ()
 
-    def __setstate__(self, state: Any) -> None:
-        fields = _fields(state, ("relative_path", "offset", "length", "transform_descriptors"), "_StorageInfo")
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Keep the place."""
         if type(fields.get("relative_path")) is not str:
             msg = "a file name is not text"
             raise InvalidFileError(msg)
@@ -392,24 +387,23 @@ class StorageNote(PickledRecord):
     """Identifiers of the save; nothing here is needed."""
 
     __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        _fields(state, ("checkpoint_id", "save_id", "load_id", "modules"), "StorageMeta")
+    stands_for, known = "StorageMeta", ("checkpoint_id", "save_id", "load_id", "modules")
 
 
 class Metadata(PickledRecord):
     """The whole index."""
 
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
+    stands_for = "Metadata"
+    known = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
     def __init__(self) -> None:
         self.state_dict_metadata: dict[Any, Any] = {}
         self.planner_data: Any = None
         self.storage_data: dict[Any, Any] = {}
 
-    def __setstate__(self, state: Any) -> None:
-        known = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-        fields = _fields(state, known, "Metadata")
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Keep the tables."""
         if type(fields.get("state_dict_metadata")) is not dict or type(fields.get("storage_data")) is not dict:
             msg = "Metadata lacks its tables"
             raise InvalidFileError(msg)

@@ -1,7 +1,7 @@
 """The stand-ins for what a torch.save file names: tensors, storages, sharded tensors, placements. Inert."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,7 +335,7 @@ def read_state(data: bytes, where: str, names: Mapping[tuple[str, str], Any] | N
 
     Raises:
         CheckpointError: When it names what a state dict has no use for, or is damaged.
-        InvalidFileError: When it is no dictionary.
+        InvalidFileError: When it is not a dictionary.
     """
     known = RANK_FILE_NAMES if names is None else names
     found = unpickle(data, known, persistent=storage_of, unknown=foreign, where=where)
@@ -437,48 +437,44 @@ def _fields(name: str) -> PickledCallable:
     )
 
 
-def _all(module: str, names: Iterable[str], make: Callable[[str], PickledCallable]) -> dict[tuple[str, str], Any]:
-    return {(module, name): make(f"{module}.{name}") for name in names}
-
-
 _SUBCLASSES: dict[str, Callable[[WrapperTensor, Any], Any]] = {
     "DTensor": _mesh_shard,
     "ShardedTensor": _listed_parts,
 }
+_KINDS = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 _SPEC = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
-_MESH_LAYOUT = ("_MeshLayout", "_FlatLayout")
+# What files of ranks name besides: tensor classes, and objects that are read as the fields they were saved with.
+_TENSORS = {
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor._api": "DTensor",
+    "torch.distributed._tensor": "DTensor",
+    "torch.distributed._tensor.api": "DTensor",
+    f"{_SHARDED}sharded_tensor.api": "ShardedTensor",
+}
+_OBJECTS: dict[str, tuple[str, ...]] = {
+    "torch.distributed.tensor.placement_types": _KINDS,
+    "torch.distributed._tensor.placement_types": (*_KINDS, *_SPEC),
+    "torch.distributed.tensor._dtensor_spec": _SPEC,
+    "torch.distributed._tensor._dtensor_spec": _SPEC,
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
+    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
+    "torch.distributed.remote_device": ("_remote_device",),
+    f"{_SHARDED}sharded_tensor.shard": ("Shard",),
+    f"{_SHARDED}metadata": ("ShardMetadata",),
+    f"{_SHARDED}sharded_tensor.metadata": ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
+    f"{_SHARDED}sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
+    f"{_SHARDED}sharding_spec.api": ("EnumerableShardingSpec",),
+}
 RANK_FILE_NAMES: dict[tuple[str, str], Any] = {
     **TENSOR_NAMES,
     ("torch._tensor", "_rebuild_from_type_v2"): PickledCallable(
         "torch._tensor._rebuild_from_type_v2", call=_rebuild
     ),
     ("collections", "OrderedDict"): PickledCallable("collections.OrderedDict", call=lambda _: PickledDict()),
-    **{(module, "getattr"): PickledCallable("getattr", call=_attribute) for module in ("__builtin__", "builtins")},
-    **_all("torch.distributed.tensor", ("DTensor",), PickledCallable),
-    **_all("torch.distributed.tensor._api", ("DTensor",), PickledCallable),
-    **_all("torch.distributed._tensor.api", ("DTensor",), PickledCallable),
-    **_all("torch.distributed._tensor", ("DTensor",), PickledCallable),
-    **_all(f"{_SHARDED}sharded_tensor.api", ("ShardedTensor",), PickledCallable),
-    **{
-        key: made
-        for module in _PLACEMENTS
-        for key, made in _all(
-            module, ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard"), _fields
-        ).items()
-    },
-    **_all("torch.distributed.tensor._dtensor_spec", _SPEC, _fields),
-    **_all("torch.distributed._tensor._dtensor_spec", _SPEC, _fields),
-    **_all("torch.distributed._tensor.placement_types", _SPEC, _fields),
-    **_all("torch.distributed.device_mesh", ("DeviceMesh",), _fields),
-    **_all("torch.distributed._tensor.device_mesh", ("DeviceMesh",), _fields),
-    **_all("torch.distributed._mesh_layout", _MESH_LAYOUT, _fields),
-    **_all(f"{_SHARDED}sharded_tensor.shard", ("Shard",), _fields),
-    **_all(f"{_SHARDED}metadata", ("ShardMetadata",), _fields),
-    **_all(f"{_SHARDED}sharded_tensor.metadata", ("ShardedTensorMetadata", "TensorProperties"), _fields),
-    **_all(f"{_SHARDED}sharded_tensor.metadata", ("MEM_FORMAT_ENCODING",), _fields),
-    **_all(f"{_SHARDED}sharding_spec.chunk_sharding_spec", ("ChunkShardingSpec",), _fields),
-    **_all(f"{_SHARDED}sharding_spec.api", ("EnumerableShardingSpec",), _fields),
-    **_all("torch.distributed.remote_device", ("_remote_device",), _fields),
+    **{(home, "getattr"): PickledCallable("getattr", call=_attribute) for home in ("__builtin__", "builtins")},
+    **{(home, kind): PickledCallable(f"{home}.{kind}") for home, kind in _TENSORS.items()},
+    **{(home, kind): _fields(f"{home}.{kind}") for home, kinds in _OBJECTS.items() for kind in kinds},
 }
 
 
@@ -491,31 +487,28 @@ def _value(_: tuple[Any, ...]) -> None:
     """Stand for a value that is of no interest here."""
 
 
-def _rebuilt(name: str) -> tuple[tuple[str, str], PickledCallable]:
-    return ("torch._utils", name), PickledCallable(f"torch._utils.{name}", call=_value)
-
-
 # What torch's reader makes of plain values besides what state dicts hold.
+_PLAIN: dict[str, tuple[str, ...]] = {
+    "builtins": ("set", "complex", "bytearray"),
+    "__builtin__": ("set", "complex", "bytearray"),
+    "collections": ("Counter", "defaultdict"),
+    "_codecs": ("encode",),
+    "torch": ("device",),
+    "torch.serialization": ("_get_layout",),
+    "torch._utils": (
+        "_rebuild_tensor",
+        "_rebuild_sparse_tensor",
+        "_rebuild_qtensor",
+        "_rebuild_meta_tensor_no_storage",
+    ),
+}
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     **RANK_FILE_NAMES,
     **{
         (home, kind): PickledCallable(f"{home}.{kind}", call=_value)
-        for home, kind in (
-            *(
-                (builtins, kind)
-                for builtins in ("builtins", "__builtin__")
-                for kind in ("set", "complex", "bytearray")
-            ),
-            *(("collections", "Counter"), ("collections", "defaultdict"), ("_codecs", "encode")),
-            *(("torch", "device"), ("torch.serialization", "_get_layout")),
-        )
+        for home, kinds in _PLAIN.items()
+        for kind in kinds
     },
-    **dict(
-        map(
-            _rebuilt,
-            ("_rebuild_tensor", "_rebuild_sparse_tensor", "_rebuild_qtensor", "_rebuild_meta_tensor_no_storage"),
-        )
-    ),
 }
 
 

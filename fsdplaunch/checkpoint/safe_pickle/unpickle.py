@@ -1,8 +1,8 @@
 """Read a pickle without trusting it: a small interpreter that knows a few opcodes and imports nothing.
 
-The standard unpickler looks names up in real modules and lets a few bytes ask for gigabytes (LONG_BINPUT).
-This one only builds containers, numbers, texts and the records a caller declares; every other opcode or name is
-refused by name. Memory is bounded by a small multiple of the file's own size.
+It only builds containers, numbers, texts and the records a caller declares; every other opcode or name is refused
+by name. Memory is bounded by a small multiple of the file's own size. A subclass of `pickle.Unpickler` can refuse
+names, but not count what containers take, nor see a key before it is hashed: a nest of tuples hashes for ever.
 """
 
 import struct
@@ -45,18 +45,27 @@ class PickledCallable:
 
 
 class PickledRecord:
-    """An object of ours that a pickle may fill in."""
+    """An object of ours that a pickle may fill in. A file may ask for millions: subclasses have slots."""
 
     __slots__ = ()
-    weight = OBJECT
+    weight: int = OBJECT
     """Bytes that it takes."""
     takes_state = False
     """Whether all that its state held is in fields of its own, so that the state is of no further use."""
+    stands_for = "an object"
+    """What messages call it."""
+    known: tuple[str, ...] = ()
+    """The fields that its pickled state may have."""
 
     def __setstate__(self, state: Any) -> None:
         """Take over the pickled state, checked field by field."""
-        msg = f"{type(self).__name__} takes no state, got {type(state).__name__}"
-        raise InvalidFileError(msg)
+        if type(state) is not dict or not all(key in self.known for key in state):
+            msg = f"{self.stands_for} has a state that is not its own"
+            raise InvalidFileError(msg)
+        self.fill(state)
+
+    def fill(self, fields: dict[str, Any]) -> None:
+        """Take over the fields of a state; here none are of use."""
 
 
 class PickledDict(dict[Any, Any], PickledRecord):
@@ -69,6 +78,7 @@ class PickledDict(dict[Any, Any], PickledRecord):
 
 
 Fuse = Callable[["Interpreter", int], int]
+Handler = Callable[["Interpreter"], object]
 Names = Mapping[tuple[str, str], Any]
 Unknown = Callable[[str, str], Any]
 _KEYS = (str, int, float, bytes, type(None))
@@ -87,20 +97,6 @@ def _is_key(key: Any) -> bool:
 
 class Interpreter:
     """The stack, the marks and the memo while one pickle is read."""
-
-    __slots__ = (
-        "data",
-        "fetched",
-        "known",
-        "marks",
-        "memo",
-        "names",
-        "persistent",
-        "position",
-        "spent",
-        "stack",
-        "unknown",
-    )
 
     def __init__(self, data: bytes, names: Names, persistent: Call | None, unknown: Unknown) -> None:
         self.data = data
@@ -125,19 +121,21 @@ class Interpreter:
         self.position = end
         return self.data[start:end]
 
-    def pop(self) -> Any:
-        """Take the top of the stack, not beyond a mark."""
-        if self.marks and len(self.stack) <= self.marks[-1]:
-            msg = f"the stack runs empty at byte {self.position}"
-            raise InvalidFileError(msg)
-        return self.stack.pop()
-
     def top(self) -> Any:
         """Return the top of the stack, not beyond a mark."""
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
             msg = f"the stack runs empty at byte {self.position}"
             raise InvalidFileError(msg)
         return self.stack[-1]
+
+    def pop(self) -> Any:
+        """Take the top of the stack, not beyond a mark."""
+        self.top()
+        return self.stack.pop()
+
+    def pop_many(self, count: int) -> list[Any]:
+        """Take so many from the top of the stack, in the order in which they came."""
+        return [self.pop() for _ in range(count)][::-1]
 
     def pop_mark(self) -> list[Any]:
         """Take everything above the last mark."""
@@ -228,86 +226,14 @@ class Interpreter:
 MAX_INTEGER_BYTES = 17  # the state of numpy's generators: 128 bits and a sign
 MAX_OPEN_MARKS = 100
 
-Handler = Callable[[Interpreter], None]
-TABLE: list[Handler | None] = [None] * 256
 
-
-def _handles(*opcodes: int) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        for opcode in opcodes:
-            TABLE[opcode] = handler
-        return handler
-
-    return register
-
-
-def _constant(opcode: int, make: Callable[[], Any]) -> None:
-    def push(m: Interpreter) -> None:
-        m.stack.append(make())
-
-    TABLE[opcode] = push
-
-
-def _container(opcode: int, make: Callable[[], Any]) -> None:
-    def push(m: Interpreter) -> None:
-        m.spend(CONTAINER)
-        m.stack.append(make())
-
-    TABLE[opcode] = push
-
-
-def _number(opcode: int, layout: str) -> None:
-    reader = struct.Struct(layout)
-
-    def push(m: Interpreter) -> None:
-        m.stack.append(reader.unpack(m.take(reader.size))[0])
-
-    TABLE[opcode] = push
-
-
-def _text(opcode: int, layout: str, *, decode: bool) -> None:
-    reader = struct.Struct(layout)
-
-    def push(m: Interpreter) -> None:
-        raw = m.take(reader.unpack(m.take(reader.size))[0])
-        value = raw.decode() if decode else raw
-        m.spend(getsizeof(value) + SLOT)
-        m.stack.append(value)
-
-    TABLE[opcode] = push
-
-
-_constant(ord("N"), lambda: None)
-_constant(0x88, lambda: True)
-_constant(0x89, lambda: False)
-_container(ord("]"), list)
-_container(ord("}"), dict)
-_constant(ord(")"), tuple)
-_number(ord("K"), "<B")
-_number(ord("M"), "<H")
-_number(ord("J"), "<i")
-_number(ord("G"), ">d")
-_text(0x8C, "<B", decode=True)
-_text(ord("X"), "<I", decode=True)
-_text(0x8D, "<Q", decode=True)
-_text(ord("C"), "<B", decode=False)
-_text(ord("B"), "<I", decode=False)
-
-
-@_handles(0x80)
-def _protocol(m: Interpreter) -> None:
+def _check_protocol(m: Interpreter) -> None:
     version = m.take(1)[0]
     if not 2 <= version <= 5:  # noqa: PLR2004  (pickle protocols)
         msg = f"pickle protocol {version} is not supported"
         raise InvalidFileError(msg)
 
 
-@_handles(0x95)
-def _frame(m: Interpreter) -> None:
-    m.take(8)
-
-
-@_handles(ord("("))
 def _mark(m: Interpreter) -> None:
     if len(m.marks) >= MAX_OPEN_MARKS:
         msg = f"containers nest more than {MAX_OPEN_MARKS} deep at byte {m.position}"
@@ -315,7 +241,6 @@ def _mark(m: Interpreter) -> None:
     m.marks.append(len(m.stack))
 
 
-@_handles(0x8A)
 def _long(m: Interpreter) -> None:
     count = m.take(1)[0]
     if count > MAX_INTEGER_BYTES:
@@ -324,75 +249,11 @@ def _long(m: Interpreter) -> None:
     m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
 
 
-@_handles(ord("t"))
-def _tuple(m: Interpreter) -> None:
-    items = m.pop_mark()
+def _tuple(m: Interpreter, items: list[Any]) -> None:
     m.spend(CONTAINER + SLOT * len(items))
     m.stack.append(tuple(items))
 
 
-@_handles(0x85, 0x86, 0x87)
-def _short_tuple(m: Interpreter) -> None:
-    count = m.data[m.position - 1] - 0x84
-    m.spend(CONTAINER + SLOT * count)
-    items = [m.pop() for _ in range(count)]
-    m.stack.append(tuple(items[::-1]))
-
-
-@_handles(ord("a"))
-def _append(m: Interpreter) -> None:
-    value = m.pop()
-    m.extend([value])
-
-
-@_handles(ord("e"))
-def _appends(m: Interpreter) -> None:
-    m.extend(m.pop_mark())
-
-
-@_handles(ord("s"))
-def _setitem(m: Interpreter) -> None:
-    value = m.pop()
-    m.store([m.pop(), value])
-
-
-@_handles(ord("u"))
-def _setitems(m: Interpreter) -> None:
-    m.store(m.pop_mark())
-
-
-@_handles(0x94)
-def _memoize(m: Interpreter) -> None:
-    m.memo.append(m.top())
-
-
-@_handles(ord("q"))
-def _binput(m: Interpreter) -> None:
-    m.remember(m.take(1)[0])
-
-
-@_handles(ord("r"))
-def _long_binput(m: Interpreter) -> None:
-    m.remember(int.from_bytes(m.take(4), "little"))
-
-
-@_handles(ord("h"))
-def _binget(m: Interpreter) -> None:
-    m.recall(m.take(1)[0], 2)
-
-
-@_handles(ord("j"))
-def _long_binget(m: Interpreter) -> None:
-    m.recall(int.from_bytes(m.take(4), "little"), 5)
-
-
-@_handles(ord("c"))
-def _global(m: Interpreter) -> None:
-    module = m.line()
-    m.find(module, m.line())
-
-
-@_handles(0x93)
 def _stack_global(m: Interpreter) -> None:
     name, module = m.pop(), m.pop()
     if type(name) is not str or type(module) is not str:
@@ -401,7 +262,6 @@ def _stack_global(m: Interpreter) -> None:
     m.find(module, name)
 
 
-@_handles(ord("R"))
 def _reduce(m: Interpreter) -> None:
     arguments, callee = m.pop(), m.pop()
     if not isinstance(callee, PickledCallable) or callee.call is None or type(arguments) is not tuple:
@@ -413,7 +273,6 @@ def _reduce(m: Interpreter) -> None:
     m.stack.append(made)
 
 
-@_handles(0x81)
 def _newobj(m: Interpreter) -> None:
     arguments, cls = m.pop(), m.pop()
     if not isinstance(cls, PickledCallable) or cls.new is None or (arguments != () and not cls.any_arguments):
@@ -424,7 +283,6 @@ def _newobj(m: Interpreter) -> None:
     m.stack.append(cls.new())
 
 
-@_handles(ord("b"))
 def _build(m: Interpreter) -> None:
     state, target = m.pop(), m.top()
     if not isinstance(target, PickledRecord):
@@ -437,8 +295,7 @@ def _build(m: Interpreter) -> None:
         state.clear()
 
 
-@_handles(ord("Q"))
-def _binpersid(m: Interpreter) -> None:
+def _persistent(m: Interpreter) -> None:
     key = m.pop()
     if m.persistent is None or type(key) is not tuple:
         msg = f"a persistent id at byte {m.position}"
@@ -446,6 +303,70 @@ def _binpersid(m: Interpreter) -> None:
     m.stack.append(m.persistent(key))
 
 
+def _container(make: type) -> Handler:
+    def push(m: Interpreter) -> None:
+        m.spend(CONTAINER)
+        m.stack.append(make())
+
+    return push
+
+
+def _number(layout: str) -> Handler:
+    reader = struct.Struct(layout)
+    return lambda m: m.stack.append(*reader.unpack(m.take(reader.size)))
+
+
+def _text(width: int, *, decode: bool = True) -> Handler:
+    def push(m: Interpreter) -> None:
+        raw = m.take(int.from_bytes(m.take(width), "little"))
+        value = raw.decode() if decode else raw
+        m.spend(getsizeof(value) + SLOT)
+        m.stack.append(value)
+
+    return push
+
+
+# The opcodes that torch's writers use; any other is refused. A merge does without the module `pickle`.
+_HANDLERS: dict[int, Handler] = {
+    0x80: _check_protocol,  # PROTO
+    0x95: lambda m: m.take(8),  # FRAME
+    ord("N"): lambda m: m.stack.append(None),  # NONE
+    0x88: lambda m: m.stack.append(True),  # NEWTRUE
+    0x89: lambda m: m.stack.append(False),  # NEWFALSE
+    ord("K"): _number("<B"),  # BININT1
+    ord("M"): _number("<H"),  # BININT2
+    ord("J"): _number("<i"),  # BININT
+    ord("G"): _number(">d"),  # BINFLOAT
+    0x8A: _long,  # LONG1
+    0x8C: _text(1),  # SHORT_BINUNICODE
+    ord("X"): _text(4),  # BINUNICODE
+    0x8D: _text(8),  # BINUNICODE8
+    ord("C"): _text(1, decode=False),  # SHORT_BINBYTES
+    ord("B"): _text(4, decode=False),  # BINBYTES
+    ord("("): _mark,  # MARK
+    ord("]"): _container(list),  # EMPTY_LIST
+    ord("}"): _container(dict),  # EMPTY_DICT
+    ord(")"): lambda m: m.stack.append(()),  # EMPTY_TUPLE
+    ord("t"): lambda m: _tuple(m, m.pop_mark()),  # TUPLE
+    0x85: lambda m: _tuple(m, m.pop_many(1)),  # TUPLE1
+    0x86: lambda m: _tuple(m, m.pop_many(2)),  # TUPLE2
+    0x87: lambda m: _tuple(m, m.pop_many(3)),  # TUPLE3
+    ord("a"): lambda m: m.extend(m.pop_many(1)),  # APPEND
+    ord("e"): lambda m: m.extend(m.pop_mark()),  # APPENDS
+    ord("s"): lambda m: m.store(m.pop_many(2)),  # SETITEM
+    ord("u"): lambda m: m.store(m.pop_mark()),  # SETITEMS
+    0x94: lambda m: m.memo.append(m.top()),  # MEMOIZE
+    ord("q"): lambda m: m.remember(m.take(1)[0]),  # BINPUT
+    ord("r"): lambda m: m.remember(int.from_bytes(m.take(4), "little")),  # LONG_BINPUT
+    ord("h"): lambda m: m.recall(m.take(1)[0], 2),  # BINGET
+    ord("j"): lambda m: m.recall(int.from_bytes(m.take(4), "little"), 5),  # LONG_BINGET
+    ord("c"): lambda m: m.find(m.line(), m.line()),  # GLOBAL
+    0x93: _stack_global,  # STACK_GLOBAL
+    ord("R"): _reduce,  # REDUCE
+    0x81: _newobj,  # NEWOBJ
+    ord("b"): _build,  # BUILD
+    ord("Q"): _persistent,  # BINPERSID
+}
 _STOP = ord(".")
 
 
@@ -493,13 +414,13 @@ def read_next(interpreter: Interpreter, where: str) -> Any:
 
 def _run(m: Interpreter) -> Any:
     """Execute until STOP and return the one object left."""
-    data, table = m.data, TABLE
+    data, table = m.data, _HANDLERS
     while True:
         opcode = data[m.position]
         m.position += 1
         if opcode == _STOP:
             break
-        handler = table[opcode]
+        handler = table.get(opcode)
         if handler is None:
             msg = f"opcode 0x{opcode:02x} at byte {m.position - 1} is not one that torch writes"
             raise InvalidFileError(msg)

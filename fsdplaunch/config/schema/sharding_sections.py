@@ -80,8 +80,8 @@ def parse_xla_settings(value: Any) -> dict[str, Any]:
     """Read arguments of `XlaFullyShardedDataParallel`, by name.
 
     Raises:
-        ValueError: It is no mapping.
-        NotedValueError: A name is no argument's, or a value is none that it takes.
+        ValueError: It is not a mapping.
+        NotedValueError: A name is not an argument, or a value is not one that it takes.
     """
     table = p.parse_table(value)
     wrong, found = list[str](), dict[str, Any]()
@@ -112,7 +112,9 @@ def _field(name: str, value: Any) -> Any:
         raise ValueError(msg)
     if name not in _FIELDS:
         near = get_close_matches(name, _FIELDS, n=1)
-        msg = f"{name} is no argument of XlaFullyShardedDataParallel{f' (is {near[0]} meant?)' if near else ''}"
+        msg = (
+            f"{name} is not an argument of XlaFullyShardedDataParallel{f' (is {near[0]} meant?)' if near else ''}"
+        )
         raise ValueError(msg)
     expects, parse = _FIELDS[name]
     try:

@@ -7,7 +7,7 @@ connections: the launcher's own until the run starts, then one in the background
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from fsdplaunch.launch.coordination.node_info import (
     try_to_reach,
     unreachable,
 )
-from fsdplaunch.launch.coordination.protocol import Message, ProtocolError, encode
+from fsdplaunch.launch.coordination.protocol import Message, ProtocolError
 from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
     JoinProgress,
@@ -40,11 +40,15 @@ from fsdplaunch.launch.root_cause import WARNINGS, signal_name
 from fsdplaunch.sockets import held
 
 _SAID = 8
-"""Most findings that every node is told of."""
+"""Most findings that are sent to every node."""
 _REACH_SECONDS = 15.0
 """How long nodes may take to try each other."""
-TOLD_AT_ONCE, NEWS_SECONDS = 128, 1.0
-"""How many nodes are told, and how often, how many are here: a thousand hear it less often, not more is sent."""
+NEWS_SECONDS = 1.0
+"""How often nodes hear how many are here."""
+LOOK_SECONDS = 0.1
+"""How often to look whether nodes have gone silent."""
+LINGER_SECONDS = 15.0
+"""How long the others may take, after their grace, to end when one node has failed."""
 
 
 class JoinPhase:
@@ -54,13 +58,12 @@ class JoinPhase:
         self._server = server
         self._requirements = server.requirements
         self._last_news = 0.0
-        self._to_be_told: list[NodeConnection] = []
 
     def gather(self, progress: JoinProgress) -> RunAssignment:
         """Wait for the nodes, compare them, have them try each other, and start them.
 
         Raises:
-            MachineError: Not enough came, or they cannot run together; every one that came has been told.
+            MachineError: Not enough came, or they cannot run together; every one that came knows why.
         """
         try:
             self._await_nodes(progress)
@@ -70,7 +73,8 @@ class JoinPhase:
         self._learn_address()
         found = find_incompatibilities(self._server.node_infos, most=self._requirements.most)
         if not any(one.fatal for one in found):
-            self._assign_ranks()
+            for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
+                node.rank = rank
             found += self._try_each_other()
         if fatal := [one for one in found if one.fatal]:
             raise self._refuse(fatal)
@@ -88,18 +92,10 @@ class JoinPhase:
             progress.show(f"{here} of {required.least} nodes here")
             if now - self._last_news > NEWS_SECONDS:
                 self._last_news = now
-                self._spread_news(kind="waiting", here=here, of=required.least)
+                self._server.broadcast(kind="waiting", here=here, of=required.least)
             self._server.turn()
             for node, node_info in self._server.take_late():  # one that was there may have left again
                 self._server.let_in(node, node_info)
-
-    def _spread_news(self, **message: Any) -> None:
-        """Send a message to those that have waited longest for one."""
-        waiting = self._to_be_told or self._server.present
-        line = encode(message)
-        for node in waiting[:TOLD_AT_ONCE]:
-            node.send_line(line)
-        self._to_be_told = waiting[TOLD_AT_ONCE:]
 
     def _learn_address(self) -> None:
         """Take the address that the others connected to as our own: the workers can reach it as well."""
@@ -121,10 +117,6 @@ class JoinPhase:
             f"{self._server.own.name}?",
         )
 
-    def _assign_ranks(self) -> None:
-        for node, rank in zip(self._server.present, assign_ranks(self._server.node_infos), strict=True):
-            node.rank = rank
-
     def _try_each_other(self) -> list[Finding]:
         """Have every node connect to others, as the workers will."""
         present = sorted(self._server.present, key=lambda node: node.rank)
@@ -132,8 +124,12 @@ class JoinPhase:
         for place, node in enumerate(present):  # each is told of those that it tries, and not of all
             node.send(kind="try", nodes=[rows[other] for other in targets(len(rows), place)])
         mine = [rows[other] for other in targets(len(rows), present.index(self._server.own))]
-        threading.Thread(target=self._try_own, args=(mine,), daemon=True).start()
         end, own = time.monotonic() + _REACH_SECONDS, self._server.own
+
+        def try_own() -> None:
+            own.reached = try_to_reach(mine)
+
+        threading.Thread(target=try_own, daemon=True).start()
         waiting = set(present)
         while waiting and time.monotonic() < end:
             changed = [*self._server.turn(0.05), own]
@@ -143,11 +139,8 @@ class JoinPhase:
             reached |= {node.name: None for node in present if node.is_closed}
         return unreachable(reached)
 
-    def _try_own(self, nodes: list[Message]) -> None:
-        self._server.own.reached = try_to_reach(nodes)
-
     def _refuse(self, findings: Sequence[Finding]) -> MachineError:
-        """Tell every node what is wrong, and return it."""
+        """Send every node what is wrong, and return it."""
         message = "; ".join(one.message for one in findings[:_SAID])
         if len(findings) > _SAID:
             message += f"; and {len(findings) - _SAID} more"
@@ -162,15 +155,15 @@ class JoinPhase:
         own = self._server.own
         address = own.node_info.address if own.node_info else ""
         address = address or next((node.came_from for node in nodes[1:] if node.came_from), "")
-        store_host = self._store_host(nodes[1:], address)
+        came_to = {node.came_to for node in nodes[1:]} or {address}
+        store_host = came_to.pop() if len(came_to) == 1 else ALL_ADDRESSES
         held_port = self._hold_store_port(store_host)
         run = _start_message(self._server, nodes, notes)
         for node in nodes[1:]:
             node.send(**run, rank=node.rank)
         self._server.running = True
-        names = [node.name for node in nodes]
         return RunAssignment.from_message(
-            {**run, "rank": own.rank, "names": names},
+            {**run, "rank": own.rank, "names": [node.name for node in nodes]},
             store_host=store_host,
             address=address,
             secret=self._requirements.secret,
@@ -178,11 +171,7 @@ class JoinPhase:
         )
 
     def _hold_store_port(self, host: str) -> socket.socket:
-        """Bind the port that the others are about to be told: a free one, which is nobody's `main_process_port`.
-
-        Raises:
-            MachineError: No port of that address is free; every node has been told.
-        """
+        """Bind the port that the others are about to be told: a free one, nobody's `main_process_port`."""
         try:
             held_port = held(host)
         except OSError as error:
@@ -192,25 +181,11 @@ class JoinPhase:
         self._server.store_port = int(held_port.getsockname()[1])
         return held_port
 
-    @staticmethod
-    def _store_host(others: Sequence[NodeConnection], address: str) -> str:
-        """Return where the store is to listen: where the others came to; everywhere where they came to several."""
-        found = {node.came_to for node in others}
-        if not found:
-            return address
-        return found.pop() if len(found) == 1 else ALL_ADDRESSES
-
 
 def _start_message(
     server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
 ) -> Message:
-    """Return the message that starts a node, but for its rank: as long for many nodes as for two.
-
-    Args:
-        server: The coordinator's.
-        nodes: All that take part, by rank.
-        notes: What the user of every node is to be told.
-    """
+    """Return the message that starts a node, but for its rank: as long for many nodes as for two."""
     more = [f"and {len(notes) - _SAID} more notes"] if len(notes) > _SAID else []
     return {
         "kind": "go",
@@ -222,12 +197,6 @@ def _start_message(
         "silence": server.requirements.silence,
         "notes": [*notes[:_SAID], *more],
     }
-
-
-LOOK_SECONDS = 0.1
-"""How often to look whether nodes have gone silent."""
-LINGER_SECONDS = 15.0
-"""How long the others may take, after their grace, to end when one node has failed."""
 
 
 class Coordinator:
@@ -257,7 +226,7 @@ class Coordinator:
         """Wait for the nodes, and start them.
 
         Raises:
-            MachineError: Not enough came, or they cannot run together; every one that came has been told.
+            MachineError: Not enough came, or they cannot run together; every one that came knows why.
         """
         self.assignment = JoinPhase(self._server).gather(progress)
         return self.assignment
@@ -280,7 +249,7 @@ class Coordinator:
         seconds = None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS
         if not self._done.wait(seconds):
             for node in self._server.awaited:
-                self._note_loss(f"lost {node.name}: it did not say how it ended")
+                self._note_loss(f"lost {node.name}: it did not report how it ended")
         return self._merged(outcome) if self._final is None else self._final
 
     def close(self) -> None:
@@ -299,7 +268,7 @@ class Coordinator:
                         self._lose(node, "its launcher has gone")
                 self._look_after_nodes()
             self._server.flush()
-        except Exception as error:  # without this thread nobody hears of the others: that is no success
+        except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"node 0 lost track of the others: {error!r}")
             self._done.set()
             self.actions.end(True)
@@ -374,9 +343,8 @@ class Coordinator:
     def _check_done(self) -> None:
         if self._final is None and self._server.own.outcome is not None and not self._server.awaited:
             self._final = self._merged()
-            self._server.broadcast(
-                kind="final", final=self._final | {"workers": []}
-            )  # the cause is enough for them
+            told = self._final | {"workers": []}  # the cause is enough for them
+            self._server.broadcast(kind="final", final=told)
             self._server.flush()
             self._done.set()
 
@@ -392,18 +360,17 @@ class Coordinator:
 
     def _take(self, node: NodeConnection, message: Message) -> None:
         """Handle what a node sends."""
-        handlers: dict[str, Callable[[], None]] = {
-            "hello": lambda: self._admit(node, message),
-            "reached": lambda: setattr(node, "reached", message["failed"]),
-            "stop": lambda: self._stop_all(message["number"], message["count"], node),
-            "outcome": lambda: self._take_outcome(node, message["outcome"]),
-            "ping": lambda: None,
-        }
-        if (node.node_info is None) != (message["kind"] == "hello"):
-            raise ProtocolError  # who has not presented itself has no say, and nobody does so twice
-        if message["kind"] == "outcome" and node.outcome is not None:
-            raise ProtocolError
-        handlers[message["kind"]]()
+        kind = message["kind"]
+        if (node.node_info is None) != (kind == "hello") or (kind == "outcome" and node.outcome is not None):
+            raise ProtocolError  # who has not presented itself has no say, and nobody does anything twice
+        if kind == "hello":
+            self._admit(node, message)
+        elif kind == "reached":
+            node.reached = message["failed"]
+        elif kind == "stop":
+            self._stop_all(message["number"], message["count"], node)
+        elif kind == "outcome":
+            self._take_outcome(node, message["outcome"])
 
     def _admit(self, node: NodeConnection, message: Message) -> None:
         name, run_id = self._server.own.name, self._requirements.run_id

@@ -3,7 +3,6 @@
 A node finds the run's secret in a variable, in a file, or in the folder that the nodes share.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -41,6 +40,10 @@ _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
 _NAME = ".join-"
 _HOW = f"use the command that node 0 printed, or set {SECRET}, or launch.secret_file, alike on every node"
+_LAST_CALL_SECONDS = 10.0
+"""How long an elastic run waits for more nodes once it has the least."""
+_ATTEMPTS = 3
+"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
 class SecretSource:
@@ -48,14 +51,13 @@ class SecretSource:
 
     Without a variable or a file of the user's, node 0 makes a secret and leaves it, for as long as nodes may join,
     in a file (0600) in the folder of runs. Nodes that share that folder need nothing else; others get it from the
-    user.
+    user. What a killed launcher has left there is the secret of a run that is over.
     """
 
     def __init__(self, given: str, shared: Path) -> None:
         self.is_given = bool(given)
         self._secret, self._shared = given, shared
         self._wrote: tuple[int, int] | None = None
-        self._lock: int | None = None
 
     def offer(self) -> str:
         """Return the secret, on node 0: the given one, or a new one that nodes with the same folder find."""
@@ -64,9 +66,9 @@ class SecretSource:
         if not self.is_given and self._wrote is None:
             with suppress(OSError):  # nobody shares what cannot be written
                 self._shared.parent.mkdir(parents=True, exist_ok=True)
-                _remove_abandoned(self._shared.parent)
                 with atomic_file(self._shared) as part:
-                    self._lock = _write_locked(part, self._secret)
+                    part.touch(0o600)
+                    part.write_text(f"{self._secret}\n", encoding="ascii")
                     self._wrote = _identity(part)
         return self._secret
 
@@ -75,9 +77,6 @@ class SecretSource:
         with suppress(OSError):
             if self._wrote is not None and _identity(self._shared) == self._wrote:
                 self._shared.unlink()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def wait(self) -> str:
         """Return the secret, on another node, which has connected to node 0; empty when there is none here."""
@@ -112,13 +111,13 @@ def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str]
         address: Node 0's, where the configuration does not say it.
 
     Raises:
-        UsageError: What is given is no secret, or others may read the file.
+        UsageError: What is given is not a secret, or others may read the file.
     """
     name = proof("", place.host or address, str(place.port))[:12]
     shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
     if given := environ.get(SECRET):
         if not is_secret(given):
-            msg = f"{SECRET} is no secret of a run: at least 32 hexadecimal digits"
+            msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
             raise UsageError(msg, hint="make one with: openssl rand -hex 32")
         return SecretSource(given, shared)
     file = config.launch.secret_file
@@ -148,32 +147,9 @@ def read_secret_file(path: Path) -> str:
         raise UsageError(msg, hint=f"chmod 600 {named}")
     found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
     if not is_secret(found):
-        msg = f"launch.secret_file: {path} holds no secret: one line of at least 32 hexadecimal digits"
+        msg = f"launch.secret_file: {path} does not hold a secret: one line of at least 32 hexadecimal digits"
         raise UsageError(msg, hint="make one with: openssl rand -hex 32")
     return found
-
-
-def _write_locked(path: Path, text: str) -> int:
-    """Write a private file, and return the descriptor that keeps it locked for as long as this process lives."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(descriptor, f"{text}\n".encode())
-    return descriptor
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove files with secrets that killed launchers of this user's have left there."""
-    for path in [*folder.glob(f"{_NAME}*"), *folder.glob(f".{_NAME}*")]:
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                found = os.fstat(descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    path.unlink()
-            finally:
-                os.close(descriptor)
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -193,10 +169,6 @@ def _read_private(path: Path) -> str:
             return ""
         text = file.read(_LONGEST).decode(errors="replace").strip()
     return text if is_secret(text) else ""
-
-
-_LAST_CALL_SECONDS = 10.0
-"""How long an elastic run waits for more nodes once it has the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +206,7 @@ def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     if not takes_in_others(place):
         return _as_node_client(spec, progress, tell)
     if _is_elsewhere(place.host):
-        tell(f"this is node 0, but {place.host} is no address of its own: right behind address translation only")
+        tell(f"this is node 0, but {place.host} is not its address: right behind address translation only")
     return _as_coordinator(spec, progress, tell)
 
 
@@ -405,10 +377,6 @@ def _configured_address(config: Config) -> str | None:
 def _bindable(address: str) -> str:
     """Return where a probe can listen: behind address translation, others use an address that is not here."""
     return address if network.is_own(address) else ""
-
-
-_ATTEMPTS = 3
-"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
 def provisional_config(config: Config, place: NodePlacement, *, address: str) -> Config:

@@ -37,11 +37,6 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _interface_of(address: str) -> str | None:
-    """Return the interface that has an address; None for an address that is not this node's."""
-    return next((name for name, own in interfaces().items() if own == address), None)
-
-
 def is_loopback(address: str) -> bool:
     """Return whether only this node can reach an address."""
     return address.startswith("127.") or address in ("::1", "localhost")
@@ -208,7 +203,7 @@ def interface_variables(
         alone: There is no other node.
     """
     asked = config.launch.network_interface
-    name = asked or _interface_of(address)
+    name = asked or next((name for name, own in interfaces().items() if own == address), None)
     both = asked or alone
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if both else ("GLOO_SOCKET_IFNAME",)
     return {variable: name for variable in names if name and variable not in environ}

@@ -3,7 +3,7 @@
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
@@ -18,7 +18,6 @@ from fsdplaunch.launch.coordination.protocol import (
     ProtocolError,
     VersionError,
     WakeUp,
-    wait_for,
 )
 from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
@@ -43,6 +42,12 @@ ANSWER_SECONDS = 5.0
 """How long the coordinator may take to answer first; another program never does, or says something else."""
 _FINAL_SECONDS = 20.0
 """How long to wait, after the grace, to hear how the run ended."""
+_HINTS = {
+    "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
+    "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
+    "no route to host": "the node is down or not on this network: is main_process_ip right?",
+    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
+}
 
 
 class NodeClient:
@@ -71,8 +76,6 @@ class NodeClient:
     def _address(self) -> str:
         return f"{self._place[0]}:{self._place[1]}"
 
-    # -- joining ------------------------------------------------------------------------------------------
-
     def connect(self, progress: JoinProgress) -> str:
         """Connect to node 0, however long it takes to start; return this node's address on the way there.
 
@@ -80,32 +83,28 @@ class NodeClient:
             MachineError: Nothing answered in time, or what did does not take this node.
         """
         why = "no answer"
-        while progress.seconds < self._seconds:
-            try:
-                left = max(0.1, self._seconds - progress.seconds)
-                sock = connected(*self._place, min(CONNECT_SECONDS, left))
-            except OSError as error:
-                why = reason(error)
-                progress.show(f"waiting for node 0 at {self._address} ({why})")
-            else:
-                address = plain_address(sock.getsockname())
-                if self._is_taken(Connection(sock, TO_NODE), progress):
-                    progress.end()
-                    return address
-                why = "it ended the connection"
-            time.sleep(_RETRY_SECONDS)
-        progress.end()
+        try:
+            while progress.seconds < self._seconds:
+                try:
+                    left = max(0.1, self._seconds - progress.seconds)
+                    sock = connected(*self._place, min(CONNECT_SECONDS, left))
+                except OSError as error:
+                    why = reason(error)
+                    progress.show(f"waiting for node 0 at {self._address} ({why})")
+                else:
+                    address = plain_address(sock.getsockname())
+                    if self._is_taken(Connection(sock, TO_NODE), progress.seconds):
+                        return address
+                    why = "it ended the connection"
+                time.sleep(_RETRY_SECONDS)
+        finally:
+            progress.end()
         msg = f"node 0 could not be reached at {self._address} within {self._seconds:.0f} s: {why}"
-        raise MachineError(
-            msg, hint=_HINTS.get(why, "is it the right address, and does a firewall let it through?")
-        )
+        hint = _HINTS.get(why, "is it the right address, and does a firewall let it through?")
+        raise MachineError(msg, hint=hint)
 
-    def _is_taken(self, connection: Connection, progress: JoinProgress) -> bool:
-        """Prove to node 0 that this node belongs to the run, and have it prove the same; False is for try again.
-
-        Raises:
-            MachineError: What answered is no node 0, or not that of this run.
-        """
+    def _is_taken(self, connection: Connection, waited: float) -> bool:
+        """Prove to node 0 that this node belongs to the run, and have it prove the same; False: try again."""
         patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
             opening = _await_line(connection, patience)
@@ -122,12 +121,12 @@ class NodeClient:
             msg = f"node 0 at {self._address} speaks {error}, and this node {PROTOCOL}"
             raise MachineError(msg, hint="install the same version everywhere") from None
         except ProtocolError:
-            progress.end()
-            raise self._no_answer() from None
+            msg = f"what listens at {self._address} is not fsdplaunch launch"
+            hint = "choose another port with main_process_port, the same on every node"
+            raise MachineError(msg, hint=hint) from None
         connection.close()
-        if self._secret.may_change(progress.seconds):
+        if self._secret.may_change(waited):
             return False
-        progress.end()
         raise self._secret.refused(self._address)
 
     def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
@@ -157,10 +156,6 @@ class NodeClient:
         msg = f"node 0 at {self._address} has gone before the run started"
         raise MachineError(msg, hint="see its output")
 
-    def _no_answer(self) -> MachineError:
-        msg = f"what listens at {self._address} is not fsdplaunch launch"
-        return MachineError(msg, hint="choose another port with main_process_port, the same on every node")
-
     def _negotiate(self, message: Message, node_info: NodeInfo, progress: JoinProgress) -> RunAssignment | None:
         kind = message["kind"]
         if kind == "refused":
@@ -176,11 +171,10 @@ class NodeClient:
             message, store_host=self._place[0], address=node_info.address, secret=self._secret.wait()
         )
 
-    # -- the run ----------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Go on listening in the background."""
-        self._heard = time.monotonic()
+        self._heard, self._last_ping = time.monotonic(), 0.0
+        self._pause = OwnPause(PAUSE_SECONDS)
         threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
@@ -209,31 +203,30 @@ class NodeClient:
 
     def _attend(self) -> None:
         try:
-            self._attend_until_done()
-        except Exception as error:  # without this thread nobody hears of the others: that is no success
+            while not self._closing and not self._done.is_set():
+                self._look_after_run()
+        except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"this node lost track of the others: {error!r}")
             self._done.set()
             self.actions.end(True)
         finally:
             self._connection.close()
 
-    def _attend_until_done(self) -> None:
-        last_ping, pause = 0.0, OwnPause(PAUSE_SECONDS)
-        while not self._closing and not self._done.is_set():
-            try:
-                for message in self._turn():
-                    self._obey(message)
-            except ProtocolError:
-                self._connection.close()
-            for action in self._mail.collect():
-                action()
-            now = time.monotonic()
-            if now - last_ping > min(2.0, self._silence / 4):
-                last_ping = now
-                self._connection.send(kind="ping")
-            silent = not pause.has_just_ended() and now - self._heard > self._silence
-            if (silent or not self._connection.open) and not self._done.is_set():
-                self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
+    def _look_after_run(self) -> None:
+        try:
+            for message in self._turn():
+                self._obey(message)
+        except ProtocolError:
+            self._connection.close()
+        for action in self._mail.collect():
+            action()
+        now = time.monotonic()
+        if now - self._last_ping > min(2.0, self._silence / 4):
+            self._last_ping = now
+            self._connection.send(kind="ping")
+        silent = not self._pause.has_just_ended() and now - self._heard > self._silence
+        if (silent or not self._connection.open) and not self._done.is_set():
+            self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
 
     def _lose(self, why: str) -> None:
         """End this node: without the coordinator there is no store, and nothing can go on.
@@ -254,22 +247,24 @@ class NodeClient:
     def _obey(self, message: Message) -> None:
         if message["kind"] == "stop":
             self._note_stop(message["number"])
-        actions: dict[str, Callable[[], None]] = {
-            "stop": lambda: self.actions.stop(message["number"], message["count"]),
-            "end": lambda: self.actions.end(message["at_once"]),
-            "lost": self.actions.change,
-            "final": lambda: self._hear_final(message["final"]),
-        }
-        actions.get(message["kind"], lambda: None)()
-
-    def _hear_final(self, final: Message) -> None:
-        self._final = final
-        self._done.set()
+            self.actions.stop(message["number"], message["count"])
+        elif message["kind"] == "end":
+            self.actions.end(message["at_once"])
+        elif message["kind"] == "lost":
+            self.actions.change()
+        elif message["kind"] == "final":
+            self._final = message["final"]
+            self._done.set()
 
     def _turn(self) -> list[Message]:
+        """Wait for messages, and for what other threads post; return the messages."""
         connection = self._connection
-        if connection not in wait_for([connection] if connection.open else [], self._mail, TURN_SECONDS):
-            return []
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._mail.reader, selectors.EVENT_READ)
+            if connection.open:
+                selector.register(connection.sock, connection.wants, connection)
+            if connection not in [key.data for key, _ in selector.select(TURN_SECONDS)]:
+                return []
         connection.flush()
         messages = connection.receive()
         if messages:
@@ -278,24 +273,12 @@ class NodeClient:
 
 
 def _await_line(connection: Connection, seconds: float) -> str | None:
-    """Wait for a line of the handshake; None when the other side says nothing, or has gone.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Wait for a line of the handshake; None when the other side says nothing, or has gone."""
     end = time.monotonic() + seconds
     while connection.open and (left := end - time.monotonic()) > 0:
         with selectors.DefaultSelector() as selector:
-            selector.register(connection.fileno(), selectors.EVENT_READ)
+            selector.register(connection.sock, selectors.EVENT_READ)
             selector.select(left)
         if (line := connection.receive_line()) is not None:
             return line
     return None
-
-
-_HINTS = {
-    "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
-    "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
-    "no route to host": "the node is down or not on this network: is main_process_ip right?",
-    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
-}

@@ -13,6 +13,9 @@ from fsdplaunch.launch.preflight import Finding
 
 _NAMED = 3
 """How many differing keys to name."""
+FULL_MESH = 16
+"""Up to so many nodes, every one tries every other; beyond, the one after it and node 0."""
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +106,13 @@ def _ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Finding]:
         if count > 1:
             names = " and ".join(one.name for one in arrived if one.rank == rank)
             yield Finding(
-                message=f"{names} both say that they are node {rank}",
+                message=f"{names} are both configured as node {rank}",
                 hint="give each node a rank of its own (--machine-rank), or none: it is then assigned",
             )
         elif rank >= most:
             name = next(one.name for one in arrived if one.rank == rank)
             yield Finding(
-                message=f"{name} says that it is node {rank}, but there are {most}",
+                message=f"{name} is configured as node {rank}, but there are {most}",
                 hint="nodes count from 0",
             )
 
@@ -169,11 +172,6 @@ def _script(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
             hint="copy it there again",
             fatal=False,
         )
-
-
-FULL_MESH = 16
-"""Up to so many nodes, every one tries every other; beyond, the one after it and node 0."""
-_AT_ONCE = 16
 
 
 def reachability_targets(nodes: Sequence[tuple[int, NodeInfo]]) -> list[Message]:

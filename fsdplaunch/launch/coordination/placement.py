@@ -145,18 +145,14 @@ def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int |
     if config.machine_rank is not None:
         return config.machine_rank
     if (text := environ.get(_RANK_VARIABLE)) is not None:
-        return _configured_rank(text)
+        rank = _decimal(text)
+        if rank is None:
+            msg = f"{_RANK_VARIABLE} is {text!r}, which is not a node's rank"
+            raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
+        return rank
     if cluster.kind == "mpi":
         return cluster.task
     return cluster.node_rank if cluster.kind in ("slurm", "kubernetes") else None
-
-
-def _configured_rank(text: str) -> int:
-    rank = _decimal(text)
-    if rank is None:
-        msg = f"{_RANK_VARIABLE} is {text!r}, which is no node's rank"
-        raise UsageError(msg, hint="set it to 0, 1, ..., or unset it: the rank is then assigned")
-    return rank
 
 
 def _decimal(text: str | None) -> int | None:

@@ -15,7 +15,7 @@ import re
 import secrets
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,19 @@ from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
 _LARGEST = 2**63
+PROTOCOL = "fsdplaunch-4"
+"""First word that a coordinator says; another version's launchers are named instead of misread."""
+_LINE_BYTES = 256
+"""Longest line before the proof."""
+NONE, REFUSED = "none", "no"
+_NONCE = re.compile(r"[0-9a-f]{32}")
+MAX_BYTES = 8 * 1024**2
+"""Longest line that is read: an outcome holds the last lines of every worker of a node."""
+_CHUNK, _PLENTY = 65536, 4096
+_WAITING_BYTES = 4 * MAX_BYTES
+"""Most that waits to be sent to a side that does not read."""
+_TURN_BYTES = 2 * 1024**2
+"""Most that is read of one connection before the others get their turn."""
 
 
 class ProtocolError(Exception):
@@ -137,16 +150,8 @@ def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
 
 
 def _refuse_constant(word: str) -> None:
-    msg = f"{word} is no number"
+    msg = f"{word} is not a number"
     raise ValueError(msg)
-
-
-PROTOCOL = "fsdplaunch-4"
-"""First word that a coordinator says; another version's launchers are named instead of misread."""
-_LINE_BYTES = 256
-"""Longest line before the proof."""
-NONE, REFUSED = "none", "no"
-_NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class VersionError(ProtocolError):
@@ -168,7 +173,7 @@ class CoordinatorHandshake:
         """Return whether a node's line proves that it belongs to the run, and the line to send it.
 
         Raises:
-            ProtocolError: It is no node at all.
+            ProtocolError: It is not a node at all.
         """
         if line == NONE:
             return False, REFUSED
@@ -191,7 +196,7 @@ class NodeHandshake:
 
         Raises:
             VersionError: It speaks another version.
-            ProtocolError: It is no coordinator.
+            ProtocolError: It is not a coordinator.
         """
         version, _, nonce = opening.partition(" ")
         if not version.startswith("fsdplaunch-") or not _NONCE.fullmatch(nonce):
@@ -212,15 +217,6 @@ class NodeHandshake:
         if not is_proof(line, self._secret, "coordinator", self._own, self._theirs):
             raise ProtocolError
         return True
-
-
-MAX_BYTES = 8 * 1024**2
-"""Longest line that is read: an outcome holds the last lines of every worker of a node."""
-_CHUNK, _PLENTY = 65536, 4096
-_WAITING_BYTES = 4 * MAX_BYTES
-"""Most that waits to be sent to a side that does not read."""
-_TURN_BYTES = 2 * 1024**2
-"""Most that is read of one connection before the others get their turn."""
 
 
 class Connection:
@@ -257,10 +253,6 @@ class Connection:
         self._selector, self._data, self._watched = selector, data, self.wants
         self._ended = ended
         selector.register(self.sock, self.wants, data)
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self.sock.fileno()
 
     @property
     def wants(self) -> int:
@@ -388,18 +380,3 @@ class WakeUp:
             while self.reader.recv(_PLENTY):
                 pass
         return [self._posted.pop(0) for _ in range(len(self._posted))]
-
-
-def wait_for(waiters: Iterable[Connection], mail: WakeUp, seconds: float) -> set[Connection]:
-    """Wait until one of them can be read from or sent to, or until there is mail; return those that can.
-
-    Args:
-        waiters: Connections that are open.
-        mail: Ends the wait as well.
-        seconds: How long to wait at most.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(mail.reader, selectors.EVENT_READ)
-        for waiter in waiters:
-            selector.register(waiter.fileno(), waiter.wants, waiter)
-        return {key.data for key, _ in selector.select(seconds) if key.data is not None}

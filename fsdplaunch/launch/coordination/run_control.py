@@ -29,6 +29,12 @@ PAUSE_SECONDS = 1.5
 """A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
 Tell = Callable[[str], None]
 """Shows one line to the user."""
+Outcome = Mapping[str, Any]
+_INSIST_SECONDS = 1.5
+"""After so long a second signal counts as insisting, and kills (launch.stop)."""
+_ECHO_SECONDS = 5.0
+KILL_SECONDS = 4.0
+"""After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class RunAssignment:
         world: Workers over all nodes.
         store: HOST:PORT of torch's store, as this node reaches it.
         address: This node, as the others reach it.
-        notes: What the user of every node is to be told.
+        notes: What the user of every node is to read.
         secret: The run's.
         held_port: On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
     """
@@ -166,9 +172,6 @@ class JoinProgress:
         """Remove the live line."""
         if self.live is not None:
             self.live("")
-
-
-Outcome = Mapping[str, Any]
 
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
@@ -298,18 +301,11 @@ def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_no
     }
 
 
-_INSIST_SECONDS = 1.5
-"""After so long a second signal counts as insisting, and kills (launch.stop)."""
-_ECHO_SECONDS = 5.0
-KILL_SECONDS = 4.0
-"""After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
-
-
 class SignalRelay:
     """The signals of a run on several nodes: each reaches every agent once, from wherever it came first.
 
-    A scheduler signals all nodes at about the same time, and every launcher then tells the others. What comes
-    again so soon is that, and no impatience.
+    A scheduler signals all nodes at about the same time, and every launcher then sends that to the others. What
+    comes again so soon is not impatience.
     """
 
     def __init__(self, control: RunControl, agent: "AgentProcess", allowed: Sequence[int]) -> None:
@@ -318,7 +314,7 @@ class SignalRelay:
         self._heard: dict[int, float] = {}
 
     def came(self, number: int) -> bool:
-        """Tell the others of a signal that came to this process; return whether the agent is to get it too."""
+        """Send the others a signal that came to this process; return whether the agent is to get it too."""
         if time.monotonic() - self._heard.get(number, -_ECHO_SECONDS) < _ECHO_SECONDS:
             return False
         self._counts[number] = self._counts.get(number, 0) + 1
@@ -326,7 +322,7 @@ class SignalRelay:
         return True
 
     def heard(self, number: int, count: int) -> None:
-        """Handle a signal that another node tells of."""
+        """Handle a signal that another node sends."""
         if number in self._allowed and count > self._counts.get(number, 0):
             self._counts[number], self._heard[number] = count, time.monotonic()
             send(self._agent, number)

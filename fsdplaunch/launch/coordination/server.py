@@ -264,7 +264,7 @@ class CoordinatorServer:
             return False
         accepted, answer = handshake.answer(line)
         if not accepted:
-            self._mention(node.came_from, "no" if line == NONE else "another")
+            self._mention(node.came_from, "without a secret" if line == NONE else "with another secret")
         connection.send_line(answer)
         if accepted:
             node.handshake = None
@@ -276,7 +276,7 @@ class CoordinatorServer:
     def _mention(self, address: str, which: str) -> None:
         if address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
             self._turned_away.add(address)
-            self._tell(f"{address} came with {which} secret, and was turned away: it does not belong to this run")
+            self._tell(f"{address} came {which}, and was turned away: it does not belong to this run")
 
     def broadcast(self, *, but: NodeConnection | None = None, **message: Any) -> None:
         """Send a message to every present node, or to all but one."""

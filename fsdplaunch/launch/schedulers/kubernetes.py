@@ -8,7 +8,6 @@ file by name, and works without it.
 import base64
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from typing import Any
 
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, KubernetesSection, variable_of
-from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, MachineError, UsageError
+from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, UsageError
 from fsdplaunch.launch.plan import DEFAULT_PORT
-from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, stream_for
+from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, ask, stream_for
 from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_dir import GROUP_RUN
 
@@ -27,11 +26,22 @@ CONFIG_FOLDER = "/etc/fsdplaunch"
 CONFIG_KEY = "config.yaml"
 PROGRAM = ("python3", "-P", "-m", "fsdplaunch")
 _LABEL = "app.kubernetes.io/managed-by"
+_TRAIN_JOB = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
 _JOB_CONTAINER, _TRAIN_JOB_CONTAINER = "trainer", "node"
 """The container that runs the launcher: in our own Job, and as every ClusterTrainingRuntime has to call it."""
 _MARGIN_SECONDS = 15
 _LONGEST_NAME = 52
 """A pod's name adds `-INDEX-SUFFIX` and must be a DNS label of at most 63 characters."""
+
+
+LOOK_SECONDS = 2.0
+"""Between two looks at a run that is followed."""
+_MOST_STREAMS = 32
+"""Pods whose output is shown at a time: each costs a process here and a connection there."""
+_INDEX = "batch.kubernetes.io/job-completion-index"
+Job = Mapping[str, Any]
+State = tuple[str, bool]
+"""One or a few words, and whether the run may still do something."""
 
 
 def object_name(run_id: str) -> str:
@@ -68,112 +78,93 @@ def objects(
     if least != most:
         msg = f"launch.nodes {config.launch.nodes} is elastic, and a Kubernetes Job has a fixed number of pods"
         raise UsageError(msg, hint="set num_machines instead")
-    meta = _meta(kube, name)
+    space = {"namespace": kube.namespace} if kube.namespace else {}
+    meta = {"name": name, **space, "labels": {_LABEL: "fsdplaunch"}}
     settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {CONFIG_KEY: snapshot}}
     encoded = {key: base64.b64encode(value.encode()).decode() for key, value in secrets.items()}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "type": "Opaque", "data": encoded}
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
     parts = [settings, *([secret] if secrets else [])]
+    # Each start of the pods gets a folder of its own: the cluster does not count them.
+    env = {GROUP_RUN: f"{run_id}/"}
     if kube.kind == "trainjob":
-        return [*parts, _train_job(config, words, name=name, run_id=run_id, secrets=secrets)]
+        container = _container(config, words, name, env, secrets)
+        return [*parts, {**_TRAIN_JOB, "metadata": meta, "spec": _train_job(config, container, name)}]
     if least > 1:
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}}
         parts.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service})
-    return [*parts, _job(config, words, name=name, run_id=run_id, secrets=secrets)]
-
-
-def _meta(kube: KubernetesSection, name: str) -> Object:
-    space = {"namespace": kube.namespace} if kube.namespace else {}
-    return {"name": name, **space, "labels": {_LABEL: "fsdplaunch"}}
-
-
-def _group(run_id: str) -> dict[str, str]:
-    """Return what gives each start of the pods a folder of its own: the cluster does not count them."""
-    return {GROUP_RUN: f"{run_id}/"}
-
-
-def _job(config: Config, words: Sequence[str], *, name: str, run_id: str, secrets: Mapping[str, str]) -> Object:
-    kube, count = config.kubernetes, config.num_machines
-    env = _group(run_id)
-    if count > 1:
-        env |= {
-            variable_of("main_process_ip"): f"{name}-0.{name}",
-            variable_of("main_process_port"): str(config.main_process_port or DEFAULT_PORT),
-        }
-    pod = {
-        "restartPolicy": "Never",
-        **({"subdomain": name} if count > 1 else {}),
-        "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": kube.service_account is not None,
-        **_pod_extras(kube),
-        "securityContext": _pod_security(kube),
-        "containers": [_container(config, words, [*_plain(env), *_from_secret(name, secrets)])],
-        "volumes": volumes(kube, name),
-    }
-    spec = {
-        "completions": count,
-        "parallelism": count,
-        "completionMode": "Indexed",
-        "backoffLimit": kube.retries * count,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": _failure_rules()},
-        "template": {"metadata": {"labels": {_LABEL: "fsdplaunch"}}, "spec": pod},
-    }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(kube, name), "spec": spec}
-
-
-def _failure_rules() -> list[Object]:
-    """Return what the Job does about a pod that failed, by our exit codes."""
-
-    def on_codes(action: str, *codes: int) -> Object:
-        values = {"containerName": _JOB_CONTAINER, "operator": "In", "values": list(codes)}
-        return {"action": action, "onExitCodes": values}
-
+        env[variable_of("main_process_ip")] = f"{name}-0.{name}"
+        env[variable_of("main_process_port")] = str(config.main_process_port or DEFAULT_PORT)
+    container = _container(config, words, name, env, secrets)
     return [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        on_codes("Ignore", EXIT_SAVED),  # saved and left: start it again, and do not count it
-        on_codes("FailJob", EXIT_USAGE),  # a wrong configuration is as wrong the next time
+        *parts,
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job(config, container, name)},
     ]
 
 
-def _pod_extras(kube: KubernetesSection) -> Object:
-    extras: Object = {}
-    if kube.service_account:
-        extras["serviceAccountName"] = kube.service_account
-    if kube.node_selector:
-        extras["nodeSelector"] = {name: str(value) for name, value in kube.node_selector.items()}
-    if kube.pull_secrets:
-        extras["imagePullSecrets"] = [{"name": name} for name in kube.pull_secrets]
-    return extras
+def _job(config: Config, container: Object, name: str) -> Object:
+    count = config.num_machines
+    pod = {
+        "restartPolicy": "Never",
+        **({"subdomain": name} if count > 1 else {}),
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": config.kubernetes.service_account is not None,
+        **_pod(config, name),
+        "containers": [container],
+    }
+    return {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        "backoffLimit": config.kubernetes.retries * count,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                _on_code("Ignore", EXIT_SAVED),  # saved and left: start it again, and do not count it
+                _on_code("FailJob", EXIT_USAGE),  # a wrong configuration is as wrong the next time
+            ]
+        },
+        "template": {"metadata": {"labels": {_LABEL: "fsdplaunch"}}, "spec": pod},
+    }
 
 
-def _pod_security(kube: KubernetesSection) -> Object:
-    who = {"runAsUser": kube.user, "runAsGroup": kube.user, "fsGroup": kube.user} if kube.user else {}
-    return {"runAsNonRoot": True, **who, "seccompProfile": {"type": "RuntimeDefault"}}
+def _on_code(action: str, code: int) -> Object:
+    return {"action": action, "onExitCodes": {"containerName": _JOB_CONTAINER, "operator": "In", "values": [code]}}
 
 
-def _plain(env: Mapping[str, str]) -> list[Object]:
-    return [{"name": name, "value": literal(value)} for name, value in env.items()]
-
-
-def _from_secret(name: str, secrets: Mapping[str, str]) -> list[Object]:
-    """Return the variables whose values only the kubelet reads, out of the run's Secret."""
-    return [{"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets]
-
-
-def _container(config: Config, words: Sequence[str], env: list[Object]) -> Object:
+def _pod(config: Config, name: str) -> Object:
+    """Return what holds for the pods of both kinds."""
     kube = config.kubernetes
+    who = {"runAsUser": kube.user, "runAsGroup": kube.user, "fsGroup": kube.user} if kube.user else {}
+    named: Object = {
+        "serviceAccountName": kube.service_account,
+        "nodeSelector": {key: str(value) for key, value in kube.node_selector.items()},
+        "imagePullSecrets": [{"name": one} for one in kube.pull_secrets],
+    }
+    return {
+        **{key: value for key, value in named.items() if value},
+        "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
+        "securityContext": {"runAsNonRoot": True, **who, "seccompProfile": {"type": "RuntimeDefault"}},
+        "volumes": _volumes(kube, name),
+    }
+
+
+def _container(
+    config: Config, words: Sequence[str], name: str, env: Mapping[str, str], secrets: Mapping[str, str]
+) -> Object:
+    kube = config.kubernetes
+    hidden = [{"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets]
     return {
         "name": _JOB_CONTAINER,
         "image": kube.image,
         "command": [literal(word) for word in words[: len(PROGRAM)]],
         "args": [literal(word) for word in words[len(PROGRAM) :]],
         **({"workingDir": kube.working_dir} if kube.working_dir else {}),
-        "env": env,
-        **({"envFrom": [{"secretRef": {"name": name}} for name in kube.secrets]} if kube.secrets else {}),
+        "env": [*({"name": key, "value": literal(value)} for key, value in env.items()), *hidden],
+        **({"envFrom": [{"secretRef": {"name": one}} for one in kube.secrets]} if kube.secrets else {}),
         **({"resources": _resources(kube)} if kube.resources else {}),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": mounts(kube),
+        "volumeMounts": _mounts(kube),
     }
 
 
@@ -189,7 +180,7 @@ def _resources(kube: KubernetesSection) -> Object:
     }
 
 
-def volumes(kube: KubernetesSection, name: str) -> list[Object]:
+def _volumes(kube: KubernetesSection, name: str) -> list[Object]:
     """Return the pods' volumes: the configuration, shared memory, and what the configuration mounts."""
     memory: Object = {"medium": "Memory", **({"sizeLimit": kube.shm_size} if kube.shm_size else {})}
     own = [{"name": "config", "configMap": {"name": name}}, {"name": "shm", "emptyDir": memory}]
@@ -199,8 +190,7 @@ def volumes(kube: KubernetesSection, name: str) -> list[Object]:
     return own
 
 
-def mounts(kube: KubernetesSection) -> list[Object]:
-    """Return where the volumes go."""
+def _mounts(kube: KubernetesSection) -> list[Object]:
     own: list[Object] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  (the container's own)
@@ -208,59 +198,35 @@ def mounts(kube: KubernetesSection) -> list[Object]:
     return own + [{"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(kube.volumes)]
 
 
-def _train_job(
-    config: Config, words: Sequence[str], *, name: str, run_id: str, secrets: Mapping[str, str]
-) -> Object:
-    """Return a TrainJob: the operator makes the pods and the service; joining and rendezvous stay ours (c10d)."""
+def _train_job(config: Config, container: Object, name: str) -> Object:
+    """Describe a TrainJob: the operator makes the pods and the service; rendezvous stays ours (c10d)."""
     kube = config.kubernetes
     if kube.secrets:
         msg = "kubernetes.secrets cannot be set in a TrainJob"
         raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
-    container = _container(config, words, [*_plain(_group(run_id)), *_from_secret(name, secrets)])
-    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": kube.runtime}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _meta(kube, name),
-        "spec": {
-            "runtimeRef": runtime,
-            "trainer": _trainer(config, container),
-            "runtimePatches": [_runtime_patch(config, container, name)],
-        },
-    }
-
-
-def _trainer(config: Config, container: Object) -> Object:
-    """Return what a TrainJob itself says of its containers."""
-    kube = config.kubernetes
-    return {
-        "image": kube.image,
-        "command": container["command"],
-        "args": container["args"],
+    trainer = {
+        **{part: container[part] for part in ("image", "command", "args", "env")},
         "numNodes": config.num_machines,
-        "env": container["env"],
         **({"resourcesPerNode": container["resources"]} if kube.resources else {}),
     }
-
-
-def _runtime_patch(config: Config, container: Object, name: str) -> Object:
-    """Return what a TrainJob changes of its runtime's pods: all that it has no word of its own for."""
+    # What a TrainJob has no word of its own for is changed in its runtime's pods.
     patched = {part: container[part] for part in ("volumeMounts", "securityContext")}
-    pod = {
-        **_pod_extras(config.kubernetes),
-        "securityContext": _pod_security(config.kubernetes),
-        "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
-        "volumes": volumes(config.kubernetes, name),
-        "containers": [{"name": _TRAIN_JOB_CONTAINER, **patched}],
-    }
+    pod = {**_pod(config, name), "containers": [{"name": _TRAIN_JOB_CONTAINER, **patched}]}
     job = {"name": _TRAIN_JOB_CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
     return {
-        "manager": "fsdplaunch.dev/launch",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "ClusterTrainingRuntime",
+            "name": kube.runtime,
+        },
+        "trainer": trainer,
+        "runtimePatches": [
+            {
+                "manager": "fsdplaunch.dev/launch",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+            }
+        ],
     }
-
-
-_PATIENCE = 120
 
 
 def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
@@ -284,7 +250,7 @@ def delete(job: Mapping[str, Any]) -> str:
     for kind in reversed(kinds):
         # Without waiting: the pods may take their grace.
         words = ["delete", "--ignore-not-found", "--wait=false", kind, str(job["name"])]
-        _ask(words_for(words, job.get("namespace")), "")
+        _ask(words_for(words, job.get("namespace")))
     return f"deleted {job['name']}"
 
 
@@ -298,33 +264,19 @@ def read(what: Sequence[str], namespace: str | None) -> dict[str, Any]:
     Raises:
         LaunchError: There is no kubectl, or the cluster does not answer.
     """
-    text = _ask(words_for(["get", *what, "--ignore-not-found", "--output", "json"], namespace), "")
+    text = _ask(words_for(["get", *what, "--ignore-not-found", "--output", "json"], namespace))
     return dict(json.loads(text)) if text else {}
 
 
-def _ask(words: Sequence[str], text: str) -> str:
-    if shutil.which("kubectl") is None:
-        msg = "there is no kubectl here"
-        raise MachineError(msg, hint="install it, or write the objects with --dry-run and apply them elsewhere")
-    try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-    except subprocess.TimeoutExpired:
-        msg = f"kubectl has not answered within {_PATIENCE} s"
-        raise LaunchError(msg, hint="is the cluster up? kubectl version") from None
-    if done.returncode:
-        msg = f"kubectl refused: {' '.join(done.stderr.split())[-400:]}"
-        raise LaunchError(msg, hint="see the objects with --dry-run")
-    return done.stdout.strip()
-
-
-LOOK_SECONDS = 2.0
-"""Between two looks at a run that is followed."""
-_MOST_STREAMS = 32
-"""Pods whose output is shown at a time: each costs a process here and a connection there."""
-_INDEX = "batch.kubernetes.io/job-completion-index"
-Job = Mapping[str, Any]
-State = tuple[str, bool]
-"""One or a few words, and whether the run may still do something."""
+def _ask(words: Sequence[str], text: str = "") -> str:
+    return ask(
+        words,
+        text=text,
+        seconds=120,
+        missing="install it, or write the objects with --dry-run and apply them elsewhere",
+        late="is the cluster up? kubectl version",
+        refused="see the objects with --dry-run",
+    ).strip()
 
 
 def selector(job: Job) -> str:

@@ -6,15 +6,18 @@ of other programs' output; into a file or pipe it goes as it is.
 
 import os
 import selectors
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from typing import IO, Any, TextIO
 
 from fsdplaunch.display_text import TerminalFilter
+from fsdplaunch.errors import LaunchError, MachineError
 from fsdplaunch.launch.plan import LaunchTarget
 
 _OWN_KEYS = ("machine_rank", "local_address", "launch.local_address")
+_CHUNK = 1 << 16
 
 
 def launch_words(
@@ -53,7 +56,38 @@ def shared_overrides(overrides: Sequence[str]) -> list[str]:
     return [one for one in overrides if one.partition("=")[0].strip() not in _OWN_KEYS]
 
 
-_CHUNK = 1 << 16
+class LateError(LaunchError):
+    """A scheduler has not answered in time."""
+
+
+def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, late: str, refused: str) -> str:
+    """Run a scheduler's command and return what it prints.
+
+    Args:
+        words: The command.
+        text: What it reads.
+        seconds: How long it may take.
+        missing: Hint where there is no such program.
+        late: Hint where it does not answer in time.
+        refused: Hint where it fails.
+
+    Raises:
+        LaunchError: One of these.
+    """
+    name = words[0]
+    if shutil.which(name) is None:
+        msg = f"there is no {name} here"
+        raise MachineError(msg, hint=missing)
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        msg = f"{name} has not answered within {seconds:.0f} s"
+        raise LateError(msg, hint=late) from None
+    if done.returncode:
+        answer = " ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}"
+        msg = f"{name} refused: {answer}"
+        raise LaunchError(msg, hint=refused)
+    return done.stdout
 
 
 def stream_for(screen: TextIO | None) -> int | None:

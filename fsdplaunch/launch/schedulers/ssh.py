@@ -29,6 +29,10 @@ _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f'\"`$;|&<>()\\]{1,300}")
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
+_HERE = ("flag", "env")
+"""Layers that are about this very run; a file may be another launcher's, which always writes one node."""
+_KEPT_LINES, _LONGEST_LINE = 5, 1 << 16
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +169,6 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
     return (f"the launcher did not start: {words}", "try the same ssh command by hand")
 
 
-_HERE = ("flag", "env")
-"""Layers that are about this very run; a file may be another launcher's, which always writes one node."""
-
-
 def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, ValueOrigin]) -> None:
     """Refuse what would otherwise be overruled by the list of nodes in silence.
 
@@ -212,10 +212,6 @@ def _contradictions(
     if other is not None and (who := set_by("launch", "workers_per_node")):
         words = f"launch.workers_per_node is {asked} ({who}), but {other.name} has slots={other.slots}"
         yield words, "leave one of them out"
-
-
-_KEPT_LINES, _LONGEST_LINE = 5, 1 << 16
-POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

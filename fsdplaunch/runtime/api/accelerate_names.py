@@ -36,8 +36,7 @@ from fsdplaunch.runtime.saving.model_and_optimizer import (
     optimizer_to_save,
     read_own_model,
     read_own_optimizer,
-    write_own_model,
-    write_own_optimizer,
+    write_own,
 )
 from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.sharding.compute import checkpoint_blocks
@@ -345,7 +344,7 @@ def save_fsdp_model(
     if adapter_only and has_adapters(unwrapped(model)):
         part = only_adapters(part, unwrapped(model))
     if kind == "SHARDED_STATE_DICT" and not use_dcp:
-        write_own_model(part.state["model"], folder, model_index)
+        write_own(part.state["model"], folder, MODEL, model_index)
     else:
         replace(part, safe_name=None).write(folder)
     dist.barrier()
@@ -419,7 +418,7 @@ def save_fsdp_optimizer(
     folder = _made(output_dir)
     part = optimizer_to_save(unwrapped(model), optimizer, kind, optimizer_index)
     if kind != FULL and not use_dcp:
-        write_own_optimizer(part.state["optimizer"], folder, optimizer_index)
+        write_own(part.state["optimizer"], folder, OPTIMIZER, optimizer_index)
     else:
         part.write(folder)
     dist.barrier()

@@ -26,7 +26,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import full_tensor, is_unit, local_tensor, outermost
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import XLA_CLIP, XLA_NO_SYNC, call_if_imported, replaced
+from fsdplaunch.runtime.patch import XLA_CLIP, XLA_NO_SYNC, call_if_imported, wrap
 from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.registry import models_of, registered
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -203,7 +203,6 @@ _groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakre
 _apart: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models whose next pass averages nothing."""
 _told: list[bool] = []
-_until_the_end = ExitStack()
 
 
 def average_gradients(model: nn.Module, *, on: bool) -> None:
@@ -217,21 +216,16 @@ def average_gradients(model: nn.Module, *, on: bool) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    def clearing(original: Any) -> Any:
-        @functools.wraps(original)
-        def zero_grad(self: Any, set_to_none: bool = True) -> None:
-            original(self, set_to_none)
-            shards = {
-                id(each) for each in (_params_of(self) if isinstance(self, Optimizer) else parameters_of(self))
-            }
-            for ref in [ref for refs in _groups.values() for ref in refs]:
-                drop_local_gradients(ref, shards)
-
-        return zero_grad
-
-    _until_the_end.enter_context(replaced(Optimizer, "zero_grad", clearing))
-    _until_the_end.enter_context(replaced(nn.Module, "zero_grad", clearing))
+    wrap(Optimizer, "zero_grad", _clear_both)
+    wrap(nn.Module, "zero_grad", _clear_both)
     register_optimizer_step_pre_hook(lambda optimizer, *_: average_local_gradients(_params_of(optimizer)))
+
+
+def _clear_both(clear: Any, self: Any, set_to_none: bool = True) -> None:
+    clear(self, set_to_none)
+    shards = {id(each) for each in (_params_of(self) if isinstance(self, Optimizer) else parameters_of(self))}
+    for ref in [ref for refs in _groups.values() for ref in refs]:
+        drop_local_gradients(ref, shards)
 
 
 def _params_of(optimizer: Optimizer) -> Iterable[Any]:
@@ -270,7 +264,7 @@ def missing_gradients_note(error: str) -> str | None:
     if not _apart or not ("NoneType" in error or "non-empty TensorList" in error):
         return None
     return (
-        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are no parameter's .grad until they"
-        " are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by gradients of"
-        " their own (SAM) cannot be sharded"
+        "fsdplaunch: the last pass was inside of no_sync(), whose gradients are not in any parameter's .grad"
+        " until they are averaged.\nTake the pass out of no_sync() to have them; weights that ranks change by"
+        " gradients of their own (SAM) cannot be sharded"
     )

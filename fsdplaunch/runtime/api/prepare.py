@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import shards_on_xla
 from fsdplaunch.errors import CheckpointError, ShardingError, UsageError
-from fsdplaunch.features import XLA_PREPARE, feature
+from fsdplaunch.features import XLA, feature
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.gloo import wait_for_gloo_at_exit
@@ -84,7 +84,7 @@ def prepare(
     chosen = plugin or ambient_plugin()
     if shards_on_xla(decode()):
         unsupported = {"mesh": mesh, "process_group": process_group, "device": device, "weights": weights}
-        results = feature(XLA_PREPARE).prepare_on_xla(objects, chosen, unsupported)
+        results = feature(XLA).prepare_on_xla(objects, chosen, unsupported)
     else:
         place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
         ready = _shard_models(objects, chosen, place, weights=weights, strict=strict)
@@ -155,7 +155,7 @@ def _fit(item: Any, place: ShardTarget) -> Any:
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model with FSDP2 over a mesh, in place, the rest as the launch's configuration says.
 
-    What has values on no rank and no module can initialise stays on the meta device, sharded: it gets them from
+    What has values on no rank and no module can initialize stays on the meta device, sharded: it gets them from
     `DistModule.load_state_dict` or `fsdp2_load_full_state_dict`.
     """
     if is_sharded(model):

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -78,49 +77,36 @@ def _summoned_fsdp1(
         yield
 
 
-@dataclass(slots=True)
-class _RegisteredParameter:
-    """Where a parameter is registered."""
-
-    module: nn.Module
-    attribute: str
-    sharded: nn.Parameter
-
-
 @contextmanager
 def _summoned_fsdp2(
     module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
 ) -> Iterator[None]:
     """Exchange the DTensors for full tensors; gathered for computing they would be in the computing dtype."""
-    registered_params = list(_registered_params(module, recurse))
-    here = not rank0_only or dist.get_rank() == 0
-    full: dict[int, nn.Parameter] = {}
-    for each in registered_params:
-        if id(each.sharded) not in full:
-            full[id(each.sharded)] = _full(each.sharded, offload=offload, grads=grads)
+    places = list(_sharded_places(module, recurse))
+    full = {shard: _full(shard, offload=offload, grads=grads) for shard in dict.fromkeys(p for *_, p in places)}
     try:
-        if here:
-            for each in registered_params:
-                put_tensor(each.module, each.attribute, full[id(each.sharded)])
+        if not rank0_only or dist.get_rank() == 0:
+            for holder, attribute, shard in places:
+                put_tensor(holder, attribute, full[shard])
         yield
         if writeback:
-            for each in registered_params:
-                _keep(full[id(each.sharded)], each.sharded, grads=grads)
+            for shard, changed in full.items():
+                _keep(changed, shard, grads=grads)
     finally:
-        for each in registered_params:
-            put_tensor(each.module, each.attribute, each.sharded)
+        for place in places:
+            put_tensor(*place)
 
 
-def _registered_params(root: nn.Module, recurse: bool) -> Iterator[_RegisteredParameter]:
+def _sharded_places(root: nn.Module, recurse: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the modules and attributes that hold shards, with those."""
     waiting, seen = [(root, 0)], {root}
     while waiting:
         module, depth = waiting.pop()
         depth += is_unit(module)
         if depth > 1 and not recurse:
             continue
-        for attribute, param in own_parameters(module):
-            if isinstance(param, DTensor):
-                yield _RegisteredParameter(module, attribute, param)
+        shards = ((name, param) for name, param in own_parameters(module) if isinstance(param, DTensor))
+        yield from ((module, name, param) for name, param in shards)
         for child in module.children():
             if child not in seen:
                 seen.add(child)

@@ -5,7 +5,6 @@ Neither imports torch by itself: a script that needs no torch does not pay for i
 
 import atexit
 import ctypes
-import functools
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.standard_streams import flush
 
 _LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
@@ -29,17 +29,13 @@ def keep_gloo_quiet() -> None:
         return
     from torch.distributed import distributed_c10d
 
-    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None:
-        return
-    make = gloo.__init__
+    if hasattr(distributed_c10d, "ProcessGroupGloo"):
+        wrap(distributed_c10d, "ProcessGroupGloo.__init__", _make_quietly)
 
-    @functools.wraps(make)
-    def make_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
-        with without_gloo_lines():
-            make(self, *args, **kwargs)
 
-    gloo.__init__ = make_quietly
+def _make_quietly(make: Any, *args: Any, **kwargs: Any) -> None:
+    with without_gloo_lines():
+        make(*args, **kwargs)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class RankGroup:
     def raise_on_all(self, doing: str, *, naming_first: bool = False) -> Iterator[None]:
         """Run a block on every rank and raise on all of them if it failed on any.
 
-        Torch's checkpoint functions raise an exception that is no `Exception`; it counts, too.
+        Torch's checkpoint functions raise an exception that is not an `Exception`; it counts, too.
 
         Args:
             doing: What the block does, to complete "cannot ...".

@@ -32,7 +32,7 @@ _GONE = "-"
 _COLLECTIVES = str(Path(torch.__file__).parent / "distributed")
 
 
-class CrossedWaits:
+class MismatchedCollectives:
     """One rank's part in it."""
 
     def __init__(self, store: Any) -> None:
@@ -107,11 +107,6 @@ _left: list[bool] = []
 """Not empty where a wait that was reported has ended with an error, and the script may go on."""
 
 
-def store() -> Any:
-    """Return the key-value store of the process group; it answers while collectives wait."""
-    return default_store()
-
-
 def watch_main_thread() -> None:
     """Start the thread, once."""
     if not _watching and dist.is_initialized() and dist.get_world_size() > 1:
@@ -129,7 +124,7 @@ def _watch() -> None:
     main = threading.main_thread().ident or 0
     seen: tuple[int, int] | None = None
     since, reported = 0.0, False
-    crossed = CrossedWaits(store())
+    crossed = MismatchedCollectives(default_store())
     while dist.is_initialized():
         time.sleep(PERIOD_SECONDS)
         frame = sys._current_frames().get(main)
@@ -167,7 +162,7 @@ def report_wait(place: str | None = None) -> bool:
         Whether it could be reported; a run that is ending may have no store any more.
     """
     try:
-        store().set(place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
+        default_store().set(place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
     except _CLOSED:
         return False
     return True
@@ -221,7 +216,7 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
     if len(wanted) == 1:
         return
     prefix = f"fsdplaunch/barrier/{name}/{number}"
-    group_store = store()
+    group_store = default_store()
     group_store.set(f"{prefix}/{dist.get_rank()}", "here")
     if group_store.add(f"{prefix}/count", 1) == len(wanted):
         group_store.set(f"{prefix}/all", "here")
@@ -252,7 +247,7 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
 
 def waiting_places(ranks: Sequence[int]) -> dict[int, str]:
     """Return where each of some ranks waits; those that do not are left out."""
-    group_store = store()
+    group_store = default_store()
     waiting = {r: group_store.get(place_key(r)).decode() for r in ranks if group_store.check([place_key(r)])}
     return {rank: place for rank, place in waiting.items() if place != MOVING}
 
@@ -295,14 +290,14 @@ def _withdraw(name: str, prefix: str) -> None:
     """Undo this call, so that the next one on all ranks is the same one on all."""
     _calls[name] -= 1
     leave_wait()
-    store().add(f"{prefix}/count", -1)
-    store().delete_key(f"{prefix}/{dist.get_rank()}")
+    default_store().add(f"{prefix}/count", -1)
+    default_store().delete_key(f"{prefix}/{dist.get_rank()}")
 
 
 def _forget(name: str, number: int) -> None:
     """Remove what this rank wrote for an earlier call, which every rank has left by now."""
     if number > 0:
-        store().delete_key(f"fsdplaunch/barrier/{name}/{number}/{dist.get_rank()}")
+        default_store().delete_key(f"fsdplaunch/barrier/{name}/{number}/{dist.get_rank()}")
 
 
 class Rank0Service(Protocol):

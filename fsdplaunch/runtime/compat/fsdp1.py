@@ -17,7 +17,9 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.rank import rank_variable
 from fsdplaunch.runtime.torch_internals.fsdp import divided_over, show_unsharded_parameters
 
@@ -33,27 +35,20 @@ def take_out_offload_to_cpu() -> None:
 
     if (parse(torch.__version__) or _MENDED) >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
         return
-    set_type, summon = Wrapper.set_state_dict_type, Wrapper.summon_full_params
+    wrap(Wrapper, "set_state_dict_type", _set_type_staying)
+    wrap(Wrapper, "summon_full_params", _summon_staying)
 
-    @functools.wraps(set_type)
-    def set_type_staying(
-        module: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
-    ) -> Any:
-        return set_type(module, state_dict_type, _staying(state_dict_config), _staying(optim_state_dict_config))
 
-    @functools.wraps(summon)
-    def summon_staying(
-        module: Any,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,  # noqa: ARG001  (torch's signature)
-        with_grads: bool = False,
-    ) -> Any:
-        return summon(module, recurse, writeback, rank0_only, offload_to_cpu=False, with_grads=with_grads)
+def _set_type_staying(
+    set_type: Any, module: Any, kind: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+) -> Any:
+    return set_type(module, kind, _staying(state_dict_config), _staying(optim_state_dict_config))
 
-    Wrapper.set_state_dict_type = staticmethod(set_type_staying)  # type: ignore[method-assign]
-    Wrapper.summon_full_params = staticmethod(summon_staying)  # type: ignore[method-assign]
+
+def _summon_staying(summon: Any, *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(summon).bind(*args, **kwargs)
+    call.arguments["offload_to_cpu"] = False
+    return summon(*call.args, **call.kwargs)
 
 
 @contextmanager
@@ -84,24 +79,21 @@ def shard_on_cpu() -> None:
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
-    construct = Wrapper.__init__
-    signature = inspect.signature(construct)
+    wrap(Wrapper, "__init__", _construct_on_cpu)
 
-    @functools.wraps(construct)
-    def construct_on_cpu(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        given = call.arguments
-        if given.get("device_id") is None and given.get("device_mesh") is None:
-            given["device_id"] = torch.device("cpu")
-        given.pop("cpu_offload", None)
-        if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
-            send_from_rank_0(given["module"])
-            given["sync_module_states"] = False
-        if _divides_by_node(given):
-            given["process_group"] = _of_node_and_across(int(rank_variable("LOCAL_WORLD_SIZE") or 1))
-        construct(*call.args, **call.kwargs)
 
-    Wrapper.__init__ = construct_on_cpu  # type: ignore[method-assign]
+def _construct_on_cpu(construct: Any, *args: Any, **kwargs: Any) -> None:
+    call = inspect.signature(construct).bind(*args, **kwargs)
+    given = call.arguments
+    if given.get("device_id") is None and given.get("device_mesh") is None:
+        given["device_id"] = torch.device("cpu")
+    given.pop("cpu_offload", None)
+    if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
+        send_from_rank_0(given["module"])
+        given["sync_module_states"] = False
+    if _divides_by_node(given):
+        given["process_group"] = _of_node_and_across(int(rank_variable("LOCAL_WORLD_SIZE") or 1))
+    construct(*call.args, **call.kwargs)
 
 
 def _divides_by_node(given: dict[str, Any]) -> bool:
@@ -124,7 +116,6 @@ def send_from_rank_0(model: nn.Module) -> None:
     """Overwrite a model's values with rank 0's, but for what FSDP1 has wrapped already. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
     from fsdplaunch.runtime.sharding.materialize import Materializer
 
     wrappers = fsdp1_wrappers(model)
@@ -167,36 +158,26 @@ def gather_with_all_ranks() -> None:
     if hasattr(Wrapper, "fsdplaunch_meets"):
         return
     Wrapper.fsdplaunch_meets = True  # type: ignore[attr-defined]
-    Wrapper.state_dict = _state_dict_of_all(Wrapper.state_dict)  # type: ignore[method-assign]
+    wrap(Wrapper, "state_dict", _state_dict_of_all)
     for name in _CALLS:
-        setattr(Wrapper, name, staticmethod(_call_of_all(getattr(Wrapper, name))))
+        wrap(Wrapper, name, _call_of_all)
 
 
-def _state_dict_of_all(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(state_dict)
-    def meet_and_gather(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside:
-            return state_dict(self, *args, **kwargs)
-        for unit in Wrapper.fsdp_modules(self):
-            show_unsharded_parameters(unit)
-        local = Wrapper.get_state_dict_type(self).state_dict_type is StateDictType.LOCAL_STATE_DICT
-        with _on_all_ranks(_STATE, [] if local else [self]):
-            return state_dict(self, *args, **kwargs)
-
-    return meet_and_gather
+def _state_dict_of_all(state_dict: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if inside:
+        return state_dict(self, *args, **kwargs)
+    for unit in Wrapper.fsdp_modules(self):
+        show_unsharded_parameters(unit)
+    local = Wrapper.get_state_dict_type(self).state_dict_type is StateDictType.LOCAL_STATE_DICT
+    with _on_all_ranks(_STATE, [] if local else [self]):
+        return state_dict(self, *args, **kwargs)
 
 
-def _call_of_all(function: Callable[..., Any]) -> Callable[..., Any]:
+def _call_of_all(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     name = function.__name__
-    call = f"FSDP.{name}"
-
-    @functools.wraps(function)
-    def meet_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        memory = own_memory(module) if name == "optim_state_dict" else nullcontext()
-        with _on_all_ranks(call, [each for each in module.modules() if isinstance(each, Wrapper)]), memory:
-            return function(module, *args, **kwargs)
-
-    return meet_and_call
+    memory = own_memory(module) if name == "optim_state_dict" else nullcontext()
+    with _on_all_ranks(f"FSDP.{name}", fsdp1_wrappers(module)), memory:
+        return function(module, *args, **kwargs)
 
 
 def _gathers(wrapper: Wrapper) -> bool:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.units import without_wrappers
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import once_imported, own_attribute
+from fsdplaunch.runtime.patch import once_imported, own_attribute, wrap_once_imported
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.state_dict.full_state import (
@@ -32,104 +33,8 @@ from fsdplaunch.runtime.state_dict.full_state import (
 )
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered
 
+_TRAINER = "transformers.trainer"
 _WRITING = "write what save_model was given"
-
-
-def adapt_trainer(trainer: Any) -> None:
-    """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
-
-    Checkpoints before the last stay shards, as configured.
-
-    Args:
-        trainer: The module `transformers.trainer`.
-    """
-    kind = trainer.Trainer
-    save = kind.save_model
-
-    @functools.wraps(save)
-    def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None or (_internal_call and not _is_last(self) and not _is_full(plugin)):
-            return save(self, output_dir, _internal_call)
-        with _as_full(plugin), _one_by_one(self, kind._save):
-            return save(self, output_dir, _internal_call)
-
-    kind.save_model = save_model
-
-
-def _is_last(trainer: Any) -> bool:
-    """Return whether training ends after this checkpoint."""
-    return bool(trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop)
-
-
-@contextmanager
-def _as_full(plugin: Any) -> Iterator[None]:
-    """Show a plugin's kind of state dict as full: all that `save_model` looks at before it gathers."""
-    from torch.distributed.fsdp import StateDictType
-
-    kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-    try:
-        yield
-    finally:
-        plugin.state_dict_type = kept
-
-
-def _is_full(plugin: Any) -> bool:
-    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
-
-
-@contextmanager
-def _one_by_one(trainer: Any, save: Callable[..., Any]) -> Iterator[None]:
-    """Let a Trainer gather its model while it writes it, unless the script writes it in a way of its own.
-
-    Args:
-        trainer: The script's.
-        save: Its class's `_save`, to which `save_model` gives the state that it has gathered.
-    """
-    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
-    get_state = trainer.accelerator.get_state_dict
-    awaited = False
-
-    def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal awaited
-        if not holds_shards(model):
-            return get_state(model, *args, **kwargs)
-        awaited = True
-        return full_state(model, "save_model", gathering)
-
-    def write(*args: Any, **kwargs: Any) -> Any:
-        nonlocal awaited
-        awaited = False
-        with gathering.finish(_WRITING):
-            return save(trainer, *args, **kwargs)
-
-    with ExitStack() as stack:
-        if type(trainer)._save is save:
-            stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
-            stack.enter_context(own_attribute(trainer, "_save", write))
-        else:
-            stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
-        yield
-    if awaited and rank() != 0:
-        with gathering.finish(_WRITING):  # transformers 4 calls `_save` on rank 0 only
-            pass
-
-
-def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a Trainer write its model in its own way, which need not look at the state that was gathered for it.
-
-    sentence-transformers' saves each of its modules by itself. On the rank that writes: transformers calls it
-    there only, or, in newer versions, on all ranks, to return at once on the others.
-    """
-    state, write = kwargs.get("state_dict"), type(trainer)._save
-    if state is None or not holds_shards(trainer.model):
-        return write(trainer, *args, **kwargs)
-    if not trainer.args.should_save:
-        return None
-    with knowing_state(trainer.model, state):
-        return write(trainer, *args, **kwargs)
-
-
 _WITH_SAVE_PRETRAINED = {
     "transformers.modeling_utils": "PreTrainedModel",
     "peft.peft_model": "PeftModel",
@@ -138,40 +43,31 @@ _WITH_SAVE_PRETRAINED = {
 }
 
 
-def save_full_weights() -> None:
+def adapt_hugging_face() -> None:
     """Adapt the libraries that save models, if and when the script imports them."""
     for module, name in _WITH_SAVE_PRETRAINED.items():
-        once_imported(module, functools.partial(_adapt_model_class, name=name))
+        wrap_once_imported(module, f"{name}.save_pretrained", _save_pretrained)
     once_imported("huggingface_hub.serialization._torch", _adapt_hub)
-    once_imported("accelerate.accelerator", _adapt_accelerator)
-    once_imported("transformers.trainer", adapt_trainer)
+    wrap_once_imported("accelerate.accelerator", "Accelerator.get_state_dict", _get_full_state)
+    wrap_once_imported("accelerate.accelerator", "Accelerator.save", _save_full)
+    wrap_once_imported("accelerate.accelerator", "Accelerator.save_model", _save_full_model)
+    wrap_once_imported(_TRAINER, "Trainer.save_model", _save_model)
+    wrap_once_imported(_TRAINER, "Trainer.compute_loss", compute_loss)
 
 
-def _adapt_model_class(module: Any, *, name: str) -> None:
-    kind = getattr(module, name)
-    kind.save_pretrained = _saving_full(kind.save_pretrained)
-
-
-def _saving_full(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `save_pretrained` for a model that may be sharded."""
-    signature = inspect.signature(save)
-
-    @functools.wraps(save)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, nn.Module) or not holds_shards(self) or _saves_shards(self, kwargs):
-            return save(self, *args, **kwargs)
-        call = signature.bind(self, *args, **kwargs)
-        given = _given_state(call)
-        given = known_state(self) if given is None else given  # which is what its state_dict() is, too
-        if given is None or any(isinstance(value, DTensor) for value in given.values()):
-            return _gather_and_save(save, self, given, call)
-        check_shapes(given, self, "save_pretrained")
-        if not given and rank() != 0:
-            return None
-        with without_wrappers(self):
-            return save(self, *args, **kwargs)
-
-    return save_pretrained
+def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(self, nn.Module) or not holds_shards(self) or _saves_shards(self, kwargs):
+        return save(self, *args, **kwargs)
+    call = inspect.signature(save).bind(self, *args, **kwargs)
+    given = _given_state(call)
+    given = known_state(self) if given is None else given  # which is what its state_dict() is, too
+    if given is None or any(isinstance(value, DTensor) for value in given.values()):
+        return _gather_and_save(save, self, given, call)
+    check_shapes(given, self, "save_pretrained")
+    if not given and rank() != 0:
+        return None
+    with without_wrappers(self):
+        return save(self, *args, **kwargs)
 
 
 def _saves_shards(model: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -233,35 +129,96 @@ def _adapt_hub(serialization: Any) -> None:
             module.__dict__["save_torch_state_dict"] = save_full_state
 
 
-def _adapt_accelerator(accelerator: Any) -> None:
-    kind = accelerator.Accelerator
-    get_state, save, save_model = kind.get_state_dict, kind.save, kind.save_model
+def _save_model(save: Any, self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
+    """Let the Trainer save the model where it was told to keep checkpoints as shards: when asked, and at the end.
 
-    @functools.wraps(get_state)
-    def get_full_state(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return (
-            full_state(model, "get_state_dict") if holds_shards(model) else get_state(self, model, *args, **kwargs)
-        )
+    Checkpoints before the last stay shards, as configured.
+    """
+    plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+    if plugin is None or (_internal_call and not _is_last(self) and not _is_full(plugin)):
+        return save(self, output_dir, _internal_call)
+    full = StateDictType.FULL_STATE_DICT  # the plugin's kind is all that `save_model` looks at before it gathers
+    with own_attribute(plugin, "state_dict_type", full), _one_by_one(self):
+        return save(self, output_dir, _internal_call)
 
-    @functools.wraps(save)
-    def save_full(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(obj, Mapping) and any(isinstance(value, DTensor) for value in obj.values()):
-            obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0, spool=True))
-        return save(self, obj, *args, **kwargs)
 
-    @functools.wraps(save_model)
-    def save_full_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _is_last(trainer: Any) -> bool:
+    """Return whether training ends after this checkpoint."""
+    return bool(trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop)
+
+
+def _is_full(plugin: Any) -> bool:
+    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
+
+
+@contextmanager
+def _one_by_one(trainer: Any) -> Iterator[None]:
+    """Let a Trainer gather its model while it writes it, unless the script writes it in a way of its own."""
+    save = sys.modules[_TRAINER].Trainer._save  # to which `save_model` gives the state that it has gathered
+    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
+    get_state = trainer.accelerator.get_state_dict
+    awaited = False
+
+    def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal awaited
         if not holds_shards(model):
-            return save_model(self, model, *args, **kwargs)
-        gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
-        state = full_state(model, "save_model", gathering)
-        with (
-            gathering.finish("write what save_model was given"),
-            own_attribute(self, "get_state_dict", lambda *_, **__: state),
-        ):
-            return save_model(self, model, *args, **kwargs)
+            return get_state(model, *args, **kwargs)
+        awaited = True
+        return full_state(model, "save_model", gathering)
 
-    kind.get_state_dict, kind.save, kind.save_model = get_full_state, save_full, save_full_model
+    def write(*args: Any, **kwargs: Any) -> Any:
+        nonlocal awaited
+        awaited = False
+        with gathering.finish(_WRITING):
+            return save(trainer, *args, **kwargs)
+
+    with ExitStack() as stack:
+        if type(trainer)._save is save:
+            stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
+            stack.enter_context(own_attribute(trainer, "_save", write))
+        else:
+            stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
+        yield
+    if awaited and rank() != 0:
+        with gathering.finish(_WRITING):  # transformers 4 calls `_save` on rank 0 only
+            pass
+
+
+def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer write its model in its own way, which need not look at the state that was gathered for it.
+
+    sentence-transformers' saves each of its modules by itself. On the rank that writes: transformers calls it
+    there only, or, in newer versions, on all ranks, to return at once on the others.
+    """
+    state, write = kwargs.get("state_dict"), type(trainer)._save
+    if state is None or not holds_shards(trainer.model):
+        return write(trainer, *args, **kwargs)
+    if not trainer.args.should_save:
+        return None
+    with knowing_state(trainer.model, state):
+        return write(trainer, *args, **kwargs)
+
+
+def _get_full_state(get_state: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return full_state(model, "get_state_dict") if holds_shards(model) else get_state(self, model, *args, **kwargs)
+
+
+def _save_full(save: Any, self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(obj, Mapping) and any(isinstance(value, DTensor) for value in obj.values()):
+        obj = gathered(obj, ShardGatherer("accelerator.save", keep=rank() == 0, spool=True))
+    return save(self, obj, *args, **kwargs)
+
+
+def _save_full_model(save_model: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if not holds_shards(model):
+        return save_model(self, model, *args, **kwargs)
+    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
+    state = full_state(model, "save_model", gathering)
+    with (
+        gathering.finish("write what save_model was given"),
+        own_attribute(self, "get_state_dict", lambda *_, **__: state),
+    ):
+        return save_model(self, model, *args, **kwargs)
 
 
 _COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)
@@ -288,28 +245,29 @@ class _Reads(TorchFunctionMode):
         return result
 
 
-def watch_loss(trainer: Any) -> None:
+def compute_loss(compute: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Look, at a Trainer's first loss, whether its model divides it by the number that it is given for that.
 
-    Args:
-        trainer: The module `transformers.trainer`.
+    With `average_tokens_across_devices`, its default, the Trainer gives a model the number of labels of all ranks,
+    by which it is to divide its sum, and multiplies the loss by the number of ranks, to whose average gradients
+    come. It takes every model whose `forward` has `**kwargs` for one that does. Many do not (sequence
+    classification of BERT in transformers 5): their mean over the rank's rows is multiplied, and gradients are
+    larger than in one process.
     """
-    kind = trainer.Trainer
-    compute = kind.compute_loss
-
-    @functools.wraps(compute)
-    def compute_loss(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        count = kwargs.get("num_items_in_batch")
-        if not isinstance(count, torch.Tensor) or not _multiplies(self) or hasattr(self, "_fsdplaunch_looked"):
-            return compute(self, model, *args, **kwargs)
-        self._fsdplaunch_looked = True
-        with _Reads(count) as reads:
-            loss = compute(self, model, *args, **kwargs)
-        if not reads.found:
-            _tell(self)
-        return loss
-
-    kind.compute_loss = compute_loss
+    count = kwargs.get("num_items_in_batch")
+    if not isinstance(count, torch.Tensor) or not _multiplies(self) or hasattr(self, "_fsdplaunch_looked"):
+        return compute(self, model, *args, **kwargs)
+    self._fsdplaunch_looked = True
+    with _Reads(count) as reads:
+        loss = compute(self, model, *args, **kwargs)
+    if not reads.found:
+        ranks, kind = self.accelerator.num_processes, class_name(self.accelerator.unwrap_model(self.model))
+        messages.say_unequal(
+            f"{script_line()}: the Trainer multiplies the loss by the {ranks} ranks, for the model to divide it by"
+            f" the labels of all of them, which {kind} does not: gradients are {ranks} times those of one process;"
+            " --average_tokens_across_devices False trains as one process does"
+        )
+    return loss
 
 
 def _multiplies(trainer: Any) -> bool:
@@ -317,13 +275,3 @@ def _multiplies(trainer: Any) -> bool:
     ranks = trainer.accelerator.num_processes > 1 and getattr(trainer.args, "average_tokens_across_devices", False)
     made_for = trainer.model_accepts_loss_kwargs or getattr(trainer, "compute_loss_func", None)
     return bool(ranks and made_for and not getattr(trainer.args, "torch_compile", False))
-
-
-def _tell(trainer: Any) -> None:
-    ranks = trainer.accelerator.num_processes
-    model = class_name(trainer.accelerator.unwrap_model(trainer.model))
-    messages.say_unequal(
-        f"{script_line()}: the Trainer multiplies the loss by the {ranks} ranks, for the model to divide it by the"
-        f" labels of all of them, which {model} does not: gradients are {ranks} times those of one process;"
-        " --average_tokens_across_devices False trains as one process does"
-    )

@@ -61,155 +61,6 @@ class ShardedUnit:
     reduce: str | None
 
 
-def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
-    """Yield the units of an FSDP2 model, the root first."""
-    for name, module in model.named_modules():
-        if not is_unit(module):
-            continue
-        groups = param_groups(module)
-        policy = mixed_precision_of(groups[0]) if groups else None
-        after = groups[0].post_forward_mesh_info if groups else None
-        yield ShardedUnit(
-            name=clean_name(name),
-            kind=own_class(module),
-            parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
-            reshard_after_forward=_resharded(after, groups),
-            compute=dtype_name(policy.param_dtype) if policy else None,
-            reduce=dtype_name(policy.reduce_dtype) if policy else None,
-        )
-
-
-def _resharded(after: Any, groups: Any) -> bool | int:
-    """Return whether an FSDP2 unit is freed after forward, or the number of ranks it is then spread over."""
-    if after is None:
-        return False
-    size = int(after.shard_mesh_size)
-    return True if size == groups[0].mesh_info.shard_mesh_size else size
-
-
-def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
-    """Yield the units of an FSDP1 model, the root first."""
-    for name, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
-            continue
-        flat = flat_parameter(module)
-        yield ShardedUnit(
-            name=clean_name(name),
-            kind=own_class(module.module),
-            parameters=sum(map(prod, flat.shapes)) if flat else 0,
-            reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
-            compute=dtype_name(module.mixed_precision.param_dtype),
-            reduce=dtype_name(module.mixed_precision.reduce_dtype),
-        )
-
-
-def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
-    """Yield dtype, size and whether it gets a gradient, of each full parameter in FSDP1's flat ones."""
-    for module in model.modules():
-        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
-        if flat is None:
-            continue
-        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
-        for shape, trained in zip(flat.shapes, flags, strict=True):
-            yield flat.tensor.dtype, prod(shape), trained
-
-
-def wrappers(model: nn.Module) -> dict[str, Any]:
-    """Return what is recomputed, offloaded and compiled, by the names of the description."""
-    modules = list(model.named_modules())
-    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
-    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
-    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not inside)
-    return {
-        "checkpointed": tuple(again),
-        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
-        "compiled": "model" if _is_compiled(inside) else "blocks" if inner else None,
-    }
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made the module's forward."""
-    return isinstance(module.__dict__.get("forward"), CompiledForward)
-
-
-def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
-    """Return what holds for an FSDP1 model as one, by the names of the description."""
-    ahead = model.backward_prefetch
-    return {
-        "output": None,
-        "buffers": dtype_name(model.mixed_precision.buffer_dtype),
-        "forward_prefetch": bool(model.forward_prefetch),
-        "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
-        "offloaded": model.cpu_offload.offload_params,
-    }
-
-
-def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
-    """Return what holds for an FSDP2 model as one, by the names of the description."""
-    first: Any = next((p for p in parameters_of(model) if isinstance(p, DTensor)), None)
-    groups = param_groups(model)
-    return {
-        "output": dtype_name(root_mixed_precision(model).output_dtype),
-        "buffers": None,
-        "forward_prefetch": prefetches_forward(model),
-        "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
-        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
-    }
-
-
-def own_class(module: Any) -> str:
-    """Return the name of the user's class, inside of what checkpointing and sharding put around it."""
-    while isinstance(module, CheckpointWrapper | OffloadWrapper):
-        module = checkpointed_module(module)
-    module = unwrapped(module)
-    return original_class(module).__name__
-
-
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """Return torch's name of a dtype."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _kept_layout(prepared: ShardedModel) -> dict[str, Any]:
-    """Return what a description needs to know of a model that `prepare` sharded, beside its units."""
-    layout = {
-        "strategy": prepared.settings.strategy,
-        "mesh": dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
-        "device": str(prepared.device),
-        "tied": prepared.tied,
-        "ignored": prepared.ignored,
-        "unsharded": tuple(sorted(prepared.left_out)),
-        "methods": prepared.methods,
-        "float8": prepared.converted,
-    }
-    if prepared.sequences is not None:
-        layout |= {"context": prepared.sequences.axis.size(), "attention": prepared.sequences.way}
-    return layout if prepared.split is None else layout | {"plan": prepared.split.origin}
-
-
-def _seen_layout(model: nn.Module) -> dict[str, Any]:
-    """Return the same for a model that something else has sharded, as its units show it."""
-    device = {"device": str(next(parameters_of(model)).device)}
-    if isinstance(model, FullyShardedDataParallel):
-        ranks = dist.get_world_size(model.process_group)
-        return device | {"strategy": model.sharding_strategy.name.lstrip("_"), "mesh": {"ranks": ranks}}
-    named = dict(named_parameters(model))
-    sharded = {name: param for name, param in named.items() if isinstance(param, DTensor)}
-    mesh = max((param.device_mesh for param in sharded.values()), key=lambda mesh: mesh.ndim)
-    (_, *units) = fsdp2_units(model)
-    freed = not units or any(unit.reshard_after_forward for unit in units)  # the root stays gathered either way
-    strategy = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
-    if data_mesh(mesh).ndim > 1:
-        strategy = "HYBRID_SHARD" if freed else "HYBRID_SHARD_ZERO2"
-    names = mesh.mesh_dim_names or tuple(f"ranks{axis}" for axis in range(mesh.ndim))
-    return device | {
-        "strategy": strategy,
-        "mesh": dict(zip(names, mesh.shape, strict=True)),
-        "tied": tied_names(model),
-        "unsharded": tuple(sorted(named.keys() - sharded.keys())),
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingDescription:
     """How one model is sharded. Parameters are counted in elements, dtypes are torch's names.
@@ -411,9 +262,157 @@ def _word(name: str | None) -> str:
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name or "", name or "")
 
 
+def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """Yield the units of an FSDP2 model, the root first."""
+    for name, module in model.named_modules():
+        if not is_unit(module):
+            continue
+        groups = param_groups(module)
+        policy = mixed_precision_of(groups[0]) if groups else None
+        after = groups[0].post_forward_mesh_info if groups else None
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module),
+            parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
+            reshard_after_forward=_resharded(after, groups),
+            compute=dtype_name(policy.param_dtype) if policy else None,
+            reduce=dtype_name(policy.reduce_dtype) if policy else None,
+        )
+
+
+def _resharded(after: Any, groups: Any) -> bool | int:
+    """Return whether an FSDP2 unit is freed after forward, or the number of ranks it is then spread over."""
+    if after is None:
+        return False
+    size = int(after.shard_mesh_size)
+    return True if size == groups[0].mesh_info.shard_mesh_size else size
+
+
+def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
+    """Yield the units of an FSDP1 model, the root first."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        flat = flat_parameter(module)
+        yield ShardedUnit(
+            name=clean_name(name),
+            kind=own_class(module.module),
+            parameters=sum(map(prod, flat.shapes)) if flat else 0,
+            reshard_after_forward=module.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
+            compute=dtype_name(module.mixed_precision.param_dtype),
+            reduce=dtype_name(module.mixed_precision.reduce_dtype),
+        )
+
+
+def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
+    """Yield dtype, size and whether it gets a gradient, of each full parameter in FSDP1's flat ones."""
+    for module in model.modules():
+        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
+        if flat is None:
+            continue
+        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
+        for shape, trained in zip(flat.shapes, flags, strict=True):
+            yield flat.tensor.dtype, prod(shape), trained
+
+
+def wrappers(model: nn.Module) -> dict[str, Any]:
+    """Return what is recomputed, offloaded and compiled, by the names of the description."""
+    modules = list(model.named_modules())
+    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
+    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
+    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not inside)
+    return {
+        "checkpointed": tuple(again),
+        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
+        "compiled": "model" if _is_compiled(inside) else "blocks" if inner else None,
+    }
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile made the module's forward."""
+    return isinstance(module.__dict__.get("forward"), CompiledForward)
+
+
+def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """Return what holds for an FSDP1 model as one, by the names of the description."""
+    ahead = model.backward_prefetch
+    return {
+        "output": None,
+        "buffers": dtype_name(model.mixed_precision.buffer_dtype),
+        "forward_prefetch": bool(model.forward_prefetch),
+        "backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
+        "offloaded": model.cpu_offload.offload_params,
+    }
+
+
+def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
+    """Return what holds for an FSDP2 model as one, by the names of the description."""
+    first: Any = next((p for p in parameters_of(model) if isinstance(p, DTensor)), None)
+    groups = param_groups(model)
+    return {
+        "output": dtype_name(root_mixed_precision(model).output_dtype),
+        "buffers": None,
+        "forward_prefetch": prefetches_forward(model),
+        "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
+        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
+    }
+
+
+def own_class(module: Any) -> str:
+    """Return the name of the user's class, inside of what checkpointing and sharding put around it."""
+    while isinstance(module, CheckpointWrapper | OffloadWrapper):
+        module = checkpointed_module(module)
+    module = unwrapped(module)
+    return original_class(module).__name__
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """Return torch's name of a dtype."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _kept_layout(prepared: ShardedModel) -> dict[str, Any]:
+    """Return what a description needs to know of a model that `prepare` sharded, beside its units."""
+    layout = {
+        "strategy": prepared.settings.strategy,
+        "mesh": dict(zip(prepared.mesh.mesh_dim_names or ("ranks",), prepared.mesh.shape, strict=True)),
+        "device": str(prepared.device),
+        "tied": prepared.tied,
+        "ignored": prepared.ignored,
+        "unsharded": tuple(sorted(prepared.left_out)),
+        "methods": prepared.methods,
+        "float8": prepared.converted,
+    }
+    if prepared.sequences is not None:
+        layout |= {"context": prepared.sequences.axis.size(), "attention": prepared.sequences.way}
+    return layout if prepared.split is None else layout | {"plan": prepared.split.origin}
+
+
+def _seen_layout(model: nn.Module) -> dict[str, Any]:
+    """Return the same for a model that something else has sharded, as its units show it."""
+    device = {"device": str(next(parameters_of(model)).device)}
+    if isinstance(model, FullyShardedDataParallel):
+        ranks = dist.get_world_size(model.process_group)
+        return device | {"strategy": model.sharding_strategy.name.lstrip("_"), "mesh": {"ranks": ranks}}
+    named = dict(named_parameters(model))
+    sharded = {name: param for name, param in named.items() if isinstance(param, DTensor)}
+    mesh = max((param.device_mesh for param in sharded.values()), key=lambda mesh: mesh.ndim)
+    (_, *units) = fsdp2_units(model)
+    freed = not units or any(unit.reshard_after_forward for unit in units)  # the root stays gathered either way
+    strategy = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
+    if data_mesh(mesh).ndim > 1:
+        strategy = "HYBRID_SHARD" if freed else "HYBRID_SHARD_ZERO2"
+    names = mesh.mesh_dim_names or tuple(f"ranks{axis}" for axis in range(mesh.ndim))
+    return device | {
+        "strategy": strategy,
+        "mesh": dict(zip(names, mesh.shape, strict=True)),
+        "tied": tied_names(model),
+        "unsharded": tuple(sorted(named.keys() - sharded.keys())),
+    }
+
+
 _SMALL = 10_000_000
 """Parameters up to which models share a line, if there are several."""
-
 _about: list[str | None] = []
 _waiting: list[tuple[ShardingDescription, str]] = []
 _waits: list[bool] = []

@@ -52,7 +52,7 @@ class ModuleRegistry:
 
 
 def _highest(module: nn.Module, parents: dict[int, list[nn.Module]]) -> nn.Module:
-    """Return the last callable module on the way up: lists and plain holders of models are no models."""
+    """Return the last callable module on the way up: lists and plain holders of models are not models."""
     level, seen, best = [module], {id(module)}, module
     while level:
         above = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]

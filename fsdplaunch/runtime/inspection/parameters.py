@@ -57,7 +57,7 @@ def parameters_of(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parame
 
 
 @contextmanager
-def listing_as_torch(model: nn.Module) -> Iterator[None]:
+def parameters_listed_by_torch(model: nn.Module) -> Iterator[None]:
     """Let torch list the parameters of modules whose classes list them in a way of their own, which takes less."""
     with ExitStack() as stack:
         for module in model.modules():

@@ -6,7 +6,7 @@ methods for units work on that class only: units can be given the class back tha
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,9 +69,9 @@ def restore_classes(model: nn.Module) -> None:
 
 
 @contextmanager
-def sharded_classes(module: nn.Module) -> Iterator[None]:
-    """Show a module and the units inside of it as `fully_shard` left them, for torch's own checks of the class."""
-    changed = [(each, type(each)) for each in module.modules() if each in _sharded_class]
+def _sharded_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Show units as `fully_shard` left them, for torch's own checks of the class."""
+    changed = [(each, type(each)) for each in modules if each in _sharded_class]
     for each, _ in changed:
         each.__class__ = _sharded_class[each]
     try:
@@ -103,21 +103,10 @@ def _as_unit(unit: "weakref.ref[nn.Module]", name: str) -> Callable[..., Any]:
         module: Any = unit()
         if name != MOVE_METHOD and not inside:  # the former calls its base class's
             return getattr(_sharded_class[module], name)(module, *args, **kwargs)
-        with sharded_classes(module) if inside else _one_class(module):
+        with _sharded_classes(module.modules() if inside else (module,)):
             return getattr(type(module), name)(module, *args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _one_class(module: Any) -> Iterator[None]:
-    """Show one module as `fully_shard` left it."""
-    own = type(module)
-    module.__class__ = _sharded_class.get(module, own)
-    try:
-        yield
-    finally:
-        module.__class__ = own
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.model_weights import StoredWeight
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.loading.read_shards import LocalShard, Rectangle, source_dtype
+from fsdplaunch.runtime.loading.read_shards import LocalShard, Rectangle
 from fsdplaunch.runtime.saving.plain_files import read_plain
 
 PIECE = 32 * 1024 * 1024
@@ -141,13 +141,3 @@ def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
         raise CheckpointError(msg, hint="load this model with the library that wrote it")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return StoredWeight(name, number, str(tensor.dtype), DTYPES.get(dtype), tuple(tensor.shape), 0)
-
-
-def check_dtypes(held: Iterable[tuple[LocalShard, StoredWeight]]) -> None:
-    """Check that every tensor may be converted to the model's dtype.
-
-    Raises:
-        CheckpointError: One may not.
-    """
-    for shard, weight in held:
-        source_dtype(weight, shard.local.dtype)

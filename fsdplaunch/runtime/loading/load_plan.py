@@ -235,7 +235,7 @@ def make_plan(
     *,
     strict: bool,
 ) -> LoadPlan:
-    """Decide on the first rank what is read from where, and tell all; nothing is read but headers.
+    """Decide on the first rank what is read from where, and send it to all; nothing is read but headers.
 
     Pickled files are opened on the first rank only.
 
@@ -353,7 +353,7 @@ def _dtype(plan: LoadPlan, name: str) -> torch.dtype:
 
 
 def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Sequence[str] = ()) -> None:
-    """Tell the user on rank 0 what was loaded, and everything that does not go without saying.
+    """Print on rank 0 what was loaded, and everything that does not go without saying.
 
     Args:
         plan: What was where.

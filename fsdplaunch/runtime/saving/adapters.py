@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tell whether a model is PEFT's, sharded or not."""
+    """Return whether a model is PEFT's, sharded or not."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(_inner(model), peft.PeftModel)
 
@@ -97,7 +97,7 @@ def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, s
     Under FSDP2 accelerate saves a full state's trained parameters under their own names; otherwise PEFT chooses.
     """
     if kind == "LOCAL_STATE_DICT":
-        msg = "LOCAL_STATE_DICT holds flat shards, from which adapters cannot be told apart"
+        msg = "LOCAL_STATE_DICT holds flat shards, in which adapters cannot be found"
         raise UsageError(msg, hint="use SHARDED_STATE_DICT with adapter_only")
     if kind == "FULL_STATE_DICT" and not isinstance(model, FullyShardedDataParallel):
         return {name: name for name, param in named_parameters(model) if param.requires_grad and name in state}
@@ -110,7 +110,7 @@ def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, s
     own = {id(value): name for name, value in state.items()}
     strange = [saved for saved, value in chosen.items() if id(value) not in own]
     if strange:
-        msg = f"adapter_only: {strange[0]} is no parameter of the model"
+        msg = f"adapter_only: {strange[0]} is not a parameter of the model"
         raise UsageError(msg, hint="leave adapter_only out: the adapters are saved with everything else")
     return {saved: own[id(value)] for saved, value in chosen.items()}
 

@@ -423,18 +423,8 @@ def _before_loading(*_: Any) -> None:
     background.wait_for_copies()
 
 
-def wait_for_copies() -> None:
-    """Wait until a save under way has copied what is about to be changed."""
-    background.wait_for_copies()
-
-
-def finish_saves() -> None:
-    """Wait for a save that is still being written; its failure is raised here.
-
-    Raises:
-        CheckpointError: It failed.
-    """
-    background.finish()
+wait_for_copies = background.wait_for_copies
+finish_saves = background.finish
 
 
 def _at_exit() -> None:

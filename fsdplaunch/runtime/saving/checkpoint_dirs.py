@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.manifest import (
@@ -64,7 +63,7 @@ def _check_replaceable(target: Path) -> None:
 def publish(partial: Path, target: Path) -> None:
     """Put the finished folder in the place of `target`, which holds either all of the old or all of the new.
 
-    Files that are no part of the earlier checkpoint, such as a tokenizer beside it, are kept.
+    Files that are not part of the earlier checkpoint, such as a tokenizer beside it, are kept.
     """
     for folder in {path.parent for path in partial.rglob("*")}:
         sync_folder(folder)
@@ -90,44 +89,34 @@ def numbered(root: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCheckpoint:
-    """What a search for a checkpoint gave.
-
-    Attributes:
-        path: The checkpoint, or None.
-        skipped: What was passed over for it, each with the reason.
-    """
-
-    path: Path | None
-    skipped: tuple[str, ...] = ()
-
-
-def find_checkpoint(root: Path) -> FoundCheckpoint:
+def find_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     """Find the checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it.
 
     A folder whose replacement was interrupted between two moves is found under its waiting name.
+
+    Returns:
+        The checkpoint, or None, and what was passed over for it, each with the reason.
     """
     skipped: list[str] = []
     if looks_like_checkpoint(root):
         gap = find_gap(root)
         if gap is None:
-            return FoundCheckpoint(path=root)
+            return root, []
         skipped.append(f"{root}: {gap}")
     if not root.exists() and is_complete(_aside(root)):
-        return FoundCheckpoint(path=_aside(root))
+        return _aside(root), []
     for path in _newest_first(root):
         gap = find_gap(path)
         if gap is None:
-            return FoundCheckpoint(path=path, skipped=(*skipped, *_unfinished(root, path)))
+            return path, [*skipped, *_unfinished(root, path)]
         skipped.append(f"{path}: {gap}")
-    return FoundCheckpoint(path=None, skipped=(*skipped, *_unfinished(root, None)))
+    return None, [*skipped, *_unfinished(root, None)]
 
 
 def _newest_first(root: Path) -> Iterator[Path]:
     """Yield numbered folders, the one saved last first.
 
-    Numbers go by what a run counted. After a return to an earlier checkpoint they do not tell what is newest; our
+    Numbers go by what a run counted. After a return to an earlier checkpoint they do not say what is newest; our
     manifests do. Folders that have none come where their number puts them.
     """
     found = numbered(root)
@@ -175,7 +164,7 @@ def remove_old(root: Path, keep: int) -> list[str]:
 
 
 def say_once(notes: list[str]) -> None:
-    """Tell the user what stayed, each a single time."""
+    """Print what stayed, each a single time."""
     for note in notes:
         if note not in _said:
             _said.add(note)
@@ -200,7 +189,7 @@ def _set_aside(path: Path) -> Iterator[str]:
 
 
 def _remove(hidden: Path) -> list[str]:
-    """Remove a hidden checkpoint; one with files that are no part of it gets its name back, with these alone."""
+    """Remove a hidden checkpoint; one with files that are not part of it gets its name back, with these alone."""
     try:
         if hidden.is_symlink() or not hidden.is_dir():
             hidden.unlink()
@@ -235,4 +224,4 @@ def _keep_foreign(hidden: Path, place: Path, foreign: list[str]) -> str:
     (hidden / MANIFEST_NAME).unlink(missing_ok=True)
     hidden.rename(place)
     more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-    return f"{place} stays with what is no part of the checkpoint: {foreign[0]}{more}"
+    return f"{place} stays with what is not part of the checkpoint: {foreign[0]}{more}"

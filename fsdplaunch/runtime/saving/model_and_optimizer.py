@@ -344,7 +344,7 @@ def _state_of(name: str) -> str:
 
 
 def _stateless(full: State, names: Iterable[str]) -> set[str]:
-    """Return the parameters a full optimizer state has nothing for; rank 0 holds it and tells."""
+    """Return the parameters a full optimizer state has nothing for; rank 0 holds it and sends their names."""
     stateless: set[str] = from_rank_0(set(names) - set(full.get("state", {})))
     return stateless
 
@@ -376,14 +376,9 @@ def _local(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def write_own_model(state: State, folder: Path, index: int) -> None:
-    """Write this rank's shards of a model."""
-    write_large(state, _file(folder, MODEL, index))
-
-
-def write_own_optimizer(state: State, folder: Path, index: int) -> None:
-    """Write this rank's shards of an optimizer's state."""
-    write_large(state, _file(folder, OPTIMIZER, index))
+def write_own(state: State, folder: Path, stem: str, index: int) -> None:
+    """Write this rank's shards of a model or an optimizer's state."""
+    write_large(state, _file(folder, stem, index))
 
 
 def read_own_model(model: nn.Module, folder: Path, index: int) -> None:

@@ -1,6 +1,6 @@
 """Read torch's distributed checkpoints without letting the pickles in them run code, and with their checksums.
 
-Torch unpickles a checkpoint's index, and every value in it that is no tensor, with the full unpickler: whoever
+Torch unpickles a checkpoint's index, and every value in it that is not a tensor, with the full unpickler: whoever
 wrote the file decides what runs. It compares no checksum either. Here the index and the tensors are read as
 merge-weights reads them, and values are checked by the same interpreter before torch reads them as plain ones.
 """
@@ -97,7 +97,7 @@ def _by_place(entry: tuple[ItemLocation, ReadItem]) -> ItemLocation:
 
 
 def _value_bytes(files: DataFiles, place: ItemLocation) -> bytes:
-    """Return all bytes of an item that is no tensor."""
+    """Return all bytes of an item that is not a tensor."""
     try:
         length = files.window(place, MAX_VALUE).length
     except InvalidFileError as problem:
@@ -194,10 +194,10 @@ class _StorageData(dict[MetadataIndex, StorageInfo]):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Torch's planner, reading values that are no tensors as plain ones."""
+    """Torch's planner, reading values that are not tensors as plain ones."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read one value that is no tensor."""
+        """Read one value that is not a tensor."""
         name = read_item.dest_index.fqn
         plain = load_plain(value.getvalue(), short(name))
         if self.flatten_state_dict:

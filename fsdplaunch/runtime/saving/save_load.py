@@ -209,16 +209,16 @@ def _find(root: Path) -> Path:
 
 def _found(root: Path) -> tuple[Path | None, str]:
     """Return the checkpoint rank 0 chooses, and a file in it by which the others know it."""
-    found = find_checkpoint(root)
-    for each in found.skipped:
+    folder, skipped = find_checkpoint(root)
+    for each in skipped:
         messages.say(f"skipped {each}")
-    if found.path is None:
+    if folder is None:
         return None, ""
-    if found.skipped:
-        messages.say(f"loading {found.path}, the newest complete checkpoint")
-    files = (path for path in found.path.rglob("*") if path.is_file())
-    mark = found.path / MANIFEST_NAME if (found.path / MANIFEST_NAME).exists() else min(files)
-    return found.path, str(mark.relative_to(found.path))
+    if skipped:
+        messages.say(f"loading {folder}, the newest complete checkpoint")
+    files = (path for path in folder.rglob("*") if path.is_file())
+    mark = folder / MANIFEST_NAME if (folder / MANIFEST_NAME).exists() else min(files)
+    return folder, str(mark.relative_to(folder))
 
 
 def _folder(given: str | Path | None) -> Path:
@@ -286,7 +286,7 @@ def _own_files(
     schedulers: list[Any], loaders: list[Any], extra: Mapping[str, Any] | None, step: int | None
 ) -> dict[str, FileContent]:
     """Return this rank's small files: each rank's generators, and on rank 0 what is the same on all."""
-    positions = [position_of(loader) for loader in loaders]  # every rank tells how far it is
+    positions = [position_of(loader) for loader in loaders]  # every rank says how far it is
     files: dict[str, FileContent] = {
         file_name(dist.get_rank()): partial(packed_random_states, random_states(step))
     }

@@ -29,7 +29,7 @@ class Chunk:
     """A part of a tensor.
 
     Attributes:
-        offsets: Its first element's place in the tensor; None for a value that is no tensor.
+        offsets: Its first element's place in the tensor; None for a value that is not a tensor.
         sizes: Its shape.
         holders: The ranks that have it, in their order.
     """

@@ -147,7 +147,7 @@ _MULTIPLE = 16
 """What float8 matrix products need both sides of a matrix to be a multiple of."""
 
 
-def convert(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
+def convert_to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
     """Exchange a model's linear layers for float8 ones with the same parameters, in place; count them.
 
     The first and the last linear layer stay, where float8 costs accuracy, and with them layers that cannot be

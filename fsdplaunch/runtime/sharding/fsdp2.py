@@ -6,7 +6,7 @@ What the script put on parameters stays when the model is moved or cast.
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.sharding.checks import naming
 from fsdplaunch.runtime.sharding.gradients import place_gradients
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import data_mesh
-from fsdplaunch.runtime.sharding.optimizers import carrying_attributes
+from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes
 from fsdplaunch.runtime.sharding.settings import Settings, fsdp2_policy, offloads
 from fsdplaunch.runtime.sharding.wrap import Units, class_name
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -42,63 +42,6 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
     let_inputs_be_changed,
 )
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
-
-_units: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Those of models that this package has sharded."""
-_refusing: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Units that were moved or cast after they had computed."""
-_until_the_end = ExitStack()
-
-
-def keep_through_moves(model: nn.Module) -> None:
-    """Keep them for a model that `fully_shard` has just sharded."""
-    _units.update(module for module in model.modules() if isinstance(module, FSDPModule))
-    _watch_moves()
-
-
-@functools.cache
-def _watch_moves() -> None:
-    def watched(original: Any) -> Any:
-        @functools.wraps(original)
-        def move(unit: Any, *args: Any, **kwargs: Any) -> Any:
-            if unit not in _units:
-                return original(unit, *args, **kwargs)
-            unit.reshard()
-            before = [param.dtype for param in parameters_of(unit)]
-            with carrying_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
-                result = original(unit, *args, **kwargs)
-            place_gradients(unit)
-            if gathered_parameters(unit) and unit not in _refusing:
-                _refusing.add(unit)
-                unit.register_forward_pre_hook(_refusing_passes(before, script_line()), prepend=True)
-            return result
-
-        return move
-
-    _until_the_end.enter_context(replaced(FSDPModule, MOVE_METHOD, watched))
-
-
-@contextmanager
-def _moving_gradients(model: nn.Module, move: Callable[[Any], Any]) -> Iterator[None]:
-    """Move the gradients of shards beside them: torch cannot exchange underneath what a backward has set."""
-    gradients = [(p, p.grad) for p in parameters_of(model) if isinstance(p, DTensor) and p.grad is not None]
-    for param, _ in gradients:
-        param.grad = None
-    yield
-    with torch.no_grad():
-        for param, gradient in gradients:
-            param.grad = move(gradient)
-
-
-def _refusing_passes(dtypes: list[torch.dtype], line: str) -> Callable[..., None]:
-    """Return a hook that refuses to compute in other dtypes than at first: torch would gather in those."""
-
-    def refuse(module: nn.Module, _inputs: Any) -> None:
-        if [param.dtype for param in parameters_of(module)] != dtypes:
-            msg = f"{line} changed the dtype of {class_name(module)} after its first pass, which fixed it"
-            raise ShardingError(msg, hint="change it before that, or use mixed_precision or torch.autocast")
-
-    return refuse
 
 
 def shard(
@@ -133,7 +76,7 @@ def shard(
     if settings.forward_prefetch:
         _prefetch_forward([unit for unit in (model, *units.values()) if isinstance(unit, FSDPModule)])
     place_gradients(model)
-    keep_through_moves(model)
+    keep_attributes_through_moves(model)
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
             gather_for_any_output(unit)
@@ -173,3 +116,57 @@ def _prefetch_forward(units: list[FSDPModule]) -> None:
     """Have each unit, the root first, gather the next one while it computes itself."""
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
+
+
+_units: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Those of models that this package has sharded."""
+_refusing: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Units that were moved or cast after they had computed."""
+
+
+def keep_attributes_through_moves(model: nn.Module) -> None:
+    """Keep them for a model that `fully_shard` has just sharded."""
+    _units.update(module for module in model.modules() if isinstance(module, FSDPModule))
+    _watch_moves()
+
+
+@functools.cache
+def _watch_moves() -> None:
+    wrap(FSDPModule, MOVE_METHOD, _move)
+
+
+def _move(move: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
+    if unit not in _units:
+        return move(unit, *args, **kwargs)
+    unit.reshard()
+    before = [param.dtype for param in parameters_of(unit)]
+    with keep_parameter_attributes(unit), _moving_gradients(unit, args[0] if args else kwargs["fn"]):
+        result = move(unit, *args, **kwargs)
+    place_gradients(unit)
+    if gathered_parameters(unit) and unit not in _refusing:
+        _refusing.add(unit)
+        unit.register_forward_pre_hook(_refusing_passes(before, script_line()), prepend=True)
+    return result
+
+
+@contextmanager
+def _moving_gradients(model: nn.Module, move: Callable[[Any], Any]) -> Iterator[None]:
+    """Move the gradients of shards beside them: torch cannot exchange underneath what a backward has set."""
+    gradients = [(p, p.grad) for p in parameters_of(model) if isinstance(p, DTensor) and p.grad is not None]
+    for param, _ in gradients:
+        param.grad = None
+    yield
+    with torch.no_grad():
+        for param, gradient in gradients:
+            param.grad = move(gradient)
+
+
+def _refusing_passes(dtypes: list[torch.dtype], line: str) -> Callable[..., None]:
+    """Return a hook that refuses to compute in other dtypes than at first: torch would gather in those."""
+
+    def refuse(module: nn.Module, _inputs: Any) -> None:
+        if [param.dtype for param in parameters_of(module)] != dtypes:
+            msg = f"{line} changed the dtype of {class_name(module)} after its first pass, which fixed it"
+            raise ShardingError(msg, hint="change it before that, or use mixed_precision or torch.autocast")
+
+    return refuse

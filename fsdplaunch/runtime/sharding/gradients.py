@@ -23,8 +23,13 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict.gather import split_like
-from fsdplaunch.runtime.torch_internals.fsdp import before_reducing_gradients, first_gathers, unsharded_parameters
+from fsdplaunch.runtime.torch_internals.fsdp import (
+    before_reducing_gradients,
+    on_first_gather,
+    unsharded_parameters,
+)
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]
@@ -78,7 +83,7 @@ class _Hooked:
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
         line = _line(next(iter(self.hooks.values())))
-        with messages.saying_once():
+        with messages.said_only_once():
             messages.say(
                 f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
                 " after the other: equal for hooks that scale or mask, not for those that clip"
@@ -127,7 +132,7 @@ def hook_local_gradients(units: Iterable[nn.Module], only: Any = None) -> None:
         only: One shard; left out, all of theirs.
     """
     for unit in units:
-        for shard, when_gathered in first_gathers(unit):
+        for shard, when_gathered in on_first_gather(unit):
             hooked = _of_shard(shard) if only is None or shard is only else None
             if hooked is not None:
                 hooked.call_locally(when_gathered)
@@ -155,24 +160,22 @@ def _taking_hooks(param: Any) -> Iterator[None]:
 @functools.cache
 def _watch_backward() -> None:
     """Have every backward pass from now on begin with what gradients are before it."""
-    original = torch.autograd.backward
+    wrap(torch.autograd, "backward", _backward)
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        hooked = list(_hooked)
+
+def _backward(backward: Any, *args: Any, **kwargs: Any) -> Any:
+    hooked = list(_hooked)
+    for each in hooked:
+        each.begin()
+    try:
+        return backward(*args, **kwargs)
+    finally:
         for each in hooked:
-            each.begin()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            for each in hooked:
-                each.before = None
-
-    torch.autograd.backward = backward
+            each.before = None
 
 
 @contextmanager
-def carrying_hooks(model: nn.Module) -> Iterator[None]:
+def reattach_hooks_to_shards(model: nn.Module) -> Iterator[None]:
     """Register at a model's shards what was registered at its full parameters, when it is sharded inside.
 
     Args:

@@ -63,12 +63,12 @@ def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
         for attribute, param in own_parameters(module)
         if param.dim() == 0 or (is_special(param) and not param.is_floating_point())
     )
-    _tell_quantised(single)
+    _warn_quantized(single)
     return IgnoredParts(modules=modules, single=single)
 
 
 def is_special(param: torch.Tensor) -> bool:
-    """Return whether a frozen parameter is of a class of its own, as quantised ones are.
+    """Return whether a frozen parameter is of a class of its own, as quantized ones are.
 
     Such a parameter is left in the dtype it has: bitsandbytes keeps packed values in bytes, or in what looks like
     floating-point numbers.
@@ -76,7 +76,7 @@ def is_special(param: torch.Tensor) -> bool:
     return type(param) not in (nn.Parameter, torch.Tensor) and not param.requires_grad
 
 
-def _tell_quantised(single: Sequence[tuple[nn.Module, str]]) -> None:
+def _warn_quantized(single: Sequence[tuple[nn.Module, str]]) -> None:
     kinds = Counter(type(param).__name__ for m, name in single if is_special(param := getattr(m, name)))
     for kind, number in kinds.items():
         messages.say(
@@ -107,7 +107,7 @@ def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) ->
     try:
         pattern = re.compile(expression)
     except re.error as error:
-        msg = f"fsdp_ignored_modules is no regular expression: {error}"
+        msg = f"fsdp_ignored_modules is not a regular expression: {error}"
         raise ShardingError(msg, hint=f"got {expression!r}") from None
     found = {name: module for module, name in names.items() if pattern.fullmatch(name)}
     if not found:

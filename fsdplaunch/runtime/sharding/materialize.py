@@ -28,7 +28,7 @@ class Materializer:
 
     Where ranks split layers, `split` exchanges each of these tensors for this rank's part.
 
-    Tensors that have no storage on rank 0 have no values to send. They are allocated and initialised by
+    Tensors that have no storage on rank 0 have no values to send. They are allocated and initialized by
     `param_init_fn`, the model's own `_init_weights`, or their module's `reset_parameters`.
     """
 
@@ -104,7 +104,7 @@ class Materializer:
         empty = [entry for entry in due if not self.sources[entry.name][2]]
         for entry in due:
             self._give_storage(entry)
-        self._initialise(empty)
+        self._initialize(empty)
         if self.send:
             self.ranks.send(*(entry.tensor.data for entry in due if not entry.tensor.is_meta))
 
@@ -132,7 +132,7 @@ class Materializer:
             new = tensor.data.to(self.device, dtype).contiguous()
         entry.exchange(new)
 
-    def _initialise(self, empty: list[ModelTensor]) -> None:
+    def _initialize(self, empty: list[ModelTensor]) -> None:
         for entry in empty:
             _mark(entry.tensor)
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
@@ -155,8 +155,8 @@ class Materializer:
             msg = f"{where}{type(holder).__name__} cannot make them"
             hint = "give the module a reset_parameters method"
         else:
-            msg = f"{where}initialising {type(holder).__name__} makes none"
-            hint = _initialising_hint(holder, attribute)
+            msg = f"{where}initializing {type(holder).__name__} makes none"
+            hint = _initializing_hint(holder, attribute)
         raise ShardingError(msg, hint=f"{hint}, or pass param_init_fn to the plugin")
 
     def _to_master(self, entry: ModelTensor) -> None:
@@ -173,7 +173,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mark(tensor: torch.Tensor) -> None:
-    """Fill a tensor with bytes that no initialisation leaves behind, so that one that writes nothing is seen."""
+    """Fill a tensor with bytes that no initialization leaves behind, so that one that writes nothing is seen."""
     if type(tensor) in (nn.Parameter, torch.Tensor):
         _as_bytes(tensor.data).fill_(_MARK)
 
@@ -193,8 +193,8 @@ def _difference(mine: Specs, theirs: Specs) -> str | None:
     return None
 
 
-def _initialising_hint(holder: nn.Module, attribute: str) -> str:
-    """Return what to do so that initialising a module makes one of its tensors."""
+def _initializing_hint(holder: nn.Module, attribute: str) -> str:
+    """Return what to do so that initializing a module makes one of its tensors."""
     if type(holder).__module__.startswith("transformers."):
         return f"install transformers 5 or newer, which makes {attribute} again"
     return f"set {attribute} in its reset_parameters method"

@@ -72,7 +72,7 @@ def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
 def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     """Lay all ranks out as the settings say; axes of one are left out, but for that of the shards.
 
-    Ranks that split sequences are neighbours on the axis of the shards: parameters are spread over them, too.
+    Ranks that split sequences are neighbors on the axis of the shards: parameters are spread over them, too.
     """
     sizes = _sizes_here(settings)
     axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}

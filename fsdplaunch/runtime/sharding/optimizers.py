@@ -65,7 +65,7 @@ def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
 
 
 @contextmanager
-def carrying_attributes(model: nn.Module) -> Iterator[None]:
+def keep_parameter_attributes(model: nn.Module) -> Iterator[None]:
     """Put on the shards of a model that is sharded inside what is on its parameters: `p.no_decay = True`."""
     full = {name: dict(vars(param)) for name, param in named_parameters(model)}
     yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.config.environment import decode
-from fsdplaunch.display_text import listed
-from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import SEQUENCES, TENSOR_FORWARD, TENSOR_PLAN, TENSOR_SCALING, feature
+from fsdplaunch.features import LAYERS, SEQUENCES, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.describe import announce, describe
 from fsdplaunch.runtime.inspection.parameters import (
-    listing_as_torch,
     named_parameters,
+    parameters_listed_by_torch,
     parameters_of,
     tied_names,
 )
@@ -32,12 +29,19 @@ from fsdplaunch.runtime.sharding.checks import (
     check_settings,
     check_sharded_model,
 )
-from fsdplaunch.runtime.sharding.compute import compile_blocks, compile_model, forward_methods, register
-from fsdplaunch.runtime.sharding.gradients import carrying_hooks
+from fsdplaunch.runtime.sharding.compute import (
+    checkpoint_blocks,
+    compile_blocks,
+    compile_model,
+    convert_to_float8,
+    forward_methods,
+    register,
+)
+from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, is_fake, shard_group, tensor_mesh
-from fsdplaunch.runtime.sharding.optimizers import ShardedHome, carrying_attributes, note_full_parameters
+from fsdplaunch.runtime.sharding.optimizers import keep_parameter_attributes, note_full_parameters
 from fsdplaunch.runtime.sharding.registry import ShardedModel, keep_equal, register_model
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units, check_root_unit, plan_units
@@ -46,65 +50,6 @@ from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
 if TYPE_CHECKING:
     from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
     from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
-
-
-def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> SplitPlan | None:
-    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none.
-
-    Raises:
-        ShardingError: The plan does not fit the model, or names what is ignored.
-    """
-    axis = tensor_mesh(mesh)
-    if axis is None:
-        return None
-    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
-    plan: SplitPlan = feature(TENSOR_PLAN).build_plan(model, configured, axis, shards=shards)
-    ignored = [plan.names[module] for module in plan.modules if module in out.below()]
-    if ignored:
-        msg = f"{listed(ignored, 3)} cannot be split and ignored"
-        raise ShardingError(
-            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
-        )
-    feature(TENSOR_FORWARD).split_forwards(plan)
-    return plan
-
-
-def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
-    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
-    if axis is None:
-        return None
-    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
-    if strategy != "allgather":
-        messages.say(
-            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
-            " see sharding.context_parallel_attention"
-        )
-    apply: Any = feature(SEQUENCES)
-    made: SplitSequences = apply.split_blocks(model, settings.block_classes, axis, settings.context_attention)
-    return made
-
-
-def begin_passes(
-    model: nn.Module,
-    split: SplitPlan | None,
-    sequences: SplitSequences | None,
-    device: torch.device,
-    computes_in: torch.dtype | None,
-) -> None:
-    """Let the first passes of the model show that ranks which split something compute what one would.
-
-    Args:
-        model: Sharded.
-        split: How its layers are split.
-        sequences: How its sequences are.
-        device: Where this worker computes.
-        computes_in: The dtype that parameters are gathered in; None for their own.
-    """
-    if sequences is not None:
-        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
-    if split is not None:
-        feature(TENSOR_SCALING).agree_on_overflows()
-        split.expect_same_inputs(model, device, computes_in)
 
 
 Defer = Callable[..., Materializer]
@@ -132,123 +77,49 @@ def shard_model(
     settings = plugin.settings()
     check_settings(settings, place.mesh)
     check_model(model, settings.version)
-    plan = _plan(model, settings, place)
-    with carrying_attributes(model):
-        materializer = _materializer(model, settings, place, plan.out, deferred, plan.split)
-        sharded = _cut(model, plan, place, materializer)
-    prepared = _prepared(sharded, plan, plugin, place)
-    check_sharded_model(sharded, prepared, total=plan.total)
-    register_model(sharded, prepared)
-    if not place.layout_only and not is_fake(place.mesh):
-        begin_passes(sharded, plan.split, plan.sequences, place.device, settings.dtypes.param)
-    mark_sharded("prepare")
-    announce(describe(sharded))
-    return sharded
-
-
-@dataclass(slots=True, kw_only=True)
-class _Plan:
-    """What is decided of a model, and known of the one that the user has, before a parameter is cut.
-
-    Attributes:
-        settings: As configured.
-        methods: Those that parameters are gathered for, beside forward.
-        tied: Names of each parameter that has several.
-        total: Numbers in its parameters.
-        out: What is not sharded.
-        home: Where to put the sharded model.
-        converted: How many linear layers compute in float8.
-        units: What is gathered at once; checkpointing may put others in their place.
-        split: How ranks split its layers, if they do.
-        sequences: How they split its sequences.
-    """
-
-    settings: Settings
-    methods: tuple[str, ...]
-    tied: tuple[tuple[str, ...], ...]
-    total: int
-    out: IgnoredParts
-    home: ShardedHome
-    converted: int
-    units: Units
-    split: SplitPlan | None
-    sequences: SplitSequences | None
-
-
-def _plan(model: nn.Module, settings: Settings, place: ShardTarget) -> _Plan:
-    """Look at a model and decide, in an order that matters: each step sees what the ones before have changed."""
+    # The order matters: each step sees what the ones before have changed.
     methods = forward_methods(model, settings)
     tied, total = tied_names(model), sum(param.numel() for param in parameters_of(model))
     out = find_ignored(model, settings)
     check_dense(model, out.below())
-    return _Plan(
-        settings=settings,
-        methods=methods,
-        tied=tied,
-        total=total,
-        out=out,
-        home=note_full_parameters(dict(named_parameters(model))),
-        converted=0 if settings.float8 is None else _to_float8(model, settings, out),
-        units=_units(model, settings, out),
-        split=split_layers(model, settings, place.mesh, out),
-        sequences=split_sequences(model, settings, place.context),
-    )
-
-
-def _to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:
-    from fsdplaunch.runtime.sharding.compute import (
-        convert,  # only where it is configured: a worker must start fast
-    )
-
-    return convert(model, settings, out)
-
-
-def _fsdp1_shard() -> Callable[..., nn.Module]:
-    from fsdplaunch.runtime.sharding import fsdp1  # as above
-
-    return fsdp1.shard
-
-
-def _cut(model: nn.Module, plan: _Plan, place: ShardTarget, materializer: Materializer) -> nn.Module:
-    """Shard a model as planned, fill it, and return it."""
-    settings = plan.settings
-    if settings.activation_checkpointing:
-        from fsdplaunch.runtime.sharding.compute import checkpoint_blocks  # only where it is used
-
-        plan.units = checkpoint_blocks(model, plan.units, settings, place.device)
-    compile_blocks(plan.units, settings)
-    shard = _fsdp1_shard() if settings.version == 1 else fsdp2.shard
-    given: dict[str, Any] = {"settings": settings, "mesh": place.mesh, "out": plan.out, "device": place.device}
-    with carrying_hooks(model), listing_as_torch(model):
-        sharded = shard(model, plan.units, materializer=materializer, **given)
-    materializer.fill(sharded)
-    plan.home.model = weakref.ref(sharded)
-    compile_model(model, settings)
-    register(sharded, model, plan.methods)
-    return sharded
-
-
-def _prepared(
-    sharded: nn.Module, plan: _Plan, plugin: FullyShardedDataParallelPlugin, place: ShardTarget
-) -> ShardedModel:
-    """Return what is kept of how a model was sharded; what was left out is equal over the ranks from now on."""
-    unsharded = plan.out.parameters()
+    home = note_full_parameters(dict(named_parameters(model)))
+    converted = convert_to_float8(model, settings, out)
+    units = _units(model, settings, out)
+    split = split_layers(model, settings, place.mesh, out)
+    sequences = split_sequences(model, settings, place.context)
+    with keep_parameter_attributes(model):
+        materializer = _materializer(model, settings, place, out, deferred, split)
+        if settings.activation_checkpointing:
+            units = checkpoint_blocks(model, units, settings, place.device)
+        compile_blocks(units, settings)
+        sharded = _cut(model, units, settings, place, out, materializer)
+        home.model = weakref.ref(sharded)
+        compile_model(model, settings)
+        register(sharded, model, methods)
+    unsharded = out.parameters()
     ids = {id(param) for param in unsharded}
-    return ShardedModel(
+    prepared = ShardedModel(
         plugin=plugin,
-        settings=plan.settings,
+        settings=settings,
         mesh=place.mesh,
         device=place.device,
-        tied=plan.tied,
-        units=tuple(plan.units),
-        ignored=tuple(plan.out.modules),
+        tied=tied,
+        units=tuple(units),
+        ignored=tuple(out.modules),
         left_out=frozenset(name for name, param in named_parameters(sharded) if id(param) in ids),
-        methods=plan.methods,
-        converted=plan.converted,
+        methods=methods,
+        converted=converted,
         replicas=keep_equal(unsharded, place.mesh),
-        split=plan.split,
-        sequences=plan.sequences,
+        split=split,
+        sequences=sequences,
     )
+    check_sharded_model(sharded, prepared, total=total)
+    register_model(sharded, prepared)
+    if not place.layout_only and not is_fake(place.mesh):
+        begin_passes(sharded, split, sequences, place.device, settings.dtypes.param)
+    mark_sharded("prepare")
+    announce(describe(sharded))
+    return sharded
 
 
 def _units(model: nn.Module, settings: Settings, out: IgnoredParts) -> Units:
@@ -291,3 +162,82 @@ def _materializer(
         materializer.materialize(module)
     materializer.materialize_scalars()
     return materializer
+
+
+def _cut(
+    model: nn.Module,
+    units: Units,
+    settings: Settings,
+    place: ShardTarget,
+    out: IgnoredParts,
+    materializer: Materializer,
+) -> nn.Module:
+    """Shard a model by its FSDP version, and fill it."""
+    shard: Callable[..., nn.Module] = fsdp2.shard
+    if settings.version == 1:
+        from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
+
+        shard = fsdp1.shard
+    with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
+        sharded = shard(
+            model,
+            units,
+            materializer=materializer,
+            settings=settings,
+            mesh=place.mesh,
+            out=out,
+            device=place.device,
+        )
+    materializer.fill(sharded)
+    return sharded
+
+
+def split_layers(model: nn.Module, settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> SplitPlan | None:
+    """Decide what ranks split of each layer, and give those layers their forwards; None where they split none.
+
+    Raises:
+        ShardingError: The plan does not fit the model, or names what is ignored.
+    """
+    axis = tensor_mesh(mesh)
+    if axis is None:
+        return None
+    configured, shards = dict(settings.tensor_plan), shard_group(mesh).size()
+    plan: SplitPlan = feature(LAYERS).split_layers(model, configured, axis, shards=shards, ignored=out.below())
+    return plan
+
+
+def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | None) -> SplitSequences | None:
+    """Let the model's blocks compute on pieces of the sequences; None where no ranks split them."""
+    if axis is None:
+        return None
+    strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
+    if strategy != "allgather":
+        messages.say(
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
+        )
+    split = feature(SEQUENCES).split_blocks
+    sequences: SplitSequences = split(model, settings.block_classes, axis, settings.context_attention)
+    return sequences
+
+
+def begin_passes(
+    model: nn.Module,
+    split: SplitPlan | None,
+    sequences: SplitSequences | None,
+    device: torch.device,
+    computes_in: torch.dtype | None,
+) -> None:
+    """Let the first passes of the model show that ranks which split something compute what one would.
+
+    Args:
+        model: Sharded.
+        split: How its layers are split.
+        sequences: How its sequences are.
+        device: Where this worker computes.
+        computes_in: The dtype that parameters are gathered in; None for their own.
+    """
+    if sequences is not None:
+        feature(SEQUENCES).compare_first_pass(model, sequences, device, computes_in)
+    if split is not None:
+        split.expect_same_inputs(model, device, computes_in)

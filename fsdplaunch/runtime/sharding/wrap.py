@@ -188,7 +188,7 @@ Units = dict[str, nn.Module]
 def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> Units:
     """Choose the units of a model that is not sharded yet.
 
-    A unit that shares a parameter with a module outside of it is no unit: its parameters stay with the parent's,
+    A module that shares a parameter with one outside of it is not a unit: its parameters stay with the parent's,
     because torch can give a shared parameter to one unit only.
 
     Args:

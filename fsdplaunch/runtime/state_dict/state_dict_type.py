@@ -188,7 +188,7 @@ def state_dict_type(
         optim_state_dict_config: The same for the optimizer's; used by FSDP1's functions.
 
     Raises:
-        UsageError: It is no such type, FSDP2 has no such type, or nothing of the model is sharded.
+        UsageError: It is not such a type, FSDP2 has no such type, or nothing of the model is sharded.
     """
     refuse_of_xla(model, "state_dict_type")
     prepared = registered(model)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +15,8 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import ModelTensor, clean_name, joined
+from fsdplaunch.runtime.inspection.units import local_tensor
+from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.split_checks import FirstPass, check_first_gradients, check_first_inputs, draw_alike
 from fsdplaunch.runtime.tensor_parallel.styles import (
@@ -26,7 +29,11 @@ from fsdplaunch.runtime.tensor_parallel.styles import (
     matrix_layer,
     rope_style,
 )
-from fsdplaunch.runtime.torch_internals.distributed import silence_slow_exchanges
+from fsdplaunch.runtime.torch_internals.distributed import (
+    operator_handlers,
+    silence_slow_exchanges,
+    unscale_operator,
+)
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, untraced
 
 Place = tuple[nn.Module, str]
@@ -74,6 +81,7 @@ class SplitPlan:
 
     def expect_same_inputs(self, model: nn.Module, device: torch.device, computes_in: torch.dtype | None) -> None:
         """Let the ranks that split layers draw alike from now on, and compare their first passes."""
+        operator_handlers()[unscale_operator()] = _unscale_together
         draw_alike(self.axis)
         self.compare_first_pass(model, computes_in)
         check_first_inputs(model, self.axis, device, "split layers together (tp_size)")
@@ -503,3 +511,16 @@ def _split_alike(plan: SplitPlan, places: list[Place]) -> None:
             raise ShardingError(
                 msg, hint="split an embedding with embedding_rowwise, its output layer with colwise_gather_output"
             )
+
+
+def _unscale_together(operator: Any, args: Any, _kwargs: Any) -> None:
+    """Find an overflow on all ranks that have parts of the gradients.
+
+    Torch's GradScaler asks the first gradient for the ranks that have to agree, and refuses gradients of which
+    some are split over more axes than others.
+    """
+    gradients, found, inverse_scale = args
+    operator([local_tensor(gradient) for gradient in gradients], local_tensor(found), local_tensor(inverse_scale))
+    groups = {id(group): group for gradient in gradients for group in split_groups(gradient)}
+    for group in groups.values():
+        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group=group)

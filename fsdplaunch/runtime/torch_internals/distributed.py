@@ -18,13 +18,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdplaunch.runtime.torch_internals.tensors import argument_names, written_places
 
 local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
-"""Return a DTensor's shard, the very object, which `to_local` may wrap; all versions."""
+"""Return a DTensor's shard, the very object, which `to_local` may wrap."""
 placements_of: Callable[[Any], Any] = operator.attrgetter("_spec.placements")
-"""Return how a DTensor is placed, in a third of the time that its property takes; all versions."""
+"""Return how a DTensor is placed, in a third of the time that its property takes."""
 
 
 def with_local_tensor(tensor: Any, local: torch.Tensor) -> Any:
-    """Return a DTensor like another over a shard on any device and of any dtype; all versions.
+    """Return a DTensor like another over a shard on any device and of any dtype.
 
     `from_local` would move it, and asks other ranks for its shape.
     """
@@ -35,7 +35,7 @@ def with_local_tensor(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a DTensor's shard and where in the full tensor it begins; all versions."""
+    """Return the shape of a DTensor's shard and where in the full tensor it begins."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
@@ -48,23 +48,23 @@ def silence_slow_exchanges() -> None:
 
 
 def operator_handlers() -> dict[Any, Any]:
-    """Return DTensor's table of operators with handlers of their own; all versions, else empty, without effect."""
+    """Return DTensor's table of operators with handlers of their own, else empty, without effect."""
     handlers: dict[Any, Any] = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
     return handlers
 
 
 def unscale_operator() -> Any:
-    """Return the operator by which `GradScaler` unscales gradients and looks for overflows; all versions."""
+    """Return the operator by which `GradScaler` unscales gradients and looks for overflows."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def unscale_function() -> Any:
-    """Return the function of that operator, as subclasses of tensors are asked about it; all versions."""
+    """Return the function of that operator, as subclasses of tensors are asked about it."""
     return torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def written_arguments(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return what an operator writes into of what it is given, by its schema; all versions."""
+    """Return what an operator writes into of what it is given, by its schema."""
     written = written_places(operator)
     by_name = {name for name, writes in zip(argument_names(operator), written, strict=True) if writes}
     return [each for each, writes in zip(args, written, strict=False) if writes] + [
@@ -73,12 +73,12 @@ def written_arguments(operator: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def is_random(operator: Any) -> bool:
-    """Return whether an operator draws; all versions."""
+    """Return whether an operator draws."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def is_elementwise(operator: Any) -> bool:
-    """Return whether an operator computes each element by itself, as torch has tagged it; all versions.
+    """Return whether an operator computes each element by itself, as torch has tagged it.
 
     Not all versions tag what writes in place and what is for lists: then as what is named so without.
     """
@@ -94,18 +94,18 @@ def is_elementwise(operator: Any) -> bool:
 
 
 __all__ = ["ShardedTensor", "TensorShard"]
-"""Torch's own, under plain names; all versions."""
+"""Torch's own, under plain names."""
 
 
 def with_local_shards(tensor: ShardedTensor, shards: list[Any]) -> ShardedTensor:
-    """Return a ShardedTensor like another over other local shards; all versions."""
+    """Return a ShardedTensor like another over other local shards."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, tensor.metadata(), process_group=tensor._process_group
     )
 
 
 def default_store() -> Any:
-    """Return the key-value store the ranks met in; all versions."""
+    """Return the key-value store the ranks met in."""
     return distributed_c10d._get_default_store()
 
 
@@ -123,7 +123,7 @@ def issued_collectives() -> int:
     """Return how many collectives this rank has issued in the default group; 0 where there is no group.
 
     By its sequence numbers, which torch compares to find ranks that call different collectives: one for each
-    device's backend. Collectives that return before they are done count when they are issued. All versions.
+    device's backend. Collectives that return before they are done count when they are issued.
     """
     group: Any = distributed_c10d.group.WORLD
     if group is None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes, tensors_held, tree_leaves, tree_map
 
 if TYPE_CHECKING:
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 
 FLAT_PARAMETER = "_flat_param"
-"""FSDP1's name of a flat parameter in a local state dict; all versions."""
+"""FSDP1's name of a flat parameter in a local state dict."""
 
 WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
-"""Where FSDP1's wrapper holds the module; its hooks put it in front of the names in a state dict; all versions."""
+"""Where FSDP1's wrapper holds the module; its hooks put it in front of the names in a state dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
-    """What FSDP1 knows of one flat parameter; all versions.
+    """What FSDP1 knows of one flat parameter.
 
     Attributes:
         tensor: The flat parameter itself.
@@ -91,7 +92,7 @@ def flat_parameter(unit: nn.Module) -> FlatParameter | None:
 
 
 def show_unsharded_parameters(unit: Any) -> None:
-    """Let an FSDP1 unit that is not sharded (NO_SHARD) hold its parameters as such after a pass; all versions.
+    """Let an FSDP1 unit that is not sharded (NO_SHARD) hold its parameters as such after a pass.
 
     Torch leaves tensors in their places where all of them are frozen and no input has a gradient.
     """
@@ -101,29 +102,29 @@ def show_unsharded_parameters(unit: Any) -> None:
 
 
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a flat parameter of FSDP1; all versions."""
+    """Return whether a tensor is a flat parameter of FSDP1."""
     return bool(getattr(tensor, "_is_flat_param", False))
 
 
 def is_in_flat_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a flat parameter of FSDP1, or a parameter that lies in one; all versions."""
+    """Return whether a tensor is a flat parameter of FSDP1, or a parameter that lies in one."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def divided_over(unit: Any) -> int:
-    """Return over how many ranks a unit's parameters are divided, with those of replicas; all versions."""
+    """Return over how many ranks a unit's parameters are divided, with those of replicas."""
     replicas = getattr(unit, "_inter_node_pg", None)
     return int(unit.process_group.size() * (1 if replicas is None else replicas.size()))
 
 
 def shows_original_parameters(model: nn.Module) -> bool:
-    """Return whether an FSDP1 model was made with `use_orig_params`; all versions."""
+    """Return whether an FSDP1 model was made with `use_orig_params`."""
     return bool(model._use_orig_params)
 
 
 @contextmanager
 def without_mesh(units: Sequence[Any]) -> Iterator[None]:
-    """Have FSDP1 forget the mesh its units were made with: with one it writes no local state; all versions."""
+    """Have FSDP1 forget the mesh its units were made with: with one it writes no local state."""
     meshes = [unit._device_mesh for unit in units]
     for unit in units:
         unit._device_mesh = None
@@ -140,7 +141,7 @@ def sharding_strategy(name: str) -> Any:
 
 
 def wrap_policy_runner(policy: Any) -> Callable[..., Any] | None:
-    """Return how a policy object of torch chooses modules; None for a function; all versions."""
+    """Return how a policy object of torch chooses modules; None for a function."""
     return getattr(policy, "_run_policy", None)
 
 
@@ -160,7 +161,7 @@ def allow_class(kind: type) -> None:
 
     It derives a module's new class from FSDPModule and the module's own, in this order. The layout in memory is
     that of the first, and Python refuses to exchange classes of different layouts. Derived in the other order,
-    with the same method resolution, it is the module's. All versions.
+    with the same method resolution, it is the module's.
     """
     home: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     if kind in home.cls_to_fsdp_cls or not _begins_without_dict(kind):
@@ -191,18 +192,16 @@ def gather_outside_of_inference_mode() -> None:
     they cannot be written outside of it, which the next pass in training does, nor have they the version counter
     that a single rank's are copied with.
     """
-    groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
-    wait = groups.wait_for_unshard
+    groups = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    wrap(groups, "FSDPParamGroup.wait_for_unshard", _wait_outside)
 
-    @functools.wraps(wait)
-    def wait_for_unshard(self: Any) -> None:
-        if not torch.is_inference_mode_enabled():
-            wait(self)
-            return
-        with torch.inference_mode(mode=False), torch.no_grad():
-            wait(self)
 
-    groups.wait_for_unshard = wait_for_unshard
+def _wait_outside(wait: Any, self: Any) -> None:
+    if not torch.is_inference_mode_enabled():
+        wait(self)
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        wait(self)
 
 
 def mixed_precision_of(group: Any) -> Any:
@@ -215,12 +214,12 @@ def mixed_precision_of(group: Any) -> Any:
 
 
 def root_mixed_precision(module: Any) -> Any:
-    """Return the mixed precision policy that an FSDP2 unit was given; all versions."""
+    """Return the mixed precision policy that an FSDP2 unit was given."""
     return module._get_fsdp_state()._mp_policy
 
 
 def prefetches_forward(module: nn.Module) -> bool:
-    """Return whether an FSDP2 unit gathers others ahead in forward; all versions."""
+    """Return whether an FSDP2 unit gathers others ahead in forward."""
     return bool(module._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
 
 
@@ -230,12 +229,12 @@ def take_for_outermost(module: Any) -> None:
 
 
 def is_in_pass(module: nn.Module) -> bool:
-    """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward; all versions."""
+    """Return whether an FSDP2 unit computes with gathered parameters, forward or in backward."""
     return pass_look(module)()
 
 
 def pass_look(module: Any) -> Callable[[], bool]:
-    """Return what tells at any later time whether a unit is in a pass, at the least cost; all versions.
+    """Return what tells at any later time whether a unit is in a pass, at the least cost.
 
     One that is shown as it was before it was sharded is in none.
     """
@@ -251,7 +250,7 @@ def gather_for_any_output(module: nn.Module) -> None:
 
     FSDP2 hooks the tensors among the outputs, but those in objects of the script's own (2.13: but dataclasses). A
     view that is changed forgets its hooks; what it is a view of does not.
-    All versions; from 2.13 on torch warns of such outputs, which is suppressed.
+    From 2.13 on torch warns of such outputs, which is suppressed.
     """
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     register = getattr(state, "_register_pre_backward_hook", None)
@@ -282,7 +281,7 @@ def let_inputs_be_changed(module: nn.Module) -> None:
 
     FSDP2 passes inputs through a function of its own, to reduce gradients after it in backward; what comes out
     must not be changed. A hook of the input does the same. With several inputs gradients are reduced when backward
-    ends. All versions.
+    ends.
     """
     for group in param_groups(module):
         if hasattr(group, "_register_post_backward_hook"):
@@ -300,13 +299,13 @@ def _after_backward_of_input(group: Any) -> Callable[..., Any]:
 
 
 def full_size(fsdp_param: Any) -> torch.Size:
-    """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers; all versions."""
+    """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers."""
     size: torch.Size = fsdp_param.sharded_param.shape
     return size
 
 
 def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = None) -> None:
-    """Give a sharded parameter another local tensor, and let FSDP2 take notice of it; all versions.
+    """Give a sharded parameter another local tensor, and let FSDP2 take notice of it.
 
     Args:
         fsdp_param: FSDP2's own record of the parameter.
@@ -322,16 +321,16 @@ def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = Non
 
 
 def first_chunk_only(chunk: Callable[..., Any]) -> Any:
-    """Return a context in which FSDP2 splits parameters by `chunk`; all versions, without effect on others."""
+    """Return a context in which FSDP2 splits parameters by `chunk`, without effect on others."""
     present = hasattr(_fsdp_param, "_chunk_with_empty")
     return patch.object(_fsdp_param, "_chunk_with_empty", chunk) if present else nullcontext()
 
 
 def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
-    """Call `act(group)` before the gradients of each parameter group of an FSDP2 unit are reduced; all versions.
+    """Call `act(group)` before the gradients of each parameter group of an FSDP2 unit are reduced.
 
     Args:
-        module: Any module; one that is no unit has no groups.
+        module: Any module; one that is not a unit has no groups.
         act: In the place of what was given before. Not called in passes that do not reduce.
     """
     for group in param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
@@ -347,7 +346,7 @@ def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
 
 
 def names_without_gradient(group: Any) -> tuple[str, ...]:
-    """Return the names of a group's trained parameters that have no gradient yet; all versions."""
+    """Return the names of a group's trained parameters that have no gradient yet."""
     return tuple(
         each._param_fqn
         for each in group.fsdp_params
@@ -380,7 +379,7 @@ def abandon_pass(model: Any) -> None:
 
 
 def forget_order(model: Any) -> None:
-    """Forget in which order units were gathered in passes that no backward follows; all versions.
+    """Forget in which order units were gathered in passes that no backward follows.
 
     Backward gathers ahead by that order.
     """
@@ -422,7 +421,7 @@ def unsharded_parameters(group: Any) -> list[tuple[torch.Tensor, bool]]:
 
 
 def group_refs(unit: Any) -> list[weakref.ref[Any]]:
-    """Return the parameter groups of an FSDP2 unit, held weakly; all versions."""
+    """Return the parameter groups of an FSDP2 unit, held weakly."""
     return [weakref.ref(group) for group in param_groups(unit)]
 
 
@@ -440,7 +439,7 @@ def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
 
 
 def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[Any, torch.Tensor]]:
-    """Return what passes without averaging have added up on this rank, each with its shard; all versions.
+    """Return what passes without averaging have added up on this rank, each with its shard.
 
     It is forgotten here.
     """
@@ -456,7 +455,7 @@ def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[
 
 
 def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
-    """List the parameters of a group, each with its shard, if they are gathered now; all versions."""
+    """List the parameters of a group, each with its shard, if they are gathered now."""
     group = ref()
     if group is None or not group.is_unsharded:
         return []
@@ -464,18 +463,18 @@ def gathered_now(ref: weakref.ref[Any]) -> list[tuple[Any, Any]]:
 
 
 def still_gathered(refs: list[weakref.ref[Any]]) -> list[weakref.ref[Any]]:
-    """Return those groups whose parameters are gathered now; all versions."""
+    """Return those groups whose parameters are gathered now."""
     return [ref for ref in refs if (group := ref()) is not None and group.is_unsharded]
 
 
 def gathered_parameters(module: Any) -> list[tuple[Any, Any]]:
-    """List the parameters that an FSDP2 unit has gathered before, each with its shard; all versions."""
+    """List the parameters that an FSDP2 unit has gathered before, each with its shard."""
     held = [param for group in param_groups(module) for param in group.fsdp_params]
     return [(param._unsharded_param, param.sharded_param) for param in held if hasattr(param, "_unsharded_param")]
 
 
-def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
-    """Yield the shards of an FSDP2 unit, each with what calls a function with its full parameter; all versions.
+def on_first_gather(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
+    """Yield the shards of an FSDP2 unit, each with what calls a function with its full parameter.
 
     At once where it was gathered before, else when it first is. Torch gathers into the same tensor from then on.
     """
@@ -485,7 +484,7 @@ def first_gathers(module: Any) -> Iterator[tuple[Any, Callable[[Callable[[Any], 
 
 
 def call_when_gathered(ref: weakref.ref[Any], act: Callable[[Any], None]) -> None:
-    """Call a function with each full parameter of a group, in order, when it is first gathered; all versions."""
+    """Call a function with each full parameter of a group, in order, when it is first gathered."""
     group = ref()
     for held in () if group is None else group.fsdp_params:
         _call_when_gathered(held, act)
@@ -498,10 +497,10 @@ def before_giving_back(
     marked: set[int],
     act: Callable[[], None],
 ) -> None:
-    """Call a function where a group is to give back gathered parameters that were changed; all versions.
+    """Call a function where a group is to give back gathered parameters that were changed.
 
     Looked at after each pass, also where they stay gathered until backward, and after backward, by no call of a
-    function. Gathering is no change that torch counts. What was given back has no memory.
+    function. Gathering is not a change that torch counts. What was given back has no memory.
 
     Args:
         ref: The group.
@@ -542,7 +541,7 @@ def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
 
 
 def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]:
-    """Yield the shards of an FSDP2 unit, each with the modules and names by which it is gathered; all versions."""
+    """Yield the shards of an FSDP2 unit, each with the modules and names by which it is gathered."""
     for group in param_groups(module):
         for held in group.fsdp_params:
             info = held._module_info
@@ -551,7 +550,7 @@ def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]
 
 
 def count_shard_changes(refs: list[weakref.ref[Any]]) -> int:
-    """Return how often the shards of groups were changed in place, at little cost: each pass asks. All versions.
+    """Return how often the shards of groups were changed in place, at little cost: each pass asks.
 
     Torch counts where an operation is given it: the DTensor, or its local tensor. Those made in inference mode
     count nothing.
@@ -571,7 +570,7 @@ def count_shard_changes(refs: list[weakref.ref[Any]]) -> int:
 def shards_by_place(module: Any) -> dict[tuple[int, str], Any]:
     """Return the sharded parameters of an FSDP2 unit by the id of the module that has each, and its attribute.
 
-    In a pass the modules have gathered ones in their place. All versions.
+    In a pass the modules have gathered ones in their place.
     """
     found: dict[tuple[int, str], Any] = {}
     for param in (param for group in param_groups(module) for param in group.fsdp_params):
@@ -601,13 +600,13 @@ def suspend_unit(unit: Any) -> Callable[[], None]:
 
 
 def cast_inputs(unit: nn.Module, given: Any) -> Any:
-    """Return what a unit's forward is given, in the dtype that its mixed precision has it in; all versions."""
+    """Return what a unit's forward is given, in the dtype that its mixed precision has it in."""
     policy = unit._get_fsdp_state()._mp_policy  # type: ignore[operator]
     return _cast(policy.param_dtype if policy.cast_forward_inputs else None, given)
 
 
 def cast_output(unit: nn.Module, output: Any) -> Any:
-    """Return what a unit returns, in the dtype that its mixed precision has it in; all versions."""
+    """Return what a unit returns, in the dtype that its mixed precision has it in."""
     return _cast(unit._get_fsdp_state()._mp_policy.output_dtype, output)  # type: ignore[operator]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,17 +33,17 @@ __all__ = [
     "checkpoint_wrapper",
     "offload_wrapper",
 ]
-"""Torch's own, under plain names; all versions."""
+"""Torch's own, under plain names."""
 SEND_STATES = (utils, "_sync_module_states")
-"""What sends rank 0's parameters and buffers to the others, but those it is told to ignore; all versions."""
+"""What sends rank 0's parameters and buffers to the others, but those it is told to ignore."""
 BUILTIN_HOOK = "_register_builtin_comm_hook"
-"""The method of DistributedDataParallel that has C++ average gradients, by a kind of hook; all versions."""
+"""The method of DistributedDataParallel that has C++ average gradients, by a kind of hook."""
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module that names what DistributedDataParallel is to leave alone; all versions."""
+"""The attribute of a module that names what DistributedDataParallel is to leave alone."""
 MOVE_METHOD = "_apply"
-"""The method of a module that `to`, `cuda` and `half` end in; all versions."""
+"""The method of a module that `to`, `cuda` and `half` end in."""
 CALL_METHOD = "_call_impl"
-"""The method of a module that calls hooks and forward, which `module.compile()` compiles; all versions."""
+"""The method of a module that calls hooks and forward, which `module.compile()` compiles."""
 HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -54,93 +55,85 @@ HOOK_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""A module's tables of hooks; all versions."""
+"""A module's tables of hooks."""
 SHARDING_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
-"""What the names of sharding's notes on a module begin with; all versions."""
+"""What the names of sharding's notes on a module begin with."""
 
 
 def before_state_dict(module: nn.Module, function: Callable[[], None]) -> None:
-    """Call a function before a module's `state_dict` does anything, torch's own hooks included; all versions."""
+    """Call a function before a module's `state_dict` does anything, torch's own hooks included."""
     handle = module.register_state_dict_pre_hook(lambda *_: function())
     hooks: Any = module._state_dict_pre_hooks
     hooks.move_to_end(handle.id, last=False)
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return a module's own table of what is called after its forward, as it is; all versions."""
+    """Return a module's own table of what is called after its forward, as it is."""
     hooks: dict[int, Any] = module._forward_hooks
     return hooks
 
 
 def joins(ddp: Any) -> bool:
-    """Return whether a wrapper's passes are announced to the `join()` that it is inside of; all versions."""
+    """Return whether a wrapper's passes are announced to the `join()` that it is inside of."""
     config: Any = ddp._join_config
     return bool(config.enable and config.is_first_joinable)
 
 
 def is_built(module: nn.Module) -> bool:
-    """Return whether a module's constructor has begun; all versions."""
+    """Return whether a module's constructor has begun."""
     return "_modules" in module.__dict__
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's own parameters, then its buffers, with their attributes; all versions."""
-    for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None:
-            yield attribute, tensor
-
-
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's own parameters with their attributes, one under each; all versions."""
-    for attribute, param in module._parameters.items():
-        if param is not None:
-            yield attribute, param
+    """Yield a module's own parameters with their attributes, whatever its class lists, one under each."""
+    return ((name, param) for name, param in module._parameters.items() if param is not None)
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's own buffers with their attributes, one under each; all versions."""
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None:
-            yield attribute, buffer
+    """Yield a module's own buffers with their attributes, one under each."""
+    return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own parameters, then its buffers, with their attributes."""
+    return chain(own_parameters(module), own_buffers(module))
 
 
 def own_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a module holds, one that it holds twice under both attributes; all versions."""
-    for attribute, child in module._modules.items():
-        if child is not None:
-            yield attribute, child
+    """Yield the modules that a module holds, one that it holds twice under both attributes."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def put_tensor(module: nn.Module, attribute: str, tensor: Any) -> None:
-    """Put a tensor in the place of a module's parameter or buffer, without what assignment does; all versions."""
+    """Put a tensor in the place of a module's parameter or buffer, without what assignment does."""
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     table[attribute] = tensor
 
 
 def put_child(module: nn.Module, attribute: str, child: nn.Module) -> None:
-    """Put a module in the place of another that `module` holds; all versions."""
+    """Put a module in the place of another that `module` holds."""
     module._modules[attribute] = child
 
 
 def is_persistent(module: nn.Module, attribute: str) -> bool:
-    """Return whether a module's state dict holds one of its tensors; all versions."""
+    """Return whether a module's state dict holds one of its tensors."""
     return attribute not in module._non_persistent_buffers_set
 
 
 def set_persistent(module: nn.Module, attribute: str, *, persistent: bool) -> None:
-    """Say whether a module's state dict is to hold one of its buffers; all versions."""
+    """Say whether a module's state dict is to hold one of its buffers."""
     names = module._non_persistent_buffers_set
     (names.discard if persistent else names.add)(attribute)
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
-    """Let a module have the very parameters, buffers and children of another; all versions."""
+    """Let a module have the very parameters, buffers and children of another."""
     for table in ("_parameters", "_buffers", "_modules"):
         module.__dict__[table] = other.__dict__[table]
 
 
 def parse_move(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Return the device and dtype that arguments of `Module.to` name; all versions."""
+    """Return the device and dtype that arguments of `Module.to` name."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
 
@@ -151,18 +144,18 @@ TOTAL_NORM = "_get_total_norm"
 
 COMPILED_ATTRIBUTE = "_orig_mod"
 WRAPPER_ATTRIBUTES = frozenset({"_checkpoint_wrapped_module", COMPILED_ATTRIBUTE, "_fsdp_wrapped_module"})
-"""The attributes that hold a module inside a wrapper: of torch.compile, and of all that wrap; all versions."""
+"""The attributes that hold a module inside a wrapper: of torch.compile, and of all that wrap."""
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that torch.compile's wrapper holds; None for any other module; all versions."""
+    """Return the module that torch.compile's wrapper holds; None for any other module."""
     if COMPILED_ATTRIBUTE not in module._modules:  # a ScriptModule's has no get
         return None
     return module._modules[COMPILED_ATTRIBUTE]
 
 
 def is_compiled(module: nn.Module, modules: Iterable[nn.Module]) -> bool:
-    """Return whether a module is compiled, in place or inside of one of these wrappers; all versions."""
+    """Return whether a module is compiled, in place or inside of one of these wrappers."""
     in_place = getattr(module, "_compiled_call_impl", None) is not None
     return in_place or any(compiled_module(each) is module for each in modules)
 
@@ -176,13 +169,13 @@ def computes_compiled(model: nn.Module, modules: Iterable[nn.Module]) -> bool:
 
 
 def checkpointed_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that activation checkpointing's wrapper holds; None for any other module; all versions."""
+    """Return the module that activation checkpointing's wrapper holds; None for any other module."""
     inner: nn.Module | None = getattr(module, "_checkpoint_wrapped_module", None)
     return inner
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile does not trace into; all versions.
+    """Return a function that torch.compile does not trace into.
 
     Where nothing was compiled it is called as it is: importing the compiler would take a second.
     """
@@ -199,73 +192,60 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_made_by_compiler(module: nn.Module) -> bool:
-    """Return whether the compiler makes a module for itself, as it does of a step's parameters; all versions."""
+    """Return whether the compiler makes a module for itself, as it does of a step's parameters."""
     graphs = isinstance(module, torch.fx.GraphModule) and torch.compiler.is_compiling()
     return graphs or type(module).__module__.startswith("torch._dynamo.")
 
 
 def makes_graph() -> bool:
-    """Return whether the compiler traces a graph, with tensors without values; all versions."""
+    """Return whether the compiler traces a graph, with tensors without values."""
     return torch._guards.TracingContext.try_get() is not None
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Return what keeps forwards from being compiled, where torch's compiler is imported; all versions."""
+    """Return what keeps forwards from being compiled, where torch's compiler is imported."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def iterator_factory(loader: Any) -> Callable[..., Any]:
-    """Return the function that makes a data loader's iterator; all versions."""
+    """Return the function that makes a data loader's iterator."""
     factory: Callable[..., Any] = type(loader)._get_iterator
     return factory
 
 
 def set_iterator_factory(loader: Any, factory: Callable[[], Any]) -> None:
-    """Let a data loader get its iterators from `factory`; all versions."""
+    """Let a data loader get its iterators from `factory`."""
     loader.__dict__["_get_iterator"] = factory
 
 
 def iterator_methods(iterator: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return how an iterator gets a batch, and begins again with the same workers; all versions."""
+    """Return how an iterator gets a batch, and begins again with the same workers."""
     kind = type(iterator)
     return kind._next_data, kind._reset
 
 
 def set_iterator_methods(iterator: Any, next_data: Callable[..., Any], reset: Callable[..., Any]) -> None:
-    """Let a data loader's iterator get batches from `next_data`, and begin again by `reset`; all versions."""
+    """Let a data loader's iterator get batches from `next_data`, and begin again by `reset`."""
     iterator._next_data, iterator._reset = next_data, reset
 
 
 def iterator_class() -> type[Any]:
-    """Return the class of all iterators of data loaders, which are made with their loader; all versions."""
+    """Return the class of all iterators of data loaders, which are made with their loader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     return _BaseDataLoaderIter
 
 
 def batches_yielded(iterator: Any) -> int:
-    """Return how many batches an iterator has given; all versions."""
+    """Return how many batches an iterator has given."""
     return int(iterator._num_yielded)
 
 
 def dataset_of(iterator: Any) -> Any:
-    """Return the dataset that an iterator reads; all versions."""
+    """Return the dataset that an iterator reads."""
     return iterator._dataset
 
 
 def draws_all_items(sampler: Any) -> bool:
-    """Return whether a RandomSampler was made without `num_samples`; all versions."""
+    """Return whether a RandomSampler was made without `num_samples`."""
     return sampler._num_samples is None
-
-
-def watch_batches(seen: Callable[[Any], None]) -> None:
-    """Call `seen` with every batch that any data loader's iterator gives from now on; all versions."""
-    kind = iterator_class()
-    give = kind.__next__
-
-    def give_seen(self: Any) -> Any:
-        batch = give(self)
-        seen(batch)
-        return batch
-
-    setattr(kind, "__next__", give_seen)  # noqa: B010  (a method, for mypy)

@@ -15,26 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
-"""Torch's own, under plain names; all versions."""
+"""Torch's own, under plain names."""
 
 
 def has_backward_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether `register_hook` was ever called on a tensor; all versions."""
+    """Return whether `register_hook` was ever called on a tensor."""
     return tensor._backward_hooks is not None
 
 
 def renew_backward_hooks(tensor: Any) -> None:
-    """Connect the hooks that a tensor lists to its gradient, which moving it leaves behind; all versions."""
+    """Connect the hooks that a tensor lists to its gradient, which moving it leaves behind."""
     tensor._backward_hooks = tensor._backward_hooks
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return what is equal for tensors of one storage while it lives, empty or not; all versions."""
+    """Return what is equal for tensors of one storage while it lives, empty or not."""
     return identity_of(tensor.untyped_storage())
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return what is equal for two objects that stand for one storage while it lives; all versions."""
+    """Return what is equal for two objects that stand for one storage while it lives."""
     return int(storage._cdata)
 
 
@@ -45,16 +45,16 @@ def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_function_transforms(tensor: torch.Tensor) -> bool:
-    """Return whether torch.func made a tensor, which stands for many and has no values; all versions."""
+    """Return whether torch.func made a tensor, which stands for many and has no values."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 counted_changes = operator.attrgetter("_version")
-"""The same as `change_count` of tensors that were not made in inference mode, at the least cost; all versions."""
+"""The same as `change_count` of tensors that were not made in inference mode, at the least cost."""
 
 
 def change_count(tensor: torch.Tensor) -> int:
-    """Return how often a tensor, or another one with its storage, was changed in place; all versions.
+    """Return how often a tensor, or another one with its storage, was changed in place.
 
     Torch does not count it for tensors that are made in inference mode: 0.
     """
@@ -62,18 +62,18 @@ def change_count(tensor: torch.Tensor) -> int:
 
 
 def note_changes(tensors: list[torch.Tensor]) -> None:
-    """Count a change of each of some tensors whose memory was changed by another tensor; all versions."""
+    """Count a change of each of some tensors whose memory was changed by another tensor."""
     torch.autograd.graph.increment_version(tensors)
 
 
 def overwriting_uncounted(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which tensors are overwritten without autograd's notice; all versions."""
+    """Return a context in which tensors are overwritten without autograd's notice."""
     uncounted: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
     return uncounted  # type: ignore[no-any-return]
 
 
 def gradient_hooks(tensor: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
-    """Return what was registered at a tensor for its gradient before and after it is added up; all versions.
+    """Return what was registered at a tensor for its gradient before and after it is added up.
 
     In torch's own tables, from which handles remove; in empty ones where nothing was registered.
     """
@@ -84,7 +84,7 @@ def gradient_hooks(tensor: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int,
 def apart_from_parameters(output: Any) -> Any:
     """Return what a module has returned with copies of parameters and of views of them, alone or in a row.
 
-    Memory of gathered parameters is given back after the module; all versions.
+    Memory of gathered parameters is given back after the module.
     """
     if type(output) is torch.Tensor and not output._is_view():  # what most modules return, at the least cost
         return output
@@ -97,18 +97,18 @@ def apart_from_parameters(output: Any) -> Any:
 
 
 def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
-    """Do that as a forward hook; all versions."""
+    """Do that as a forward hook."""
     return None if torch.compiler.is_compiling() else apart_from_parameters(output)
 
 
 _instead_of: dict[int, Callable[..., Any]] = {}
-"""By the identity of what stands for a function of torch written in Python: that function; all versions."""
+"""By the identity of what stands for a function of torch written in Python: that function."""
 
 
 def known_to_scripts(owner: Any, original: Any) -> bool:
     """Return whether a thing is a function of torch, which scripted code may name.
 
-    To be asked before another stands in its place: torch lists its own at the first question; all versions.
+    To be asked before another stands in its place: torch lists its own at the first question.
     """
     if not isinstance(owner, ModuleType) or owner.__name__.partition(".")[0] != "torch" or not callable(original):
         return False
@@ -118,7 +118,7 @@ def known_to_scripts(owner: Any, original: Any) -> bool:
 
 
 def scripted_as(instead: Any, original: Any) -> None:
-    """Let `torch.jit.script` compile `original` where code names what stands in its place; all versions."""
+    """Let `torch.jit.script` compile `original` where code names what stands in its place."""
     builtins: Any = torch.jit._builtins
     if name := builtins._find_builtin(original):
         builtins._register_builtin(instead, name)
@@ -127,7 +127,7 @@ def scripted_as(instead: Any, original: Any) -> None:
 
 
 def not_scripted(instead: Any) -> None:
-    """Forget what `scripted_as` was told; all versions."""
+    """Forget what `scripted_as` was told."""
     builtins: Any = torch.jit._builtins
     builtins._get_builtin_table().pop(id(instead), None)
     _instead_of.pop(id(instead), None)
@@ -140,7 +140,7 @@ def _original(function: Any) -> Any:
 
 
 def is_in_transform(*, forward: bool = True) -> bool:
-    """Return whether a transform of torch.func computes now; all versions.
+    """Return whether a transform of torch.func computes now.
 
     Args:
         forward: Whether `jvp` counts as one.
@@ -151,7 +151,7 @@ def is_in_transform(*, forward: bool = True) -> bool:
 
 
 def is_of_transform(values: Any) -> bool:
-    """Return whether any of some tensors is what a transform of torch.func computes with; all versions."""
+    """Return whether any of some tensors is what a transform of torch.func computes with."""
     leaves = [values] if isinstance(values, torch.Tensor) else values
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return any(isinstance(leaf, torch.Tensor) and is_wrapped(leaf) for leaf in leaves)
@@ -169,7 +169,7 @@ def recomputes_later(*, trains: bool) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward pass runs in this thread; all versions."""
+    """Return whether a backward pass runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -181,7 +181,7 @@ def wrapper_tensor(kind: type, like: torch.Tensor, shape: Sequence[int]) -> Any:
 
 @cache
 def metadata_getters() -> frozenset[Any]:
-    """Return the methods and properties of tensors that read no value; all versions."""
+    """Return the methods and properties of tensors that read no value."""
     tensor: Any = torch.Tensor
     properties = (
         "shape",
@@ -205,7 +205,7 @@ def metadata_getters() -> frozenset[Any]:
 
 @contextmanager
 def computing_as_plain_tensors() -> Iterator[None]:
-    """Let subclasses' `__torch_function__` be passed by; all versions."""
+    """Let subclasses' `__torch_function__` be passed by."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
 
@@ -251,7 +251,7 @@ def _leaves_of_object(value: Any) -> Iterator[Any]:
 
 
 def _may_hold(kind: type) -> bool:
-    """Return whether objects of a class may have tensors as attributes, and are no models."""
+    """Return whether objects of a class may have tensors as attributes, and are not models."""
     if kind.__module__ == "builtins" or kind.__module__.startswith(("torch.utils.data", "numpy")):
         return False
     return not issubclass(kind, torch.Tensor | torch.nn.Module | ModuleType | type)
@@ -308,7 +308,7 @@ def _put(value: Any, place: Any, tensor: torch.Tensor) -> None:
 
 _ATEN: Any = torch.ops.aten
 FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
-"""The operators that exchange tensors of ranks and return the result; all versions."""
+"""The operators that exchange tensors of ranks and return the result."""
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNED = 8
 """What the width of a head must be a multiple of: torch pads others before it calls the kernels of GPUs."""
@@ -320,22 +320,22 @@ Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def exchanges(function: Any) -> bool:
-    """Return whether a function is one of these, by itself or by one of its overloads; all versions."""
+    """Return whether a function is one of these, by itself or by one of its overloads."""
     return str(getattr(function, "__module__", "")).endswith(f".{FUNCTIONAL_COLLECTIVES.name}")
 
 
 def operator_name(operator: Any) -> str:
-    """Return an operator's name without its library if that is torch's own, as in `add_`; all versions."""
+    """Return an operator's name without its library if that is torch's own, as in `add_`."""
     return str(operator._schema.name).removeprefix("aten::")
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of what an operator is given, in order; all versions."""
+    """Return the names of what an operator is given, in order."""
     return [each.name for each in operator._schema.arguments]
 
 
 def written_places(operator: Any) -> list[bool]:
-    """Return for each argument of an operator, in order, whether it is written into; all versions."""
+    """Return for each argument of an operator, in order, whether it is written into."""
     return [each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments]
 
 
@@ -359,7 +359,7 @@ class AttentionKernel:
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionKernel | None:
     """Return the kernel that torch would choose without mask and dropout; None where it has none that does this.
 
-    All versions. The switches of torch.nn.attention.sdpa_kernel hold.
+    The switches of torch.nn.attention.sdpa_kernel hold.
 
     Args:
         query: Batch x heads x positions x width.
@@ -444,6 +444,6 @@ EFFICIENT = AttentionKernel(_efficient, _efficient_backward)
 
 
 def below() -> AbstractContextManager[Any]:
-    """Return a context in which operators are torch's own again, without gradients; all versions."""
+    """Return a context in which operators are torch's own again, without gradients."""
     guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard

@@ -28,8 +28,7 @@ from fsdplaunch.runtime.xla import (
     saving,  # noqa: F401  (the doors look for these two)
     wrappers,  # noqa: F401  (the doors look for these two)
 )
-from fsdplaunch.runtime.xla.set_up import xla_settings
-from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes
+from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes, xla_settings
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

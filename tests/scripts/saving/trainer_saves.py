@@ -1,13 +1,13 @@
 """Train with the transformers Trainer and save as if nothing were sharded; arguments: folder, what is special."""
 
 import sys
-from types import SimpleNamespace
 
 import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from fsdplaunch.runtime.compat.hugging_face import adapt_trainer
+from fsdplaunch.runtime.compat import hugging_face
+from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict import gather as gathering
 
 gathering.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file
@@ -67,7 +67,7 @@ class Older(Trainer):
                 self._save(output_dir or self.args.output_dir, state_dict=state)
 
 
-adapt_trainer(SimpleNamespace(Trainer=Older))
+wrap(Older, "save_model", hugging_face._save_model)
 kind = OwnSaves if "own saves" in special else Older if "older" in special else Trainer
 trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[AfterStep()])
 trainer.train()

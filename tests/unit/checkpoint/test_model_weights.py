@@ -86,8 +86,8 @@ def test_files_that_cannot_be_trusted_are_refused(tmp_path: Path, case: str) -> 
 
 
 INDEXES: dict[str, tuple[str, str]] = {
-    "not json": ("{", "no index of weight files"),
-    "no map": ("[]", "no index of weight files"),
+    "not json": ("{", "not an index of weight files"),
+    "no map": ("[]", "not an index of weight files"),
     "outside": ('{"weight_map": {"a": "../model.safetensors"}}', "it names the file '../model.safetensors'"),
     "not there": ('{"weight_map": {"a": "other.safetensors"}}', "other.safetensors is not there"),
     "not in it": (

@@ -38,7 +38,7 @@ def case_of(layers=4, hidden=256, vocab=1000, heads=8) -> MemoryCase:
 
 cases = st.builds(
     case_of,
-    layers=st.integers1,
+    layers=st.integers(1, 8),
     hidden=st.sampled_from([64, 96, 256]),
     vocab=st.sampled_from([100, 1000, 50_000]),
 )

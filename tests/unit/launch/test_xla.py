@@ -142,12 +142,12 @@ def test_the_guides_keys_mean_the_same_at_the_top_and_in_their_section():
     ("settings", "said"),
     [
         ("{compute_dtype: float8}", "compute_dtype must be float32, bfloat16 or float16, got float8"),
-        ("{reshard_after_forwrd: true}", "reshard_after_forwrd is no argument of XlaFullyShardedDataParallel"),
+        ("{reshard_after_forwrd: true}", "reshard_after_forwrd is not an argument of XlaFullyShardedDataParallel"),
         ("{param_init_fn: f}", "param_init_fn is a function, which a file cannot hold"),
         ("{flatten_parameters: maybe}", "flatten_parameters must be true or false, got maybe"),
         ("{_shard_size_multiple: 0}", "_shard_size_multiple must be a whole number, at least 1, got 0"),
         ("{sharding_groups: [[0, -1]]}", "sharding_groups must be a list of lists of ranks, got [[0, -1]]"),
-        ("{reshard: null}", "reshard is no argument of XlaFullyShardedDataParallel"),
+        ("{reshard: null}", "reshard is not an argument of XlaFullyShardedDataParallel"),
         (
             "{mark_step_on_finalization: no, sync_on_finalization: yes}",
             "mark_step_on_finalization is the former name of sync_on_finalization, and both are set",
@@ -155,7 +155,7 @@ def test_the_guides_keys_mean_the_same_at_the_top_and_in_their_section():
         ("{sharding_groups: [1, 2]}", "sharding_groups must be a list of lists of ranks"),
         (
             "{compute_dtypes: bf16, sync_on_finalization: 3, flatten_parameters: yes}",
-            "compute_dtypes is no argument of XlaFullyShardedDataParallel (is compute_dtype meant?); sync_on_",
+            "compute_dtypes is not an argument of XlaFullyShardedDataParallel (is compute_dtype meant?); sync_on_",
         ),
         ("yes", "must be a mapping of arguments of XlaFullyShardedDataParallel"),
     ],

@@ -23,8 +23,8 @@ def result():
     """Three candidates: yours, one that keeps what was gathered and is faster, one that failed."""
     yours, keeps, fails = Candidate(), Candidate(((RESHARD, False),)), Candidate(((CHECKPOINTING, True),))
     rows = (
-        Row(candidate=yours, state="slower", outcomes=[outcome(0.2)], predicted=80 * MIB),
-        Row(candidate=keeps, state="measured", outcomes=[outcome(0.15, 150 * MIB)], predicted=150 * MIB),
+        Row(candidate=yours, state="slower", outcomes=[outcome(0.2)]),
+        Row(candidate=keeps, state="measured", outcomes=[outcome(0.15, 150 * MIB)]),
         Row(candidate=fails, state="failed", reason="rank 0: <ValueError>", outcomes=[]),
     )
     pair = (outcome(0.15), outcome(0.2))

@@ -1,22 +1,11 @@
-"""What a worker records of its steps and batches."""
+"""What a worker records of its steps."""
 
 import json
 from types import SimpleNamespace
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from fsdplaunch.runtime.torch_internals import modules
 from fsdplaunch.tune import measure
-
-
-def test_every_loader_is_watched(monkeypatch):
-    kind = type(iter(DataLoader(TensorDataset(torch.zeros(1, 1))))).__mro__[1]
-    monkeypatch.setattr(kind, "__next__", kind.__next__)  # put back at the end
-    seen = []
-    modules.watch_batches(seen.append)
-    assert len(list(DataLoader(TensorDataset(torch.zeros(10, 2)), batch_size=4))) == 3
-    assert [len(batch[0]) for batch in seen] == [4, 4, 2]
 
 
 def test_the_optimizer_that_steps_most_is_recorded(tmp_path, monkeypatch):
@@ -25,8 +14,6 @@ def test_the_optimizer_that_steps_most_is_recorded(tmp_path, monkeypatch):
     often, seldom = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     recorder = measure.Measurement(on_gpu=False)
     for step in range(5):
-        recorder.note_batch({"labels": torch.zeros(9), "input_ids": torch.zeros(8, 16, dtype=torch.long)})
-        recorder.note_batch(("text", torch.zeros(4, 3)))
         recorder.mark(often)
         if step == 0:
             recorder.mark(seldom)
@@ -34,10 +21,7 @@ def test_the_optimizer_that_steps_most_is_recorded(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "measured.json").read_text())
     assert found["steps"] == 5
     assert len(found["seconds"]) == 4
-    assert found["memory"] > found["start"] / 2 > 0
-    assert found["model"]["tensors"] == {"0.weight": [[3, 4], 4], "0.bias": [[3], 4]}
-    assert found["model"]["optimizer"] == "sgd"
-    assert found["model"]["batch"] == [8, 16]
+    assert found["memory"] > 1 << 20
 
 
 def test_a_gpu_is_asked_for_the_time_of_its_own_events(monkeypatch, tmp_path):

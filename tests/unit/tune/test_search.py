@@ -7,7 +7,7 @@ from fsdplaunch.config.schema.config import keys_by_path
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.result import TuneState, find_state
-from fsdplaunch.tune.search import CannotMeasureError, Predictor, Search, SearchStopped
+from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import Outcome
 
@@ -26,8 +26,7 @@ def searching(trial, *, limit=None, tries=TRIES, **values):
         on_gpu=False,
         tries=read_tries(tries),
     )
-    predictor = Predictor(world=2, on_gpu=False, limit=limit)
-    return Search(space=space, trial=trial, predictor=predictor, steps=5, **values)
+    return Search(space=space, trial=trial, limit=limit, steps=5, **values)
 
 
 def machine(seconds, memory=lambda changes: GIB, calls=None):

@@ -1,17 +1,14 @@
-"""The pure parts of a trial: the folder it runs in, what its ranks recorded, what is predicted from that."""
+"""The pure parts of a trial: the folder it runs in, what its ranks recorded, why it failed."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import Failure, RunResult
 from fsdplaunch.tune import trial
-from fsdplaunch.tune.search import Predictor
-from fsdplaunch.tune.trial import WARM_UP, Outcome, make_scratch, moved, outcome_of, read_measured
+from fsdplaunch.tune.trial import WARM_UP, make_scratch, moved, outcome_of, read_measured
 
 MIB = 1024**2
 
@@ -84,7 +81,7 @@ def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
 
 
 def record(seconds, memory=100):
-    return {"steps": len(seconds) + 1, "seconds": seconds, "memory": memory, "start": 7, "model": {"a": 1}}
+    return {"steps": len(seconds) + 1, "seconds": seconds, "memory": memory}
 
 
 def test_the_slowest_rank_counts_and_the_first_steps_do_not():
@@ -100,68 +97,6 @@ def test_a_script_that_ends_too_early_is_no_measurement():
     assert found.failure == "the script ended after no optimizer step, 13 are needed"
     assert "after 3 optimizer steps, 13 are needed" in read_measured([record([1.0, 1.0])], 10).failure
     assert len(read_measured([record([1.0] * 8)], 10).seconds) == 6
-
-
-def config(*overrides):
-    return stack(read_text("", "fsdp.yaml"), overrides=overrides).config
-
-
-MODEL = {
-    "tensors": {f"blocks.{number}.w": [[1024, 1024], 4] for number in range(4)},
-    "config": None,
-    "optimizer": "adamw",
-    "batch": None,
-}
-
-
-def test_prediction_follows_the_first_measured_run():
-    predictor = Predictor(world=2, on_gpu=False, limit=None)
-    assert predictor.predict(config()) is None
-    assert predictor.units(config()) is None
-    predictor.learn(config(), Outcome(seconds=(1.0,), memory=500 * MIB, start=300 * MIB, model=MODEL))
-    assert predictor.predict(config()) == 500 * MIB
-    kept = predictor.predict(config("fsdp_reshard_after_forward=false"))
-    # All four blocks of 4 MiB stay gathered; the two that are gathered at a time are among them.
-    assert 500 * MIB < kept <= 500 * MIB + 4 * 4 * MIB
-    assert predictor.predict(config("fsdp_activation_checkpointing=true")) is None
-
-
-def test_what_cannot_fit_is_refused_with_its_number():
-    predictor = Predictor(world=2, on_gpu=False, limit=320 * MIB)
-    predictor.learn(config(), Outcome(seconds=(1.0,), memory=340 * MIB, start=300 * MIB, model=MODEL))
-    assert predictor.refusal(config("fsdp_activation_checkpointing=true")).startswith("needs 3")
-    assert "320.0 MiB allowed" in predictor.refusal(config("fsdp_activation_checkpointing=true"))
-    assert Predictor(world=2, on_gpu=False, limit=MIB).refusal(config()) == ""
-    every = config("fsdp_activation_checkpointing=true", "sharding.checkpoint_every=5")
-    assert predictor.refusal(every) == "the model has 4 blocks"
-
-
-def test_sizes_of_units_tell_which_policies_are_the_same():
-    predictor = Predictor(world=2, on_gpu=False, limit=None)
-    predictor.learn(config(), Outcome(seconds=(1.0,), memory=1, model=MODEL))
-    whole = predictor.units(config("fsdp_auto_wrap_policy=NO_WRAP"))
-    sized = "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"
-    assert predictor.units(config(sized, "fsdp_min_num_params=100000000")) == whole == ()
-    assert predictor.units(config(sized, "fsdp_min_num_params=1000000")) == tuple(f"blocks.{n}" for n in range(4))
-
-
-def test_activations_of_a_known_family_are_predicted_before_they_are_measured():
-    llama = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "max_position_embeddings": 64,
-    }  # fmt: skip
-    from fsdplaunch.estimate.model import describe
-
-    names = describe(llama, source="test").sizes.names
-    model = {
-        "tensors": {name: [list(tensor.shape), 4] for name, tensor in names.items()},
-        "config": llama, "optimizer": "adamw", "batch": [8, 64],
-    }  # fmt: skip
-    predictor = Predictor(world=2, on_gpu=False, limit=None)
-    predictor.learn(config(), Outcome(seconds=(1.0,), memory=10 * MIB, model=model))
-    checkpointed = predictor.predict(config("fsdp_activation_checkpointing=true"))
-    assert checkpointed is not None
-    assert 0 < checkpointed < 10 * MIB
 
 
 def test_a_launch_is_over_when_its_time_is_up_or_a_script_does_not_end(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def test_link_and_file_are_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
-        with pytest.raises(UnsafeFolderError, match="no folder of its own"), opened_folder(str(tmp_path / name)):
+        with pytest.raises(UnsafeFolderError, match="is not a folder"), opened_folder(str(tmp_path / name)):
             pass
 
 

@@ -53,9 +53,9 @@ def test_suggest_machine_gives_exactly_these_keys(machines, machine, expected):
 
 def test_suggest_every_decided_key_is_pinned_with_a_reason(machines):
     found = suggest_for(machines["laptop"])
-    assert {".".join(path) for path in found.pins} == set(found.reasons)
+    assert {".".join(path) for path in found.values} == set(found.reasons)
     assert set(said(found.config)) <= set(found.reasons)
-    assert ("fsdp_config", "fsdp_auto_wrap_policy") in found.pins
+    assert ("fsdp_config", "fsdp_auto_wrap_policy") in found.values
 
 
 def test_suggest_model_that_fits_needs_no_offload(machines):

@@ -82,6 +82,13 @@ def test_merge_resolves_conjugated_and_negated_values(dcp, tmp_path):
     ]
 
 
+def test_merge_of_negated_integers_is_refused(dcp, tmp_path):
+    item = lambda part, sizes: dcp.zipped(dcp.described("int64", sizes, flags={"neg": True}), part)  # noqa: E731
+    draft = dcp.Draft().add("w", (4,), dtype="int64", data=bytes(32), item=item)
+    with pytest.raises(CheckpointError, match=r"'model.w' is int64 and marked as conjugated or negated"):
+        merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
+
+
 @pytest.mark.parametrize(("dtype", "sizes"), [("int64", (2, 2)), ("float32", (4, 2)), ("float32", (8,))])
 def test_merge_of_an_item_that_differs_from_the_index_is_refused(dcp, dtype, sizes, tmp_path):
     draft = dcp.Draft().add("w", (2, 4), item=lambda part, _: dcp.zipped(dcp.described(dtype, sizes), part))

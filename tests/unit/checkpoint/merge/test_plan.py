@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.merge.plan import build_plan
 from fsdplaunch.checkpoint.merge.weight_names import Selection, final_names, find_root
-from fsdplaunch.checkpoint.merge.write import blocks_of, flip_bits, gather_block
+from fsdplaunch.checkpoint.merge.write import blocks_of, gather_block
 from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
@@ -154,55 +154,6 @@ def test_tilings_are_accepted_and_spoilt_ones_are_not(data):
     moved = Region(tuple(o + shift * (d == dim) for d, o in enumerate(victim.offsets)), victim.sizes)
     if min(moved.offsets) >= 0:
         assert find_tiling_fault(shape, [*others, moved])
-
-
-@given(st.lists(st.integers(1, 9), max_size=4), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 400))
-@settings(max_examples=150, deadline=None)
-def test_blocks_cover_a_tensor_in_memory_order_within_the_limit(shape, size, limit):
-    blocks = list(blocks_of(shape, size, limit))
-    assert find_tiling_fault(tuple(shape), blocks) is None
-    strides = row_major(shape)
-    starts = [sum(o * s for o, s in zip(block.offsets, strides, strict=True)) for block in blocks]
-    assert starts == list(itertools.accumulate((block.numel for block in blocks), initial=0))[:-1]
-    assert all(block.numel * size <= max(limit, size) for block in blocks)
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_flip_bits_inverts_the_top_bit_of_each_element(size):
-    data = bytes(range(64))
-    flipped = flip_bits(data, 1 << (8 * size - 1), size)
-    wanted = [byte ^ (0x80 if (at + 1) % size == 0 else 0) for at, byte in enumerate(data)]
-    assert list(flipped) == wanted
-    assert flip_bits(flipped, 1 << (8 * size - 1), size) == data
-
-
-def test_conjugated_and_negated_values_are_resolved():
-    import struct
-
-    def planned(dtype, **flags):
-        place = ItemLocation("f", 0, 100)
-        item = TorchZipItem(TensorDescription(DTYPES[dtype], (2,), (1,), 0, "0", **flags), 0, 16, None)
-        tensor = StoredTensor("t", ("t",), DTYPES[dtype], (2,), (StoredChunk(Region((0,), (2,)), place),))
-        (found,) = build_plan(
-            Selection(root=(), tensors=(("t", tensor),), plain=("t",), skipped=()),
-            {place: item},
-            max_shard_size=99,
-        ).tensors
-        return found
-
-    raw = struct.pack("<4f", 1.0, 2.0, -3.0, -4.0)
-    block = Region((0,), (2,))
-    for flags, wanted in [
-        ({"conjugated": True}, (1.0, -2.0, -3.0, 4.0)),
-        ({"negated": True}, (-1.0, -2.0, 3.0, 4.0)),
-        ({"conjugated": True, "negated": True}, (-1.0, 2.0, 3.0, -4.0)),
-    ]:
-        data = gather_block(planned("complex64", **flags), block, lambda _, o, n: raw[o : o + n])
-        assert struct.unpack("<4f", data) == wanted
-    data = gather_block(planned("float32", negated=True), block, lambda _, o, n: raw[o : o + n])
-    assert struct.unpack("<2f", data) == (-1.0, -2.0)
-    with pytest.raises(CheckpointError, match="'t' is int64 and marked as conjugated or negated"):
-        planned("int64", negated=True)
 
 
 @pytest.mark.parametrize(

@@ -56,24 +56,24 @@ def test_changed_byte_of_the_result_is_found(verify, name, at):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "match"),
+    ("old", "new"),
     [
-        (b'"F32"', b'"I32"', "describes 'rows' otherwise than planned"),
-        (b'"shape":[8,6]', b'"shape":[6,8]', "describes 'rows' otherwise"),
-        (b'"rows"', b'"rowt"', "describes 'rows' otherwise"),
-        (b"[0,192]", b"[1,192]", "describes 'rows' otherwise"),
-        (b'{"__', b'["__', "is not readable"),
-        (b'"__metadata__"', b'"__metadatb__"', "holds tensors that were not planned"),
+        (b'"F32"', b'"I32"'),
+        (b'"shape":[8,6]', b'"shape":[6,8]'),
+        (b'"rows"', b'"rowt"'),
+        (b"[0,192]", b"[1,192]"),
+        (b'{"__', b'["__'),
+        (b'"__metadata__"', b'"__metadatb__"'),
     ],
 )
-def test_changed_header_of_the_result_is_found(verify, old, new, match):
+def test_changed_header_of_the_result_is_found(verify, old, new):
     def spoil(folder, plan):
         (file,) = [file for file in plan.files if file.tensors[0].name == "rows"]
         data = (folder / file.name).read_bytes()
         assert data.count(old) == 1
         (folder / file.name).write_bytes(data.replace(old, new))
 
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match="has another size or header than planned"):
         verify(spoil)
 
 
@@ -84,21 +84,18 @@ def test_result_of_another_size_is_found(verify, change):
         data = path.read_bytes()
         path.write_bytes(data + change if isinstance(change, bytes) else data[:change])
 
-    with pytest.raises(CheckpointError, match="has another size than planned"):
+    with pytest.raises(CheckpointError, match="has another size or header than planned"):
         verify(spoil)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "match"),
-    [('"rows"', '"rowt"', "does not list"), ("{", "[", "not readable"), ("00001-of", "00002-of", "does not list")],
-)
-def test_changed_index_of_the_result_is_found(verify, old, new, match):
+@pytest.mark.parametrize(("old", "new"), [('"rows"', '"rowt"'), ("{", "["), ("00001-of", "00002-of")])
+def test_changed_index_of_the_result_is_found(verify, old, new):
     def spoil(folder, plan):
         text = (folder / INDEX).read_text()
         assert old in text
         (folder / INDEX).write_text(text.replace(old, new, 1))
 
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match="is not the index that was planned"):
         verify(spoil)
 
 

@@ -47,7 +47,7 @@ def test_model_is_found_below_the_folder_given(model, optimizer, place, tmp_path
 
 def test_the_optimizer_folder_itself_is_taken_when_it_is_given(optimizer, tmp_path):
     folder = optimizer.save(tmp_path / "optimizer_0")
-    assert find_model(folder).folder == folder
+    assert find_model(folder) == folder
 
 
 def test_several_models_are_listed(model, tmp_path):
@@ -65,14 +65,14 @@ def test_a_link_to_the_newest_checkpoint_is_the_same_checkpoint(model, tmp_path)
     folder = model.save(tmp_path / "checkpoint-2000" / "pytorch_model_fsdp_0")
     (tmp_path / "a-latest").symlink_to(tmp_path / "checkpoint-2000")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert find_model(tmp_path).folder == folder
+    assert find_model(tmp_path) == folder
 
 
 def test_a_checkpoint_behind_a_link_is_found(model, tmp_path):
     model.save(tmp_path / "disk" / "saved")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "pytorch_model_fsdp_0").symlink_to(tmp_path / "disk" / "saved")
-    assert find_model(tmp_path / "run").folder == tmp_path / "run" / "pytorch_model_fsdp_0"
+    assert find_model(tmp_path / "run") == tmp_path / "run" / "pytorch_model_fsdp_0"
     merge(tmp_path / "run", tmp_path / "out")
 
 
@@ -181,7 +181,7 @@ def test_checkpoint_whose_manifest_is_not_complete_is_refused(model, below, tmp_
         with pytest.raises(CheckpointError, match="is not complete: its save did not finish"):
             find_model(folder if below else tmp_path / "ckpt")
     manifest.write_text(json.dumps({"complete": True}))
-    assert find_model(tmp_path / "ckpt").folder == folder
+    assert find_model(tmp_path / "ckpt") == folder
 
 
 def test_model_that_differs_from_its_manifest_is_refused(model, tmp_path):
@@ -189,7 +189,7 @@ def test_model_that_differs_from_its_manifest_is_refused(model, tmp_path):
     sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.iterdir()}
     manifest = {"complete": True, "files": {**sizes, "optimizer_0/.metadata": 5}}
     (tmp_path / "ckpt" / "fsdplaunch.json").write_text(json.dumps(manifest))
-    assert find_model(tmp_path / "ckpt").folder == folder
+    assert find_model(tmp_path / "ckpt") == folder
     data = folder / "__0_0.distcp"
     data.write_bytes(data.read_bytes() + b"x")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has \d+ bytes, it was written with \d+"):

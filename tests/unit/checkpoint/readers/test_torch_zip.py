@@ -5,14 +5,14 @@ import zipfile
 
 import pytest
 
-from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem, read_item
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, parse_item
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
 
 DATA = bytes(range(48))
 
 
 def read(raw: bytes) -> TorchZipItem:
-    return read_item(lambda offset, count: raw[offset : offset + count], len(raw))
+    return parse_item(ReadWindow(lambda offset, count: raw[offset : offset + count], len(raw)))[0]
 
 
 def sound(dcp, **kind) -> bytes:
@@ -42,7 +42,7 @@ def test_item_larger_than_the_window_is_read_in_few_pieces(dcp):
         calls.append(count)
         return raw[offset : offset + count]
 
-    assert_holds(raw, read_item(read_counted, len(raw)), data)
+    assert_holds(raw, parse_item(ReadWindow(read_counted, len(raw)))[0], data)
     assert len(calls) == 2
     assert sum(calls) < 10_000
 

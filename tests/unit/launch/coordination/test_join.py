@@ -257,7 +257,7 @@ def test_node_whose_coordinator_goes_ends_as_it_was_asked_to(number, status):
     place.close()
 
 
-@pytest.mark.parametrize(("silence", "says"), [(0.5, "no message for"), (60, "it did not say how it ended")])
+@pytest.mark.parametrize(("silence", "says"), [(0.5, "no message for"), (60, "it did not report how it ended")])
 def test_node_that_is_lost_after_the_workers_blamed_its_connection_is_the_cause(monkeypatch, silence, says):
     monkeypatch.setattr(coordinator, "LINGER_SECONDS", 1.0)
     place = Place(2, silence=silence, grace=0.5)

@@ -6,7 +6,6 @@ import time
 from fsdplaunch.launch.coordination import coordinator, network
 from fsdplaunch.launch.coordination.node_info import FULL_MESH
 from fsdplaunch.launch.coordination.protocol import Connection
-from fsdplaunch.launch.coordination.server import CoordinatorServer
 from tests.joining import Place, counter
 
 
@@ -41,32 +40,6 @@ def test_each_node_is_sent_as_much_among_many_as_among_few(monkeypatch):
         sizes[count] = sum(sent.values()) / count
         place.close()
     assert sizes[many] < 1.2 * sizes[few]
-
-
-def test_news_of_a_long_wait_go_to_all_in_turn(monkeypatch):
-    monkeypatch.setattr(coordinator, "TOLD_AT_ONCE", 2)
-    monkeypatch.setattr(coordinator, "NEWS_SECONDS", 0.05)
-    told: list[int] = []
-    place = Place(5, seconds=5)
-    monkeypatch.setattr(
-        CoordinatorServer, "present", property(lambda _server: [Listener(number, told) for number in range(3)])
-    )
-    phase = coordinator.JoinPhase(place.coordinator._server)
-    for _ in range(4):
-        phase._spread_news(kind="waiting", here=3, of=5)
-    assert told == [0, 1, 2, 0, 1, 2]
-    place.close()
-
-
-class Listener:
-    """A node that notes that it was told something."""
-
-    def __init__(self, number: int, told: list[int]) -> None:
-        self.number, self.told = number, told
-
-    def send_line(self, line: str) -> None:
-        assert '"here": 3' in line
-        self.told.append(self.number)
 
 
 def test_signal_that_every_node_tells_of_reaches_each_node_once(monkeypatch):

@@ -54,7 +54,7 @@ def test_ranks_are_those_asked_for_and_else_the_lowest_free(asked, given):
         ({"config": {"use_cpu": "true"}}, "another configuration: use_cpu is 'true' there and left out on a"),
         ({"workers": 0}, "b (10.0.0.2) would start no workers"),
         ({"obstacles": ("t.py cannot be read\nsee it",)}, "b (10.0.0.2) cannot start: t.py cannot be read"),
-        ({"rank": 5}, "b (10.0.0.2) says that it is node 5, but there are 2"),
+        ({"rank": 5}, "b (10.0.0.2) is configured as node 5, but there are 2"),
     ],
 )
 def test_difference_is_named_with_both_values(change, message):

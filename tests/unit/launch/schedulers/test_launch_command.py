@@ -267,7 +267,7 @@ def test_inside_a_step_nothing_need_be_configured(monkeypatch):
         (Config(num_machines=2), STEP | {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}, "started 4 launchers"),
         (Config(num_machines=2, machine_rank=1), {}, "nothing says where node 0 is"),
         (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": "2"}, "this is node 2, but there are 2"),
-        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is no node's rank"),
+        (Config(num_machines=2), {"FSDPLAUNCH_NODE_RANK": ""}, "NODE_RANK is '', which is not a node's rank"),
         (Config(num_machines=2, main_process_ip="n1"), POD | {"JOB_COMPLETION_INDEX": "3"}, "this is node 3"),
     ],
 )

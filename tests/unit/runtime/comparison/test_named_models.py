@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.inspection.named_models import NamedModels
+from fsdplaunch.comparison.record import NamedModels
 
 
 def test_models_of_one_size_are_named_in_the_order_in_which_they_are_trained():

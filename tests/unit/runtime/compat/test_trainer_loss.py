@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.compat.hugging_face import watch_loss
+from fsdplaunch.runtime.compat.hugging_face import compute_loss
+from fsdplaunch.runtime.patch import wrap
 
 
 def _trainer(model: Any, *, ranks: int = 2, average: bool = True) -> Any:
@@ -21,7 +22,7 @@ def _trainer(model: Any, *, ranks: int = 2, average: bool = True) -> Any:
         def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return model(inputs, num_items_in_batch=num_items_in_batch)
 
-    watch_loss(SimpleNamespace(Trainer=Trainer))
+    wrap(Trainer, "compute_loss", compute_loss)
     return Trainer()
 
 

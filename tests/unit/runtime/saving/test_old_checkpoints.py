@@ -38,13 +38,13 @@ def test_files_of_others_in_old_checkpoints_stay_and_are_named(tmp_path):
     (old / "pytorch_model_fsdp_0" / "notes" / "mine.txt").write_text("kept")
     (old / "link").symlink_to("/etc")
     (note,) = remove_old(tmp_path, 2)
-    assert note == f"{old} stays with what is no part of the checkpoint: link and 1 more"
+    assert note == f"{old} stays with what is not part of the checkpoint: link and 1 more"
     left = {str(path.relative_to(old)) for path in old.rglob("*")}
     inside = "pytorch_model_fsdp_0"
     assert left == {"link", inside, f"{inside}/notes", f"{inside}/notes/mine.txt"}
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     assert remove_old(tmp_path, 2) == []  # it is no checkpoint any more
-    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoint-3"
+    assert find_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
     assert find_gap(old) is not None
     assert Path("/etc").is_dir()
 

@@ -61,7 +61,7 @@ def test_a_script_that_shards_nothing_ends_at_its_first_step(runtime, monkeypatc
     found = []
     monkeypatch.setattr(set_up, "check_at_first_step", found.append)
     monkeypatch.setattr("fsdplaunch.runtime.xla.wrappers.watch_wrappers", lambda: None)
-    monkeypatch.setattr("fsdplaunch.runtime.xla.set_up.configure_trainer", lambda _: None)
+    monkeypatch.setattr("fsdplaunch.runtime.xla.wrappers.configure_trainer", lambda _: None)
     text = f"launch: {{shard: {shard}}}\nfsdp_config: {{xla: true, xla_v2: true}}\n"
     set_up._watch(stack(read_text(text, "x")).config, "train.py")
     assert found == checked

@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.runtime.xla.set_up import configure_trainer, trainer_arguments
+from fsdplaunch.runtime.xla.wrappers import configure_trainer, trainer_arguments
 
 
 def arguments(text):

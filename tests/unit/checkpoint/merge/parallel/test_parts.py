@@ -208,5 +208,5 @@ def test_changed_file_of_a_finished_part_is_written_again(dcp, checkpoint, tmp_p
 
 @pytest.mark.parametrize(("number", "count"), [(0, 3), (4, 3), (1, 0), (1, 10_001)])
 def test_odd_part_is_refused(number, count):
-    with pytest.raises(UsageError, match=f"part {number} of {count} is none of"):
+    with pytest.raises(UsageError, match=f"part {number} of {count} is not one of"):
         MergeOptions(part=(number, count))

@@ -1,18 +1,18 @@
 """The forward of a split layer: the exchange before, this rank's part of the computation, the exchange after."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdplaunch.runtime.inspection.units import has_shards, local_tensor
-from fsdplaunch.runtime.sharding.mesh import split_groups
-from fsdplaunch.runtime.tensor_parallel.plan import SplitNow, SplitPlan
+from fsdplaunch.display_text import listed
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.units import has_shards
+from fsdplaunch.runtime.tensor_parallel.plan import SplitNow, SplitPlan, build_plan
 from fsdplaunch.runtime.tensor_parallel.styles import (
     Cut,
     OwnTensors,
@@ -21,10 +21,45 @@ from fsdplaunch.runtime.tensor_parallel.styles import (
     local_parameters,
     matrix_layer,
 )
-from fsdplaunch.runtime.torch_internals.distributed import operator_handlers, unscale_operator
 
 _SPLIT = "_layer_split"
 """Where a layer holds how it is split."""
+
+
+def split_layers(
+    model: nn.Module,
+    configured: Mapping[str, str],
+    axis: DeviceMesh,
+    *,
+    shards: int,
+    ignored: Collection[nn.Module] = (),
+) -> SplitPlan:
+    """Decide how a model's layers are split, and give each one a forward of its own.
+
+    They compute as before until parameters are split.
+
+    Args:
+        model: Not sharded yet.
+        configured: The configuration's plan; empty for the model's own.
+        axis: The ranks that split them.
+        shards: Ranks that each part is sharded over.
+        ignored: Modules that stay as they are.
+
+    Raises:
+        ShardingError: The plan does not fit the model or names what is ignored, or the ranks do not divide it.
+    """
+    plan = build_plan(model, configured, axis, shards=shards)
+    if names := [plan.names[module] for module in plan.modules if module in ignored]:
+        msg = f"{listed(names, 3)} cannot be split and ignored"
+        raise ShardingError(
+            msg, hint="take it out of fsdp_ignored_modules, or out of sharding.tensor_parallel_plan"
+        )
+    holders = {module for module, _ in plan.cuts}
+    for module, style in plan.modules.items():
+        has_parts = any(each in holders for each in module.modules())
+        split = LayerSplit(style=style, axis=plan.axis, cuts=plan.of(module), has_parts=has_parts, now=plan.now)
+        module.__dict__ |= {_SPLIT: split, "forward": MethodType(split_forward, module)}
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,25 +157,3 @@ def _leaving(module: nn.Module, split: LayerSplit, output: Any) -> Any:
     output = style.leave(output, axis)
     bias = getattr(module, "bias", None) if style.late_bias else None
     return output if bias is None else output + bias
-
-
-def split_forwards(plan: SplitPlan) -> None:
-    """Give each layer that is split a forward of its own, which computes as before until parameters are split."""
-    holders = {module for module, _ in plan.cuts}
-    for module, style in plan.modules.items():
-        has_parts = any(each in holders for each in module.modules())
-        split = LayerSplit(style=style, axis=plan.axis, cuts=plan.of(module), has_parts=has_parts, now=plan.now)
-        module.__dict__ |= {_SPLIT: split, "forward": MethodType(split_forward, module)}
-
-
-def agree_on_overflows() -> None:
-    """Let `torch.amp.GradScaler` find an overflow on all ranks that have parts of the gradients, from now on."""
-    operator_handlers()[unscale_operator()] = _unscale
-
-
-def _unscale(operator: Any, args: Any, _kwargs: Any) -> None:
-    gradients, found, inverse_scale = args
-    operator([local_tensor(gradient) for gradient in gradients], local_tensor(found), local_tensor(inverse_scale))
-    groups = {id(group): group for gradient in gradients for group in split_groups(gradient)}
-    for group in groups.values():
-        dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group=group)

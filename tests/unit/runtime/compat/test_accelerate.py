@@ -1,4 +1,4 @@
-"""Models that accelerate gives activation checkpointing keep no cache of keys and values."""
+"""What accelerate's scripts get: no cache under activation checkpointing, and save hooks that may take states."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from fsdplaunch.runtime.compat import accelerate
+from fsdplaunch.runtime.patch import wrap
 
 
 def _model() -> tuple[nn.Module, Any]:
@@ -36,5 +37,36 @@ def _prepare(plugin: Any, *objects: Any) -> Any:
         def prepare(self, *objects: Any) -> Any:
             return objects
 
-    accelerate._prepare_without_cache(SimpleNamespace(Accelerator=Accelerator))
+    wrap(Accelerator, "prepare", accelerate._prepare_without_cache)
     return Accelerator().prepare(*objects)
+
+
+class _Accelerator:
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+
+    def register_save_state_pre_hook(self, hook: Any) -> str:
+        self.hooks.append(hook)
+        return "handle"
+
+
+@pytest.mark.parametrize(
+    ("weights", "taken"),
+    [([], [None, None]), ([{"a": 1}], [{"a": 1}]), ([{"a": 1}, {"b": 2}], [{"b": 2}, {"a": 1}])],
+)
+def test_a_hook_takes_what_is_there_and_none_where_shards_were_saved(weights: list[Any], taken: list[Any]) -> None:
+    class Accelerator(_Accelerator):
+        pass
+
+    wrap(Accelerator, "register_save_state_pre_hook", accelerate._register_save_hook)
+    accelerator = Accelerator()
+    found = []
+
+    def hook(models: list[str], weights: list[Any], folder: str) -> None:
+        assert (models, folder) == (["model"], "out")
+        found.extend(weights.pop() for _ in taken)
+
+    assert accelerator.register_save_state_pre_hook(hook) == "handle"
+    accelerator.hooks[0](["model"], weights, "out")
+    assert found == taken
+    assert weights == []
