@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from fsdplaunch.runtime.auto.batch.loaders import counting_rows_once
 from fsdplaunch.runtime.auto.batch.streams import seeding_ranks
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.who_shards import deciding_when_training_begins
+from fsdplaunch.runtime.auto.model.adopt_models import deciding_when_training_begins
 from fsdplaunch.runtime.auto.rank0.position import tracking_position
 from fsdplaunch.runtime.auto.torch_calls import computing_with_shards, refusing_collectives, stepping_shards
 from fsdplaunch.runtime.auto.working_tree import WorkingTree, rank_0_having_the_tree

@@ -18,14 +18,19 @@ from torch.nn import utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.api.gradients import average_local_gradients
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.parameters import ShardReference, is_gathered, put_data, take_data, with_shards
+from fsdplaunch.runtime.auto.model.parameters import (
+    ShardReference,
+    is_gathered,
+    put_data,
+    refuse_exchange,
+    take_data,
+    with_shards,
+)
 from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now
 from fsdplaunch.runtime.inspection.parameters import parameters_of
-from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import once_imported, replaced
 from fsdplaunch.runtime.torch_internals.distributed import (
     local_tensor,
@@ -33,7 +38,6 @@ from fsdplaunch.runtime.torch_internals.distributed import (
     placements_of,
     unscale_function,
 )
-from fsdplaunch.runtime.torch_internals.tensors import exchanges
 
 
 @contextmanager
@@ -128,10 +132,6 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
 )
 """The operators by which torch.distributed exchanges tensors."""
-_EXCHANGE_HINT = (
-    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
-    " ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
-)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
     def refuse(op: Any, args: Any, kwargs: Any) -> Any:
         if not hook_context.ownership.ours or torch.compiler.is_compiling():
             return op(*args, **kwargs)
-        raise _refusal()
+        raise refuse_exchange()
 
     def broadcast(op: Any, args: Any, kwargs: Any) -> Any:
         tensors, *rest = args
@@ -159,21 +159,6 @@ def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
     finally:
         table.clear()
         table.update(before)
-
-
-def refuse_functional(func: Any) -> None:
-    """Refuse a functional collective that a script calls with shards.
-
-    Raises:
-        ShardingError: The function is one.
-    """
-    if exchanges(func):
-        raise _refusal()
-
-
-def _refusal() -> ShardingError:
-    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
-    return ShardingError(msg, hint=_EXCHANGE_HINT)
 
 
 _ASIDE = (

@@ -29,8 +29,8 @@ from fsdplaunch.runtime.auto.full_values import (
     plain,
     view_of,
 )
+from fsdplaunch.runtime.auto.model.parameters import refuse_exchange
 from fsdplaunch.runtime.auto.rank0.position import counting_one_change
-from fsdplaunch.runtime.auto.torch_calls import refuse_functional
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import original_of
@@ -46,6 +46,7 @@ from fsdplaunch.runtime.torch_internals.distributed import (
 from fsdplaunch.runtime.torch_internals.fsdp import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import (
     TorchDispatchMode,
+    exchanges,
     note_changes,
     operator_name,
     storage_identity,
@@ -219,10 +220,10 @@ class ShardFunctions:
     def __call__(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute a function of which some arguments are shards or views of their full tensors."""
         name = getattr(func, "__name__", "")
-        exchanges = str(getattr(func, "__module__", "")).startswith(
+        collective = str(getattr(func, "__module__", "")).startswith(
             "torch.distributed."
         )  # `collectives` has these
-        if exchanges or torch.compiler.is_compiling() or not self._context.ownership.ours:
+        if collective or torch.compiler.is_compiling() or not self._context.ownership.ours:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # what is made in it does not count its changes
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -239,7 +240,8 @@ class ShardFunctions:
         shards: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
         if not shards:
             return self._on_full(func, args, kwargs, draws=False)
-        refuse_functional(func)
+        if exchanges(func):
+            raise refuse_exchange()
         kind = Kind.FULL if name in _READS else kind_of(func, args, kwargs)
         if kind is Kind.ASIDE:
             return original_of(func)(*args, **kwargs)

@@ -9,7 +9,7 @@ groups, so that what a subclass keeps for itself is the shards already.
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
@@ -30,10 +31,12 @@ from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_pa
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
 from fsdplaunch.runtime.auto.torch_calls import average_closure
+from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.inspection.describe import announcing
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
 from fsdplaunch.runtime.messages import being_built, script_line
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.checks import check_kinds
 from fsdplaunch.runtime.sharding.gradients import agree_on_alternatives
@@ -426,3 +429,61 @@ def _step_over_mixtures(optimizer: Optimizer) -> None:
         kinds = {isinstance(param, DTensor) for param in settings["params"]}
         if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
             settings["foreach"] = False
+
+
+@contextmanager
+def deciding_when_training_begins(hook_context: HookContext) -> Iterator[None]:
+    """Shard where training begins what nobody has sharded until then. Rule 1.
+
+    Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
+    The hooks stand only while the decision is put off: every module's call passes them.
+    """
+    with ExitStack() as hooks:
+        waiting, ownership = _Waiting(hook_context, hooks), hook_context.ownership
+        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
+        yield
+
+
+class _Waiting:
+    """The hooks of one worker while the decision is open."""
+
+    def __init__(self, hook_context: HookContext, hooks: ExitStack) -> None:
+        self.hook_context, self.hooks = hook_context, hooks
+        self.started = False
+
+    def start(self) -> None:
+        if not self.started:
+            self.started = True
+            self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
+            self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
+
+    def stop(self) -> None:
+        self.started = False
+        self.hooks.close()
+
+    def _calling(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.started and module.training and torch.is_grad_enabled():
+                trained = self._trained()
+                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
+                    self._shard()
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _reading(self, original: Any) -> Any:
+        def iterate(loader: Any) -> Any:
+            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
+                self._shard()
+            return original(loader)
+
+        return iterate
+
+    def _trained(self) -> set[int]:
+        """Return the full parameters that optimizers train, by their ids."""
+        groups = (group for optimizer in self.hook_context.built_optimizers() for group in optimizer.param_groups)
+        return {id(param) for group in groups for param in group["params"] if not isinstance(param, DTensor)}
+
+    def _shard(self) -> None:
+        for optimizer in self.hook_context.built_optimizers():
+            regroup(optimizer, self.hook_context, now=True)

@@ -304,3 +304,15 @@ def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
     msg = f"{script_line()}: {name} of {kind} appeared after the model was sharded at {line}"
     hint = "complete the model before that line, or call fsdplaunch.prepare(model, optimizer) when it is complete"
     return ShardingError(msg, hint=hint)
+
+
+_EXCHANGE_HINT = (
+    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
+    " ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
+)
+
+
+def refuse_exchange() -> ShardingError:
+    """Return the error for a collective of the script's own that is given shards."""
+    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
+    return ShardingError(msg, hint=_EXCHANGE_HINT)

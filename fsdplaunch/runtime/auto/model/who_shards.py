@@ -11,24 +11,14 @@ DistributedDataParallel. `launch.shard: always` overrules it. Two facts are reas
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from typing import Any
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.messages import is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding_watch import built_library, on_sharding, sharded_by
-
-if TYPE_CHECKING:
-    from fsdplaunch.runtime.auto.context import HookContext
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("Accelerator",),
@@ -200,63 +190,3 @@ def _is_sharder(value: Any) -> bool:
     """Return whether a class or function is one of those, by its own name: a script may call it as it likes."""
     endings = _SHARDERS.get(str(value.__module__).partition(".")[0], ())
     return bool(endings) and value.__name__.endswith(endings)
-
-
-@contextmanager
-def deciding_when_training_begins(hook_context: "HookContext") -> Iterator[None]:
-    """Shard where training begins what nobody has sharded until then. Rule 1.
-
-    Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
-    The hooks stand only while the decision is put off: every module's call passes them.
-    """
-    with ExitStack() as hooks:
-        waiting, ownership = _Waiting(hook_context, hooks), hook_context.ownership
-        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
-        yield
-
-
-class _Waiting:
-    """The hooks of one worker while the decision is open."""
-
-    def __init__(self, hook_context: "HookContext", hooks: ExitStack) -> None:
-        self.hook_context, self.hooks = hook_context, hooks
-        self.started = False
-
-    def start(self) -> None:
-        if not self.started:
-            self.started = True
-            self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
-            self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
-
-    def stop(self) -> None:
-        self.started = False
-        self.hooks.close()
-
-    def _calling(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.started and module.training and torch.is_grad_enabled():
-                trained = self._trained()
-                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
-                    self._shard()
-            return original(module, *args, **kwargs)
-
-        return call
-
-    def _reading(self, original: Any) -> Any:
-        def iterate(loader: Any) -> Any:
-            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
-                self._shard()
-            return original(loader)
-
-        return iterate
-
-    def _trained(self) -> set[int]:
-        """Return the full parameters that optimizers train, by their ids."""
-        groups = (group for optimizer in self.hook_context.built_optimizers() for group in optimizer.param_groups)
-        return {id(param) for group in groups for param in group["params"] if not isinstance(param, DTensor)}
-
-    def _shard(self) -> None:
-        from fsdplaunch.runtime.auto.model.adopt_models import regroup
-
-        for optimizer in self.hook_context.built_optimizers():
-            regroup(optimizer, self.hook_context, now=True)
