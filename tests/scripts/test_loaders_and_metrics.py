@@ -170,7 +170,7 @@ def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_
     many = forks.run(script, tmp_path / "many", ranks=RANKS)
     assert many.codes == [0] * RANKS, many.err
     assert (f"batches of 8 on each of {RANKS} ranks" in many.err[0]) == (named is None)
-    warned = f"all {RANKS} ranks compute the same rows, because {named}'s __iter__ is not DataLoader's"
+    warned = f"all {RANKS} ranks compute the same rows, because no DataLoader divides them"
     assert many.err[0].count(warned) == many.err[0].count("compute the same rows") == (named is not None)
     kept = forks.run(script, tmp_path / "kept", ranks=RANKS, launch__keep_global_batch=True)
     assert kept.codes == [0] * RANKS, kept.err

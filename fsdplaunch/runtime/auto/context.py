@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ class Progress:
         passes: Passes in training since the last of them.
         divided: Whether a loader gave this rank its share of something.
         complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
-        read_by: Why what was read was not divided, where a loader read it.
+        compared: Whether ranks have compared their rows.
         fingerprint: A number made of what the last pass was given; None before the first, and once compared.
     """
 
@@ -46,7 +47,7 @@ class Progress:
     passes: int = 0
     divided: bool = False
     complete: bool = False
-    read_by: str = ""
+    compared: bool = False
     fingerprint: float | None = None
 
     def enter(self, given: Iterable[Any]) -> None:
@@ -55,51 +56,31 @@ class Progress:
         if self.backwards < _LOOKED_AT and not self.divided:
             self.fingerprint = float(sum(_fingerprint(tensor) for tensor in tensors_held(tuple(given))))
 
-    def await_backward(self) -> bool:
-        """Return whether a pass was made that no backward has followed."""
-        return self.passes > 0
-
     def leave(self) -> None:
         """Note that a backward begins, which the passes so far belong to."""
         self.passes = 0
         self.backwards += 1
 
-
-class SameRows:
-    """Warns where all ranks compute the same rows in the default mode, because nothing divides them.
-
-    Args:
-        progress: This worker's.
-        config: As launched.
-        compares: Whether ranks are to have different rows at all.
-    """
-
-    def __init__(self, progress: Progress, config: Config, *, compares: bool) -> None:
-        self.progress, self.config, self.compares = progress, config, compares
-
-    def check(self, device: torch.device, *, ranked: bool) -> None:
-        """Compare over ranks what passes were given, before a backward. Collective at the second one.
+    def compare_rows(self, device: torch.device, *, ranked: bool) -> None:
+        """Warn before a backward where all ranks compute the same rows. Collective at the second one.
 
         Args:
             device: This worker's.
             ranked: Whether the script has ranks, and divides its data itself.
         """
-        progress = self.progress
-        if not self.compares or progress.divided or progress.fingerprint is None or not progress.await_backward():
+        if self.compared or self.divided or self.fingerprint is None or not self.passes:
             return
-        if progress.backwards + 1 < _LOOKED_AT:
+        if self.backwards + 1 < _LOOKED_AT:
             return
-        self.compares = False
-        own, progress.fingerprint = progress.fingerprint, None
+        self.compared = True
+        own, self.fingerprint = self.fingerprint, None
         extremes = torch.tensor([own, -own], dtype=torch.float64, device=device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             why = "the script has no DistributedSampler" if ranked else "no DataLoader divides them"
             advice = "" if ranked else ": as slow as one process; --keep-global-batch divides the model's passes"
             line, ranks = script_line(), dist.get_world_size()
-            messages.say(
-                f"{line}: all {ranks} ranks compute the same rows, because {progress.read_by or why}{advice}"
-            )
+            messages.say(f"{line}: all {ranks} ranks compute the same rows, because {why}{advice}")
 
 
 def _fingerprint(tensor: torch.Tensor) -> float:
@@ -183,7 +164,7 @@ class HookContext:
         _optimizers: Those that were built, in order.
         optimizers: Those that train the shards.
         batches: How far training is, and what passes are given.
-        full: In a transform of torch.func, what stands for each shard of these models, by its identity.
+        undo: Takes away at the end what hooks have replaced later than at the start.
     """
 
     config: Config
@@ -206,7 +187,7 @@ class HookContext:
     _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
     optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
     batches: Progress = field(default_factory=Progress)
-    full: dict[int, torch.Tensor] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
 
     @property
     def keeps_batch(self) -> bool:

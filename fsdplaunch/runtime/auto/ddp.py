@@ -8,10 +8,9 @@ gradients. Ranks that the script would spawn run in the workers that the launche
 import functools
 import inspect
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,19 +26,20 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.api.gradients import average_gradients, average_local_gradients
+from fsdplaunch.runtime.api.gradients import average_gradients
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.who_shards import Ownership
-from fsdplaunch.runtime.auto.rank0.passes import is_alone_without_compiling, turns_on_all_ranks
+from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
+from fsdplaunch.runtime.auto.rank0.passes import passes_of
 from fsdplaunch.runtime.auto.rank0.position import changes
-from fsdplaunch.runtime.inspection.parameters import parameters_of
-from fsdplaunch.runtime.inspection.units import original_class
+from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
+from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit, original_class
 from fsdplaunch.runtime.messages import is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced, replaced_once_imported
+from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.sharding.gradients import agree_on_unused, hook_local_gradients
+from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
 from fsdplaunch.runtime.torch_internals.modules import (
     BUILTIN_HOOK,
     IGNORED_NAMES,
-    SEND_STATES,
     compiled_module,
     joins,
     untraced,
@@ -51,42 +51,35 @@ _PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
 """The methods that divide work over ranks; those of the optimizer's class stand in their place."""
 
 
-@contextmanager
-def stepping_shards_plainly(ownership: Ownership) -> Iterator[None]:
-    """Exchange the class of each ZeroRedundancyOptimizer that is built over shards."""
+def build_zero(
+    original: Any,
+    hook_context: HookContext,
+    zero: Any,
+    params: Any,
+    optimizer_class: type[Optimizer],
+    process_group: Any = None,
+    parameters_as_bucket_view: bool = False,
+    overlap_with_ddp: bool = False,
+    **defaults: Any,
+) -> None:
+    """Stand for the constructor of ZeroRedundancyOptimizer, which becomes the optimizer that it is to wrap.
 
-    def build(original: Any) -> Any:
-        def __init__(  # noqa: N807
-            self: Any,
-            params: Any,
-            optimizer_class: type[Optimizer],
-            process_group: Any = None,
-            parameters_as_bucket_view: bool = False,
-            overlap_with_ddp: bool = False,
-            **defaults: Any,
-        ) -> None:
-            if ownership.ours is False:
-                how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
-                original(self, params, optimizer_class, *how, **defaults)
-                return
-            if overlap_with_ddp:
-                what = "builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
-                msg = f"{script_line()} {what}"
-                raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
-            self.__class__ = _plain(type(self), optimizer_class)
-            optimizer_class.__init__(self, params, **defaults)
-
-        return __init__
-
-    module = "torch.distributed.optim.zero_redundancy_optimizer"
-    with replaced_once_imported(module, "ZeroRedundancyOptimizer.__init__", build):
-        yield
+    It gives each rank some parameters to step and sends them to the others. A rank has a shard of every parameter
+    instead, and its optimizer the state of that shard: nothing is left to divide.
+    """
+    if hook_context.ownership.ours is False:
+        how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
+        original(zero, params, optimizer_class, *how, **defaults)
+        return
+    if overlap_with_ddp:
+        msg = f"{script_line()} builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
+        raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
+    zero.__class__ = _plain(type(zero), optimizer_class)
+    optimizer_class.__init__(zero, params, **defaults)
 
 
 def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
     """Return a class of both, whose methods are those of `kind`; named as it is, for what goes by names."""
-    from torch.distributed.algorithms.join import JoinHook
-
     return type(
         kind.__name__,
         (zero, kind),
@@ -110,40 +103,30 @@ _started: dict[BaseProcess, str] = {}
 """What is to be said of a process of the script's, if it would have joined ranks."""
 
 
-@contextmanager
-def running_spawned_ranks() -> Iterator[None]:
-    """Let `mp.spawn` of a script's ranks run this worker's; refuse a group in processes started in another way."""
-    with (
-        replaced(torch.multiprocessing, "spawn", _spawn),
-        replaced(sys.modules["torch.multiprocessing.spawn"], "spawn", _spawn),
-        replaced(BaseProcess, "start", _start),
-        replaced(BaseProcess, "join", _join),
-    ):
-        yield
-
-
 def raise_refused() -> None:
     """Wait for the processes that the ended script has started, as the interpreter does: not for daemons.
 
     Raises:
         ShardingError: One of them would have joined ranks.
     """
-    for process in list(_started):
+    for process, message in _started.items():
         process.join(0 if process.daemon else None)
+        if process.exitcode == _REFUSED:
+            raise ShardingError(message, hint=_HINT)
 
 
 def _may_join_ranks(function: Any) -> bool:
     """Return whether a function is of the user's own module, and that holds torch's distributed package."""
     function = getattr(function, "func", function)
     names = getattr(function, "__globals__", {})
-    file = str(names.get("__file__", "<"))
-    return dist.is_initialized() and is_user_file(file) and any(map(_is_distributed, list(names.values())))
-
-
-def _is_distributed(value: Any) -> bool:
-    name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
-    home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
-    return str(home).startswith(("torch.distributed", "torch.nn.parallel"))
+    if not dist.is_initialized() or not is_user_file(str(names.get("__file__", "<"))):
+        return False
+    for value in list(names.values()):
+        name = value.__dict__.get("__name__") if isinstance(value, ModuleType) else None
+        home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else name
+        if str(home).startswith(("torch.distributed", "torch.nn.parallel")):
+            return True
+    return False
 
 
 class _Ended:
@@ -155,44 +138,39 @@ class _Ended:
         return True
 
 
-def _spawn(original: Any) -> Any:
-    @functools.wraps(original)
-    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **kwargs: Any) -> Any:
-        if not _may_join_ranks(fn):
-            return original(fn, args, nprocs, join, *more, **kwargs)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if nprocs != here:
-            msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
-            hint = f"launch with --workers-per-node {nprocs}, or have the script start {here}"
-            raise ShardingError(msg, hint=hint)
-        fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
-        return None if join else _Ended()
+def spawn_ranks(
+    original: Any,
+    _: HookContext,
+    fn: Any,
+    args: Any = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *more: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.multiprocessing.spawn`: what a script starts as its ranks this worker runs itself.
 
-    return spawn
-
-
-def _start(original: Any) -> Any:
-    @functools.wraps(original)
-    def start(self: Any) -> None:
-        target = getattr(self, "_target", None)
-        if _may_join_ranks(target):
-            what = "starts a process that calls init_process_group: the launch has started the ranks"
-            _started[self] = message = f"{script_line()} {what}"
-            self._target = _WithoutGroup(target, message)
-        original(self)
-
-    return start
+    Each of the launcher's workers would start them: these know nothing of the launch, and wait for each other at
+    one port. Ranks that are started in another way are refused where they would join a group.
+    """
+    if not _may_join_ranks(fn):
+        return original(fn, args, nprocs, join, *more, **kwargs)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if nprocs != here:
+        msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
+        raise ShardingError(msg, hint=f"launch with --workers-per-node {nprocs}, or have the script start {here}")
+    fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+    return None if join else _Ended()
 
 
-def _join(original: Any) -> Any:
-    @functools.wraps(original)
-    def join(self: Any, timeout: float | None = None) -> None:
-        original(self, timeout)
-        message = None if self.exitcode is None else _started.pop(self, None)
-        if message is not None and self.exitcode == _REFUSED:
-            raise ShardingError(message, hint=_HINT)
-
-    return join
+def start_process(original: Any, _: HookContext, process: Any) -> None:
+    """Stand for `Process.start`: a process of the script's may do anything but join ranks."""
+    target = getattr(process, "_target", None)
+    if _may_join_ranks(target):
+        what = "starts a process that calls init_process_group: the launch has started the ranks"
+        _started[process] = message = f"{script_line()} {what}"
+        process._target = _WithoutGroup(target, message)
+    original(process)
 
 
 class _WithoutGroup:
@@ -216,46 +194,21 @@ _IGNORED = "params_and_buffers_to_ignore"
 """The argument by which what sends rank 0's state leaves tensors out."""
 
 
-@contextmanager
-def sharding_replicas(hook_context: HookContext) -> Iterator[None]:
-    """Shard what a script, or a library, gives to DistributedDataParallel; run the ranks that a script spawns."""
-
-    def build(original: Any) -> Any:
-        signature = inspect.signature(original)
-
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            if _shard(bound.arguments["module"], bound.arguments, hook_context):
-                patch_wrappers()
-                _fill(self, bound.arguments)
-            else:
-                original(self, *args, **kwargs)
-
-        __init__.__signature__ = signature  # type: ignore[attr-defined]
-        return __init__
-
-    @functools.cache
-    def patch_wrappers() -> None:
-        for name, make in METHODS.items():
-            stack.enter_context(replaced(DistributedDataParallel, name, make))
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(DistributedDataParallel, "__init__", build))
-        stack.enter_context(replaced(*SEND_STATES, _send_all_but_shards))
-        stack.enter_context(stepping_shards_plainly(hook_context.ownership))
-        stack.enter_context(running_spawned_ranks())
-        yield
+def construct(original: Any, hook_context: HookContext, ddp: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for the constructor of DistributedDataParallel, which shards what it is given."""
+    bound = inspect.signature(original).bind(ddp, *args, **kwargs)
+    bound.apply_defaults()
+    if not _shard(bound.arguments["module"], bound.arguments, hook_context):
+        original(ddp, *args, **kwargs)
+        return
+    if "fsdplaunch" not in str(DistributedDataParallel.forward.__module__):
+        for name, make in _METHODS.items():
+            hook_context.undo.enter_context(replaced(DistributedDataParallel, name, make))
+    _fill(ddp, bound.arguments)
 
 
 def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) -> bool:
     """Shard a module unless it is; return whether it is sharded now."""
-    from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
-    from fsdplaunch.runtime.inspection.parameters import unwrapped
-    from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
-    from fsdplaunch.runtime.sharding.gradients import hook_local_gradients
-    from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
-
     model, what = unwrapped(module), "gives it to DistributedDataParallel"
     sharded = is_sharded(model) or has_shards(model)
     if not hook_context.ownership.claim_replicas(what):
@@ -305,9 +258,6 @@ def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: Hoo
 
 def _fill(ddp: Any, given: dict[str, Any]) -> None:
     """Give a wrapper the attributes that scripts read, and what its forward needs."""
-    from fsdplaunch.runtime.inspection.parameters import unwrapped
-    from fsdplaunch.runtime.sharding.gradients import agree_on_unused
-
     nn.Module.__init__(ddp)
     Joinable.__init__(ddp)
     ddp.module = given["module"]
@@ -342,7 +292,7 @@ def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
 
 
 class _Nothing:
-    """Stands where torch has its reducer and logger, which scripts tell the graph and ask for timings."""
+    """Stands where torch has its reducer and logger, whose methods scripts call."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -353,18 +303,13 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _send_all_but_shards(original: Any) -> Any:
+def send_all_but_shards(original: Any, _: HookContext, *args: Any, **kwargs: Any) -> None:
     """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
-    signature = inspect.signature(original)
-
-    def send(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs)
-        params = call.arguments["module"].named_parameters()
-        shards = {name for name, param in params if isinstance(param, DTensor)}
-        call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
-        original(*call.args, **call.kwargs)
-
-    return send
+    call = inspect.signature(original).bind(*args, **kwargs)
+    params = call.arguments["module"].named_parameters()
+    shards = {name for name, param in params if isinstance(param, DTensor)}
+    call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
+    original(*call.args, **call.kwargs)
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:
@@ -392,9 +337,6 @@ def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterato
                 buffer.copy_(own[name])
 
 
-__all__ = ["METHODS", "Forward", "average_local_gradients", "only_compresses"]
-
-
 class Forward:
     """One wrapper's passes.
 
@@ -420,14 +362,14 @@ class Forward:
             _check_all_go_on(ddp)
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
-            turns_on_all_ranks(self.model)
+            passes_of(self.model).turn(self.model)
             _check_changed_alike(self.model)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
             average_gradients(self.model, on=self.syncs)
         self.is_alone = False
         if ddp.require_forward_param_sync and self.buffers:
-            self.is_alone = not turns_on_all_ranks(self.model)
+            self.is_alone = not passes_of(self.model).turn(self.model)
             if not self.is_alone:
                 self._send_buffers()
 
@@ -436,7 +378,9 @@ class Forward:
         if compiled_module(module) is not self.model:
             return module
         trains = self.model.training and torch.is_grad_enabled()
-        return self.model if not trains and is_alone_without_compiling(self.model) else module
+        return (
+            self.model if not trains and passes_of(self.model).is_alone_without_compiling(self.model) else module
+        )
 
     def end(self, ddp: Any) -> None:
         """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""
@@ -532,19 +476,20 @@ def _unequal_batches() -> ShardingError:
     return ShardingError(msg, hint=hint)
 
 
-_COMPRESSING = {
-    *("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"),
-    *("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook"),
-}
-"""Torch's hooks for communication that make it cheaper, and mean to compute the same; or wrap one that does."""
+_COMPRESSING = (
+    "allreduce_hook",
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+    "powerSGD_hook",
+    "batched_powerSGD_hook",
+)
+"""Torch's hooks for communication that make it cheaper, and mean to compute the same."""
 
 
 def only_compresses(hook: Any) -> bool:
-    """Return whether a hook for communication is torch's and means to compute the same; also in a wrapper."""
-    name, home = getattr(hook, "__name__", ""), str(getattr(hook, "__module__", ""))
-    if not home.startswith("torch.") or name not in _COMPRESSING:
-        return False
-    return "wrapper" not in name or only_compresses(inspect.getclosurevars(hook).nonlocals.get("hook"))
+    """Return whether a hook for communication is one of these."""
+    is_torchs = str(getattr(hook, "__module__", "")).startswith("torch.")
+    return is_torchs and getattr(hook, "__name__", "") in _COMPRESSING
 
 
 def _register_comm_hook(original: Any) -> Any:
@@ -578,7 +523,7 @@ def _name_comm_hook(name: str) -> None:
     )
 
 
-METHODS = {
+_METHODS = {
     "forward": _forward,
     "join_hook": _join_hook,
     "register_comm_hook": _register_comm_hook,

@@ -5,19 +5,31 @@ this rank's loss: the gradients of all ranks are averaged, as a pass does.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.rank0.position import in_optimizer_step
 from fsdplaunch.runtime.auto.rank0.service import service
-from fsdplaunch.runtime.inspection.units import is_over_all_ranks
+from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, reshard
 from fsdplaunch.runtime.messages import calling_lines, calling_stack
+from fsdplaunch.runtime.state_dict.deepcopy import as_before
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, split_like
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placements_of
-from fsdplaunch.runtime.torch_internals.tensors import change_count, note_changes, storage_identity, tree_map
+from fsdplaunch.runtime.torch_internals.fsdp import root_mixed_precision
+from fsdplaunch.runtime.torch_internals.tensors import (
+    change_count,
+    is_in_transform,
+    note_changes,
+    storage_identity,
+    tree_map,
+)
 
 _together: set[tuple[str | int, ...]] = set()
 """The calls that all ranks were seen to make together, with those that led to them: asked once."""
@@ -36,22 +48,24 @@ def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:
         CheckpointError: Some ranks make this call and some do not, or rank 0 cannot have this one alone.
     """
     alone = fetcher_for_rank0_alone(call, [tensor])
-    return gathered(tensor.detach(), keeps_batch=True) if alone is None else fetch(alone, tensor)
+    return gathered(tensor.detach()) if alone is None else fetch(alone, tensor)
 
 
-def gathered(tensor: Any, *, keeps_batch: bool) -> torch.Tensor:
+def gathered(tensor: Any) -> torch.Tensor:
     """Return the full tensor of a shard, with gradients where they are wanted. Collective.
+
+    The gradient is averaged over the ranks, of which each has that of its own loss.
 
     Args:
         tensor: The shard, as `DTensor`; not wrapped by torch functions.
-        keeps_batch: Whether the gradient is the same on all ranks, so that nothing is averaged.
     """
-    full: torch.Tensor = tensor.to_local() if _is_replicated(tensor) else tensor.full_tensor()
+    is_full = all(placement.is_replicate() for placement in placements_of(tensor))
+    full: torch.Tensor = tensor.to_local() if is_full else tensor.full_tensor()
     if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
         full = full.contiguous() if full.requires_grad else full.clone()
     elif full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
         full = full.clone()
-    if full.requires_grad and not keeps_batch:
+    if full.requires_grad:
         mesh = tensor.device_mesh
 
         def mean(gradient: torch.Tensor) -> torch.Tensor:
@@ -60,29 +74,6 @@ def gathered(tensor: Any, *, keeps_batch: bool) -> torch.Tensor:
 
         full.register_hook(mean)
     return full
-
-
-def by_rank_numbers(func: Callable[..., Any], tensor: Any, rest: Any, kwargs: Any, *, keeps_batch: bool) -> Any:
-    """Compute a reduction to one number of the numbers that it gives of each rank's shard. Collective.
-
-    Args:
-        func: One that gives of its results for parts that of the whole: `sum`, `norm`, `max`.
-        tensor: The shard: split once over ranks, of which those that have something of it stand first.
-        rest: What else `func` is given.
-        kwargs: What it is given by name.
-        keeps_batch: As for `gathered`.
-    """
-    mesh, local = tensor.device_mesh, tensor.to_local()
-    (split,) = (axis for axis, each in enumerate(tensor.placements) if each.is_shard())
-    dim = tensor.placements[split].dim
-    rows = -(-tensor.size(dim) // mesh.size(split))
-    count = -(-tensor.size(dim) // rows)  # ranks that are not empty
-    number = (
-        func(local, *rest, **kwargs).reshape(1) if local.numel() else local.reshape(-1).to(_dtype(func, local))
-    )
-    placements = [Shard(0) if axis == split else Replicate() for axis in range(mesh.ndim)]
-    shards = DTensor.from_local(number, mesh, placements, run_check=False, shape=torch.Size([count]), stride=(1,))
-    return func(gathered(shards, keeps_batch=keeps_batch), *rest, **kwargs)
 
 
 def placed_like(shard: Any, value: Any) -> Any:
@@ -95,23 +86,6 @@ def placed_like(shard: Any, value: Any) -> Any:
     return split_like(value, shard) if value.shape == shard.shape else value
 
 
-def splits_once(tensor: Any) -> bool:
-    """Return whether a tensor is split along one axis of ranks, evenly rounded up, and copied along the others."""
-    placements = placements_of(tensor)
-    return sum(type(each) is Shard for each in placements) == 1 and all(
-        type(each) is Shard or each.is_replicate() for each in placements
-    )
-
-
-def _dtype(func: Callable[..., Any], local: torch.Tensor) -> torch.dtype:
-    result: torch.dtype = func(local.new_ones(1)).dtype
-    return result
-
-
-def _is_replicated(tensor: Any) -> bool:
-    return all(placement.is_replicate() for placement in placements_of(tensor))
-
-
 def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | None:
     """Return what fetches shards where rank 0 alone has come to the call that runs; None for all ranks.
 
@@ -119,13 +93,14 @@ def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | No
 
     Args:
         call: What needs full tensors, for errors.
-        tensors: The shards: others than those over all ranks are no rank's alone.
+        tensors: The shards; rank 0 can have only those over all ranks alone.
     """
     found = service()
     if found is None or in_optimizer_step():
         return None
     calls = calling_stack()
-    if calls in _together or _in_thread_of_torch() or not all(map(is_over_all_ranks, tensors)):
+    by_torch = threading.current_thread().name.startswith("Dummy-")  # as those of backward passes on a GPU
+    if calls in _together or by_torch or not all(map(is_over_all_ranks, tensors)):
         return None
     gathering = ShardGatherer(call, keep=True, at=calling_lines())
     at = calls, found.position.place(), found.position.met
@@ -144,11 +119,6 @@ def fetch(gathering: ShardGatherer, tensor: Any) -> torch.Tensor:
     """Return on rank 0 alone the full tensor, on the shard's device, that other ranks' shards are fetched for."""
     full = gathering.gather(tensor).to(tensor.device)
     return full.requires_grad_(tensor.requires_grad)
-
-
-def _in_thread_of_torch() -> bool:
-    """Return whether this is a thread that Python has not started, such as those of backward passes on a GPU."""
-    return threading.current_thread().name.startswith("Dummy-")
 
 
 class Gathered:
@@ -181,6 +151,11 @@ class FullView(torch.Tensor):
     """A view of a full tensor that was gathered; what is computed of it is plain."""
 
     gathered: Gathered
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as with a shard."""
+        return DTensor.__torch_function__(func, types, args, kwargs)
 
 
 def view_of(gathered: Gathered, view: torch.Tensor) -> FullView:
@@ -225,3 +200,51 @@ def write_full(shard: Any, full: torch.Tensor) -> None:
     part: Any = split_like(full, shard)
     local_tensor(shard).copy_(local_tensor(part))
     note_changes([shard])
+
+
+_TRANSFORM_HINT = "run this script in one process: --num-processes 1 --shard off"
+
+
+def functional_call(
+    original: Any, hook_context: HookContext, module: nn.Module, given: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Stand for `torch.func.functional_call`: a sharded model computes with the tensors that it is given.
+
+    FSDP2 would put the gathered parameters in the place of whatever stands there, without a word.
+    """
+    if hook_context.ownership.ours:
+        merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
+        if _replaces(module, merged):
+            return _call_unsharded(original, module, merged, args, kwargs)
+    return original(module, given, *args, **kwargs)
+
+
+def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether a module has shards, and any of what is given is something else than its own parameter."""
+    reshard(module)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    shards = any(isinstance(param, DTensor) for param in own.values())
+    return shards and any(value is not own[name] for name, value in given.items() if name in own)
+
+
+def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective.
+
+    Raises:
+        ShardingError: A transform of torch.func differentiates by what is given.
+    """
+    if is_in_transform():
+        msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
+        raise ShardingError(msg, hint=_TRANSFORM_HINT)
+    units = (part for part in module.modules() if is_unit(part))
+    dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    tensors = {**own, **given}
+    full: dict[int, torch.Tensor] = {}
+    for tensor in (tensors[name] for name in own):
+        given_full = gathered(tensor) if isinstance(tensor, DTensor) else tensor
+        full[id(tensor)] = given_full.to(dtype) if dtype and given_full.is_floating_point() else given_full
+    with ExitStack() as stack:
+        for part in list(module.modules()):
+            stack.enter_context(as_before(part))
+        return original(module, {**tensors, **{name: full[id(tensors[name])] for name in own}}, *args, **kwargs)

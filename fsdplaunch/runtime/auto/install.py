@@ -1,61 +1,149 @@
-"""Install all hooks of one worker."""
+"""What stands in the place of torch's and Python's own functions in one worker: the whole list, by rule."""
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from multiprocessing.process import BaseProcess
+from typing import Any
 
-from fsdplaunch.runtime.auto.batch.loaders import identical_across_ranks, sharing_loaders
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import utils
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad, stateless
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from fsdplaunch.runtime.auto.batch.loaders import counting_rows_once
 from fsdplaunch.runtime.auto.batch.streams import seeding_ranks
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.ddp import sharding_replicas
-from fsdplaunch.runtime.auto.model.adopt_models import sharding_models
-from fsdplaunch.runtime.auto.model.forward_backward import watching_backward
-from fsdplaunch.runtime.auto.model.parameters import refusing_renames, showing_shards
+from fsdplaunch.runtime.auto.model.adopt_models import deciding_when_training_begins
 from fsdplaunch.runtime.auto.rank0.position import tracking_position
-from fsdplaunch.runtime.auto.rank0.service import giving_full_states
-from fsdplaunch.runtime.auto.saves import saving_as_one_process
-from fsdplaunch.runtime.auto.torch_calls import computing_with_given_tensors, refusing_collectives, stepping_shards
-from fsdplaunch.runtime.auto.torch_function import computing_with_shards
+from fsdplaunch.runtime.auto.torch_calls import computing_with_shards, refusing_collectives, stepping_shards
+from fsdplaunch.runtime.auto.working_tree import WorkingTree, rank_0_having_the_tree
+from fsdplaunch.runtime.patch import replaced, replaced_once_imported
 from fsdplaunch.runtime.sharding.optimizers import stepping_with_local_shards
+from fsdplaunch.runtime.torch_internals.modules import SEND_STATES, TOTAL_NORM
+
+_REPLACED: tuple[tuple[Any, str, str], ...] = (
+    # The model: it is sharded where it is first moved, compiled, given to an optimizer or trained.
+    (nn.Module, "__init__", "model.adopt_models.note_module"),
+    (nn.Module, "__setstate__", "model.adopt_models.note_module"),
+    (nn.Module, "to", "model.adopt_models.move"),
+    (nn.Module, "cuda", "model.adopt_models.move_to_gpu"),
+    (nn.Module, "to_empty", "model.adopt_models.give_storage"),
+    (torch, "compile", "model.adopt_models.compile_model"),
+    (Optimizer, "__init__", "model.adopt_models.build_optimizer"),
+    (Optimizer, "add_param_group", "model.adopt_models.extend_optimizer"),
+    # A shard: outside of passes `parameters()` gives shards, never what is gathered for a pass.
+    (nn.Module, "named_parameters", "model.parameters.name_parameters"),
+    (nn.Module, "apply", "model.parameters.apply"),
+    (nn.Module, "register_parameter", "model.parameters.register_parameter"),
+    (DTensor, "register_hook", "model.parameters.register_hook"),
+    # The batch: a loader gives each worker its share; what ranks decide by is the same on all.
+    (DataLoader, "__iter__", "batch.loaders.read"),
+    (DataLoader, "__len__", "batch.loaders.measure"),
+    (nn.Module, "train", "batch.loaders.turn"),
+    (ReduceLROnPlateau, "step", "batch.loaders.step_by_mean"),
+    (nn.SyncBatchNorm, "forward", "batch.loaders.normalise"),
+    # The batch: gradients that torch would lose are computed; a divided pass draws alike when computed again.
+    (torch.autograd, "backward", "model.forward_backward.backward"),
+    (torch.autograd, "grad", "model.forward_backward.grad"),
+    # A shard is clipped by its full norm and printed in full; `functional_call` computes with what it is given.
+    (utils, "clip_grad_norm_", "torch_calls.clip"),
+    (utils, "clip_grad_value_", "torch_calls.clip"),
+    (clip_grad, "clip_grad_norm_", "torch_calls.clip"),
+    (clip_grad, "clip_grad_value_", "torch_calls.clip"),
+    (clip_grad, TOTAL_NORM, "torch_calls.total_norm"),
+    (utils, "get_total_norm", "torch_calls.total_norm"),
+    (DTensor, "__repr__", "torch_function.show"),
+    (torch.func, "functional_call", "full_values.functional_call"),
+    (stateless, "functional_call", "full_values.functional_call"),
+    # Files: saves hold full tensors, once; models leave as what they were; what is loaded is cut to shards.
+    (torch, "save", "saves.torch_save"),
+    (DTensor, "__reduce_ex__", "saves.reduce_shard"),
+    (nn.Module, "__copy__", "saves.copy_module"),
+    (torch.jit, "trace", "saves.export"),
+    (torch.onnx, "export", "saves.export"),
+    (torch.export, "export", "saves.export"),
+    (nn.Module, "load_state_dict", "saves.load_model"),
+    (Optimizer, "load_state_dict", "saves.load_optimizer"),
+    # Rank 0 alone: it gets full states; other workers answer where they wait for it.
+    (nn.Module, "state_dict", "rank0.service.state_dict"),
+    (Optimizer, "state_dict", "rank0.service.state_dict"),
+    (DTensor, "full_tensor", "rank0.service.full_tensor"),
+    # DDP scripts: what they give to DistributedDataParallel is sharded, and ranks that they spawn run in this one.
+    (DistributedDataParallel, "__init__", "ddp.construct"),
+    (*SEND_STATES, "ddp.send_all_but_shards"),
+    (torch.multiprocessing, "spawn", "ddp.spawn_ranks"),
+    (sys.modules["torch.multiprocessing.spawn"], "spawn", "ddp.spawn_ranks"),
+    (BaseProcess, "start", "ddp.start_process"),
+)
+"""What is replaced, and the function of this package that stands there, whose module is loaded at its first call.
+
+It is given the original, the context, and what it is called with.
+"""
+_WHEN_IMPORTED = (
+    ("safetensors.torch", "save", "saves.safe_bytes"),
+    ("safetensors.torch", "save_file", "saves.safe_file"),
+    ("safetensors.torch", "save_model", "saves.safe_model"),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer.__init__", "ddp.build_zero"),
+)
 
 
 @contextmanager
 def hooks(hook_context: HookContext) -> Iterator[HookContext]:
     """Install the hooks of one worker, in any order, and take them away at the end."""
     contexts = (
-        # The model: shard it where it is first compiled, moved, given to an optimizer or trained.
-        sharding_models(hook_context),
-        # The model: what a script took from it before stands for its shards; these keep their names.
-        refusing_renames(hook_context),
-        # A shard: outside of passes `parameters()` gives shards, never what is gathered for a pass.
-        showing_shards(hook_context),
-        # A shard: `functional_call` computes with the tensors that it is given.
-        computing_with_given_tensors(hook_context),
+        # The model: it is sharded when training begins, where it could not be known before who shards.
+        deciding_when_training_begins(hook_context),
         # The model: the steps of torch's optimizers compute on local shards.
         stepping_with_local_shards(),
-        # A shard: gradients are placed before a step, and clipped by their full norm.
+        # A shard: gradients are placed before a step.
         stepping_shards(hook_context),
-        # DDP scripts: what they give to DistributedDataParallel is sharded.
-        sharding_replicas(hook_context),
-        # The batch: gradients that torch would lose are computed; a divided pass draws alike when computed again.
-        watching_backward(hook_context),
-        # The batch: a loader gives each worker its share, or all of them the global batch.
-        sharing_loaders(hook_context),
-        # Random numbers: alike until training begins, then by the batch's meaning; seeded, never patched.
-        seeding_ranks(hook_context.streams, hook_context.size),
-        # The batch: what ranks decide by, running statistics and validation losses, is the same on all.
-        identical_across_ranks(hook_context),
         # A shard reads as its full value, is written by its full shape and stays local with other shards.
         computing_with_shards(hook_context),
         # A shard is not exchanged by the script: it is averaged already.
         refusing_collectives(hook_context),
-        # Files: rank 0 has the working tree, and saves hold full tensors.
-        saving_as_one_process(hook_context),
+        # The batch: metrics that libraries add up over ranks count complete rows once.
+        counting_rows_once(hook_context),
+        # Random numbers: alike until training begins, then by the batch's meaning; seeded, never patched.
+        seeding_ranks(hook_context.streams, hook_context.size),
+        # Files: rank 0 has the working tree.
+        rank_0_having_the_tree(WorkingTree(hook_context.ownership, hook_context.rank)),
         # Rank 0 alone: what it asks for belongs to the step that the script is at.
         tracking_position(hook_context),
-        # Rank 0 alone: it gets full states; other workers answer where they wait for it.
-        giving_full_states(),
     )
     with ExitStack() as stack:
+        for owner, name, function in _REPLACED:
+            stack.enter_context(replaced(owner, name, _standing(function, hook_context)))
+        for module, path, function in _WHEN_IMPORTED:
+            stack.enter_context(replaced_once_imported(module, path, _standing(function, hook_context)))
         for context in contexts:
             stack.enter_context(context)
+        stack.enter_context(hook_context.undo)
         yield hook_context
+
+
+def _standing(function: str, hook_context: HookContext) -> Callable[[Any], Any]:
+    """Return what makes a replacement; torch's compiler sees the original."""
+    module, _, name = function.rpartition(".")
+
+    def make(original: Any) -> Any:
+        found: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            if not found:
+                found.append(getattr(import_module(f"fsdplaunch.runtime.auto.{module}"), name))
+            return found[0](original, hook_context, *args, **kwargs)
+
+        return call if original is None else functools.wraps(original)(call)
+
+    return make

@@ -4,9 +4,9 @@ Torch's own optimizers step on local shards (`sharding.optimizers`), and one tha
 Adafactor, Muon or a script's own do, gets them (`torch_function`).
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -15,78 +15,73 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import utils
-from torch.nn.utils import clip_grad, stateless
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.api.gradients import average_local_gradients
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.full_values import full_value, gathered, placed_like
-from fsdplaunch.runtime.auto.model.who_shards import Ownership
-from fsdplaunch.runtime.inspection.units import is_unit, reshard
-from fsdplaunch.runtime.messages import calling_lines, script_line
+from fsdplaunch.runtime.auto.model.parameters import (
+    ShardReference,
+    is_gathered,
+    put_data,
+    refuse_exchange,
+    take_data,
+    with_shards,
+)
+from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now
+from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.patch import once_imported, replaced
-from fsdplaunch.runtime.state_dict.deepcopy import as_before
-from fsdplaunch.runtime.torch_internals.distributed import local_tensor, operator_handlers, placements_of
-from fsdplaunch.runtime.torch_internals.fsdp import root_mixed_precision
-from fsdplaunch.runtime.torch_internals.modules import TOTAL_NORM
-from fsdplaunch.runtime.torch_internals.tensors import exchanges, is_in_transform
+from fsdplaunch.runtime.torch_internals.distributed import (
+    local_tensor,
+    operator_handlers,
+    placements_of,
+    unscale_function,
+)
 
 
 @contextmanager
 def stepping_shards(hook_context: HookContext) -> Iterator[None]:
-    """Place gradients before steps, and clip shards by the norm of the full gradient."""
+    """Place gradients before optimizers step."""
 
     def place(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if hook_context.ownership.ours:
             _place_gradients(optimizer)
 
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(place).remove)
-        for owner in (utils, clip_grad):
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                stack.enter_context(
-                    replaced(owner, name, functools.partial(_averaged_first, hook_context.ownership))
-                )
-        clip_norm = utils.clip_grad_norm_
-        once_imported("torch_xla", lambda _: setattr(utils, "clip_grad_norm_", clip_norm))  # it puts its own there
-        for owner, name in ((clip_grad, TOTAL_NORM), (utils, "get_total_norm")):
-            stack.enter_context(replaced(owner, name, functools.partial(_norm_of_full, hook_context.ownership)))
+    clip_norm = utils.clip_grad_norm_
+    once_imported("torch_xla", lambda _: setattr(utils, "clip_grad_norm_", clip_norm))  # it puts its own there
+    handle = register_optimizer_step_pre_hook(place)
+    try:
         yield
+    finally:
+        handle.remove()
 
 
-def _averaged_first(ownership: Ownership, original: Any) -> Any:
-    """Make a function that clips what passes without communication have added up, as all ranks' mean."""
-
-    @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        params = gradients.listed(parameters)
-        if ownership.ours:
-            average_local_gradients(params)
-        return original(params, *args, **kwargs)
-
-    return clip
+def clip(original: Any, hook_context: HookContext, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for a function that clips: what passes without communication have added up is averaged first."""
+    params = gradients.listed(parameters)
+    if hook_context.ownership.ours:
+        average_local_gradients(params)
+    return original(params, *args, **kwargs)
 
 
-def _norm_of_full(ownership: Ownership, original: Any) -> Any:
-    """Make a function that finds one norm over shards and plain tensors together, by one exchange."""
-
-    @functools.wraps(original)
-    def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
-    ) -> Any:
-        given = gradients.listed(tensors)
-        if not ownership.ours or not any(isinstance(each, DTensor) for each in given):
-            return original(given, norm_type, error_if_nonfinite, foreach)
-        norm = gradients.total_norm(given, norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
-            raise RuntimeError(msg)
-        return norm
-
-    return total_norm
+def total_norm(
+    original: Any,
+    hook_context: HookContext,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: Any = None,
+) -> Any:
+    """Stand for a function that finds one norm, over shards and plain tensors together, by one exchange."""
+    given = gradients.listed(tensors)
+    if not hook_context.ownership.ours or not any(isinstance(each, DTensor) for each in given):
+        return original(given, norm_type, error_if_nonfinite, foreach)
+    norm = gradients.total_norm(given, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        msg = f"The total norm of order {norm_type} for gradients from `parameters` is non-finite"
+        raise RuntimeError(msg)
+    return norm
 
 
 def _place_gradients(optimizer: Optimizer) -> None:
@@ -102,8 +97,12 @@ def _place_gradients(optimizer: Optimizer) -> None:
                 continue
             if not isinstance(param, DTensor):
                 if isinstance(gradient, DTensor):
+                    from fsdplaunch.runtime.auto.full_values import full_value
+
                     param.grad = full_value(gradient, call="the gradient of a parameter")
             elif not isinstance(gradient, DTensor) or placements_of(gradient) != placements_of(param):
+                from fsdplaunch.runtime.auto.full_values import placed_like
+
                 param.grad = placed_like(param, gradient)
 
 
@@ -127,70 +126,12 @@ def _averaged(closure: Callable[[], Any]) -> Callable[[], torch.Tensor]:
     return compute
 
 
-_TRANSFORM_HINT = "run this script in one process: --num-processes 1 --shard off"
-
-
-@contextmanager
-def computing_with_given_tensors(hook_context: HookContext) -> Iterator[None]:
-    """Rule 3: what calls a module with other parameters than its own computes with these."""
-
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def functional_call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
-            if hook_context.ownership.ours and not torch.compiler.is_compiling():
-                merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
-                if _replaces(module, merged):
-                    return _call_unsharded(original, module, merged, args, kwargs)
-            return original(module, given, *args, **kwargs)
-
-        return functional_call
-
-    with replaced(torch.func, "functional_call", make), replaced(stateless, "functional_call", make):
-        yield
-
-
-def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Return whether a module has shards, and any of what is given is something else than its own parameter."""
-    reshard(module)
-    own = dict(module.named_parameters(remove_duplicate=False))
-    shards = any(isinstance(param, DTensor) for param in own.values())
-    return shards and any(value is not own[name] for name, value in given.items() if name in own)
-
-
-def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective.
-
-    Raises:
-        ShardingError: A transform of torch.func differentiates by what is given.
-    """
-    if is_in_transform():
-        msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
-        raise ShardingError(msg, hint=_TRANSFORM_HINT)
-    units = (part for part in module.modules() if is_unit(part))
-    dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
-    own = dict(module.named_parameters(remove_duplicate=False))
-    tensors = {**own, **given}
-    full = {id(tensors[name]): _full(tensors[name], dtype) for name in own}
-    with ExitStack() as stack:
-        for part in list(module.modules()):
-            stack.enter_context(as_before(part))
-        return original(module, {**tensors, **{name: full[id(tensors[name])] for name in own}}, *args, **kwargs)
-
-
-def _full(param: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    full = gathered(param, keeps_batch=False) if isinstance(param, DTensor) else param
-    return full.to(dtype) if dtype is not None and full.is_floating_point() else full
-
-
+_Tensor: Any = torch.Tensor
 _COLLECTIVES = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "gather_"),
     *("reduce_scatter_", "_reduce_scatter_base_", "scatter_", "alltoall_"),
 )
 """The operators by which torch.distributed exchanges tensors."""
-_EXCHANGE_HINT = (
-    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
-    " ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
-)
 
 
 @contextmanager
@@ -200,7 +141,7 @@ def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
     def refuse(op: Any, args: Any, kwargs: Any) -> Any:
         if not hook_context.ownership.ours or torch.compiler.is_compiling():
             return op(*args, **kwargs)
-        raise _refusal()
+        raise refuse_exchange()
 
     def broadcast(op: Any, args: Any, kwargs: Any) -> Any:
         tensors, *rest = args
@@ -220,16 +161,95 @@ def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
         table.update(before)
 
 
-def refuse_functional(func: Any) -> None:
-    """Refuse a functional collective that a script calls with shards.
+_ASIDE = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
+    *(
+        "__hash__",
+        "__len__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__setstate__",
+        "requires_grad_",
+        "detach_",
+        "retain_grad",
+    ),
+    *("backward", "register_hook", "register_post_accumulate_grad_hook", "data_ptr"),
+    *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
+)
+"""Methods that need no values, beside `is_contiguous` and the like, and properties."""
+_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Properties that are views."""
+_SET_DATA, _SET_GRADIENT = _Tensor.data.__set__, _Tensor.grad.__set__
 
-    Raises:
-        ShardingError: The function is one.
-    """
-    if exchanges(func):
-        raise _refusal()
+
+def _value_free_functions() -> Iterator[Any]:
+    """Yield what is called of tensors without a need of their values."""
+    for name, function in vars(torch).items():
+        if name.startswith("is_") and name != "is_nonzero" and callable(function):
+            yield function
+    for owner in torch.Tensor.__mro__[:2]:  # itself and what C++ defines of it
+        for name, attribute in vars(owner).items():
+            if name in _READ_PROPERTIES:
+                continue
+            if hasattr(attribute, "__set__") and hasattr(attribute, "__get__"):
+                yield attribute.__get__
+                if name != "grad":
+                    yield attribute.__set__
+            elif name in _ASIDE or (name.startswith("is_") and name != "is_nonzero"):
+                yield getattr(torch.Tensor, name)
+    yield unscale_function()
 
 
-def _refusal() -> ShardingError:
-    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
-    return ShardingError(msg, hint=_EXCHANGE_HINT)
+@contextmanager
+def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
+    """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
+    counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def begin() -> None:
+        if not counted:
+            make: Any = classmethod(_torch_function(hook_context))
+            hook_context.undo.enter_context(replaced(DTensor, "__torch_function__", lambda _: make))
+        for model in [each for each in hook_context.models if each not in counted]:
+            counted.add(model)
+            for param in parameters_of(model):
+                if isinstance(param, DTensor):
+                    count_changes_from_now(param)  # FSDP2 has written into those that are not empty
+
+    def set_data(param: Any, value: Any) -> None:
+        """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""
+        if isinstance(value, DTensor) and hook_context.ownership.ours:
+            from fsdplaunch.runtime.auto.full_values import full_value
+
+            value = full_value(value, call="the data of a parameter")
+        if is_gathered(param) and value.shape == param.shape:
+            put_data(param, value)
+        else:
+            _SET_DATA(param, value)
+
+    hook_context.when_sharded.append(begin)
+    with replaced(nn.Parameter, "data", lambda _: property(take_data, set_data)):
+        yield
+
+
+def _torch_function(hook_context: HookContext) -> Any:
+    disabled, aside = torch.DisableTorchFunctionSubclass, frozenset(_value_free_functions())
+    functions: list[Any] = []
+
+    def __torch_function__(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
+        with disabled():
+            if func in aside:
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if func == _SET_GRADIENT:
+                param, gradient = args
+                fits = type(gradient) is DTensor and gradient.placements == getattr(param, "placements", None)
+                if gradient is None or fits or torch.compiler.is_compiling():
+                    return func(*args)
+            if not functions:
+                from fsdplaunch.runtime.auto.torch_function import ShardFunctions
+
+                functions.append(ShardFunctions(hook_context))
+            if ShardReference in types:
+                args, kwargs = with_shards(args), with_shards(kwargs)
+            return functions[0](func, args, kwargs or {})
+
+    return __torch_function__

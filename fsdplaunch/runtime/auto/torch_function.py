@@ -6,9 +6,8 @@ and otherwise with the full tensors: what was written into these is cut and writ
 of them stays one, and what was computed is plain. In a model's own passes parameters are plain.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -22,36 +21,32 @@ from fsdplaunch.runtime.auto.full_values import (
     FullView,
     Gathered,
     as_views,
-    by_rank_numbers,
     fetch,
     fetcher_for_rank0_alone,
     full_value,
     gathered,
     placed_like,
     plain,
-    splits_once,
     view_of,
 )
-from fsdplaunch.runtime.auto.model.parameters import ShardReference, is_gathered, put_data, take_data, with_shards
-from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now, counting_one_change
-from fsdplaunch.runtime.auto.torch_calls import refuse_functional
-from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.auto.model.parameters import refuse_exchange
+from fsdplaunch.runtime.auto.rank0.position import counting_one_change
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import original_of, replaced
+from fsdplaunch.runtime.patch import original_of
 from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.torch_internals.distributed import (
     is_elementwise,
     is_random,
     local_tensor,
     placements_of,
-    unscale_function,
     with_local_tensor,
     written_arguments,
 )
 from fsdplaunch.runtime.torch_internals.fsdp import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import (
     TorchDispatchMode,
+    exchanges,
     note_changes,
     operator_name,
     storage_identity,
@@ -186,33 +181,8 @@ def _on_meta(value: Any) -> Any:
 
 
 _Tensor: Any = torch.Tensor
-_ASIDE = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
-    *(
-        "__hash__",
-        "__len__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__setstate__",
-        "requires_grad_",
-        "detach_",
-        "retain_grad",
-    ),
-    *("backward", "register_hook", "register_post_accumulate_grad_hook", "share_memory_", "data_ptr"),
-    *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
-)
-"""Methods that need no values, beside `is_contiguous` and the like, and properties."""
-_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Properties that are views."""
 _NEW = ("new", "new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-_BY_RANKS = {
-    "sum": True,
-    "norm": True,
-    "vector_norm": True,
-    "linalg_vector_norm": True,
-    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), False),
-}
-"""Reductions that give of the numbers of parts the number of the whole; whether their gradients do as well."""
+_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _READS = frozenset({"__repr__", "__format__", "numpy", "__array__", "tolist", "item"})
 """What reads values, which tensors without values have a way for."""
 _ARRAYS = (_Tensor.numpy, _Tensor.__array__)
@@ -220,7 +190,7 @@ _DATA, _SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
 _SET_GRADIENT = _Tensor.grad.__set__
 _HINT = (
     "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
-    " model.state_dict() by torch.save, or by safetensors' save_file"
+    " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"
 )
 
 
@@ -237,25 +207,23 @@ class ShardFunctions:
 
     def __init__(self, hook_context: HookContext) -> None:
         self._context = hook_context
-        self.aside = frozenset(_value_free_functions())
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._own: dict[str, Handler] = {
             "__set__": self._set,
             "__delete__": lambda func, args, kwargs: func(*args, **kwargs),
             "__get__": lambda func, args, _: _detached(func, args, _) if func == _DATA else NotImplemented,
             "detach": _detached,
             "__iter__": lambda _, args, kwargs: iter(self(_Tensor.unbind, args, kwargs)),
-            **dict.fromkeys(("storage", "__dlpack__"), _refuse_memory),
+            **dict.fromkeys(("storage", "share_memory_", "__dlpack__"), _refuse_memory),
             **dict.fromkeys(_NEW, _made_new),
         }
 
     def __call__(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute a function of which some arguments are shards or views of their full tensors."""
         name = getattr(func, "__name__", "")
-        exchanges = str(getattr(func, "__module__", "")).startswith(
+        collective = str(getattr(func, "__module__", "")).startswith(
             "torch.distributed."
         )  # `collectives` has these
-        if exchanges or torch.compiler.is_compiling() or not self._context.ownership.ours:
+        if collective or torch.compiler.is_compiling() or not self._context.ownership.ours:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # what is made in it does not count its changes
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -272,7 +240,8 @@ class ShardFunctions:
         shards: list[Any] = [each for each in tensors if isinstance(each, DTensor)]
         if not shards:
             return self._on_full(func, args, kwargs, draws=False)
-        refuse_functional(func)
+        if exchanges(func):
+            raise refuse_exchange()
         kind = Kind.FULL if name in _READS else kind_of(func, args, kwargs)
         if kind is Kind.ASIDE:
             return original_of(func)(*args, **kwargs)
@@ -286,11 +255,11 @@ class ShardFunctions:
         self, func: Callable[..., Any], name: str, kind: Kind, tensors: list[Any], args: Any, kwargs: Any
     ) -> Any:
         writes = kind is Kind.UPDATES or _is_write(name)
-        result = NotImplemented
+        result: Any = NotImplemented
         if kind is Kind.LOCAL or kind is Kind.UPDATES:
             result = _on_shards(func, name, tensors, args, kwargs, updates=kind is Kind.UPDATES)
-        elif _is_by_ranks(name, args, kwargs):
-            result = by_rank_numbers(func, args[0], args[1:], kwargs, keeps_batch=False)
+        elif _is_by_ranks(name, *args, **kwargs):
+            result = gathered(func(*args, **kwargs))
         if result is not NotImplemented:
             return result
         if writes and getattr(func, "__module__", "") != "torch.nn.init":  # which writes without gradients
@@ -330,7 +299,7 @@ class ShardFunctions:
         return as_views(result, sources)
 
     def _gathered(self, shard: Any) -> torch.Tensor:
-        return gathered(shard if torch.is_grad_enabled() else shard.detach(), keeps_batch=False)
+        return gathered(shard if torch.is_grad_enabled() else shard.detach())
 
     def _set(self, func: Any, args: Any, _kwargs: Any) -> None:
         """Set a property of a shard: values that are full are cut."""
@@ -341,35 +310,6 @@ class ShardFunctions:
             _assign(target, value, list(self._context.models))
         else:
             func(target, placed_like(target, value))
-
-    def set_plain_data(self, param: Any, value: Any) -> None:
-        """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""
-        if isinstance(value, DTensor) and self._context.ownership.ours:
-            value = full_value(value, call="the data of a parameter")
-        if is_gathered(param) and value.shape == param.shape:
-            put_data(param, value)
-        else:
-            _SET_DATA(param, value)
-
-    def showing(self, original: Any) -> Any:
-        """Make a `__repr__` of full tensors."""
-
-        def __repr__(shard: Any) -> str:  # noqa: N807
-            if not self._context.ownership.ours:
-                return str(original(shard))
-            full = full_value(shard, call="print a shard")
-            is_parameter = isinstance(shard, nn.Parameter)
-            return repr(nn.Parameter(full, shard.requires_grad) if is_parameter else full)
-
-        return __repr__
-
-    def begin_counting(self) -> None:
-        """Forget how often new shards were changed: FSDP2 has written into those that are not empty."""
-        for model in [each for each in self._context.models if each not in self._models]:
-            self._models.add(model)
-            for param in parameters_of(model):
-                if isinstance(param, DTensor):
-                    count_changes_from_now(param)
 
     def _held(self) -> Iterator[Any]:
         """Yield the shards that models and optimizers hold."""
@@ -510,22 +450,15 @@ def _placed(like: Any, value: Any, given: list[Any]) -> Any:
     return with_local_tensor(like, value)
 
 
-def _is_by_ranks(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a call reduces one shard to a number that is that of the numbers of its parts."""
-    if name not in _BY_RANKS or not args or not isinstance(args[0], DTensor):
+def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
+    """Return whether a call reduces one shard to a number that torch makes of those of each rank."""
+    if not isinstance(shard, DTensor) or name not in ("sum", *_NORMS):
         return False
-    shard, *rest = args
-    options = {**{f"{place}": each for place, each in enumerate(rest)}, **kwargs}
-    norms = "norm" in name
-    orders = [options.pop(each, 2.0) for each in ("0", "p", "ord")] if norms else []
-    orders = [2.0 if each in (None, "fro") else each for each in orders]
-    if options or any(not isinstance(each, int | float) or each <= 0 for each in orders):
-        return False
-    wants = torch.is_grad_enabled() and shard.requires_grad
-    if wants and not (_BY_RANKS[name] and all(order != float("inf") for order in orders)):
-        return False
-    exact = not norms or shard.dtype in (torch.float32, torch.float64)
-    return exact and shard.numel() > 0 and splits_once(shard)
+    if name == "sum":
+        return not (order or named)
+    exact = shard.dtype in (torch.float32, torch.float64)
+    by_order = len(order) <= 1 and named.keys() <= {"p", "ord"}
+    return exact and by_order and all(each in (2, None, "fro") for each in (*order, *named.values()))
 
 
 def _is_write(name: str) -> bool:
@@ -577,65 +510,15 @@ def _assign(param: Any, value: Any, models: list[nn.Module]) -> None:
 
 
 def _holder_of(param: Any, models: list[nn.Module]) -> Any:
-    """Return what holds a parameter in torch's sharding; None for tensors that are no parameters of the models."""
+    """Return what holds a parameter in torch's sharding; None for one that is not a parameter."""
     modules = (module for model in models for module in model.modules() if is_unit(module))
     held = (held for module in modules for group in param_groups(module) for held in group.fsdp_params)
     return next((one for one in held if one.sharded_param is param), None)
 
 
-def _is_gradient_of(param: Any, value: Any) -> bool:
-    """Return whether a gradient is set that is placed as its parameter is."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(value) is DTensor and isinstance(param, DTensor) and placements_of(value) == placements_of(param)
-
-
-def _value_free_functions() -> Iterator[Any]:
-    """Yield what is called of tensors without a need of their values."""
-    for name, function in vars(torch).items():
-        if name.startswith("is_") and name != "is_nonzero" and callable(function):
-            yield function
-    for owner in torch.Tensor.__mro__[:2]:  # itself and what C++ defines of it
-        for name, attribute in vars(owner).items():
-            if name in _READ_PROPERTIES:
-                continue
-            if hasattr(attribute, "__set__") and hasattr(attribute, "__get__"):
-                yield attribute.__get__
-                if name != "grad":
-                    yield attribute.__set__
-            elif name in _ASIDE or (name.startswith("is_") and name != "is_nonzero"):
-                yield getattr(torch.Tensor, name)
-    yield unscale_function()
-
-
-@contextmanager
-def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
-    """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
-    functions = ShardFunctions(hook_context)
-    aside, disabled = functions.aside, torch.DisableTorchFunctionSubclass
-
-    def __torch_function__(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
-        with disabled():
-            if func in aside or (func == _SET_GRADIENT and (args[1] is None or _is_gradient_of(*args))):
-                return func(*args, **kwargs) if kwargs else func(*args)
-            if ShardReference in types:
-                args, kwargs = with_shards(args), with_shards(kwargs)
-            return functions(func, args, kwargs or {})
-
-    with ExitStack() as stack:
-
-        def begin() -> None:
-            if not begun:
-                for owner in (DTensor, FullView):
-                    make = classmethod(__torch_function__)
-                    stack.enter_context(replaced(owner, "__torch_function__", lambda _, make=make: make))  # type: ignore[misc]
-                begun.append(True)
-            functions.begin_counting()
-
-        begun: list[bool] = []
-        stack.enter_context(
-            replaced(nn.Parameter, "data", lambda _: property(take_data, functions.set_plain_data))
-        )
-        stack.enter_context(replaced(DTensor, "__repr__", functions.showing))
-        hook_context.when_sharded.append(begin)
-        yield
+def show(original: Any, hook_context: HookContext, shard: Any) -> str:
+    """Stand for `DTensor.__repr__`, which shows full tensors."""
+    if not hook_context.ownership.ours:
+        return str(original(shard))
+    full = full_value(shard, call="print a shard")
+    return repr(nn.Parameter(full, shard.requires_grad) if isinstance(shard, nn.Parameter) else full)

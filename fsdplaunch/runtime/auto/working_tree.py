@@ -3,8 +3,8 @@
 A script for one process writes its log, makes its folders and removes its old files on every rank. Rank 0 does so
 as plain Python does: nothing is replaced there. On another rank a file that is opened to be written below the
 working folder is a file of this rank's own, in a temporary folder, under the script's name for it: the rank reads
-back what it wrote. Making a folder that is there is no error, and removing or renaming what rank 0 has is left to
-rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
+back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is left
+to rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
 
 Files that are opened by C code (a database, HDF5) or that are not ordinary ones (devices, pipes) are every rank's.
 """
@@ -40,7 +40,7 @@ from fsdplaunch.runtime.torch_internals.distributed import default_timeout
 
 PATIENCE_SECONDS = 5.0
 """How late rank 0 may be with a file or folder; one that it does not make has a name of this rank's own."""
-_REFUSED = {"os.remove": 0, "os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0}
+_REFUSED = {"os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0}
 """Audit events of calls that are not replaced and would change rank 0's files, with the place of the path."""
 _CLOCK_SECONDS = 2.0
 """By how much the clock of a file system may differ."""
@@ -87,7 +87,7 @@ class WorkingTree:
             return False
         if self._ownership.ours is not None or self._looking:
             return bool(self._ownership.ours)
-        self._looking = True  # the source is read: opening it is no question
+        self._looking = True  # opening the source, to read it, asks again
         try:
             return not (holds_a_sharder() or joined_by_script())
         finally:
@@ -177,7 +177,7 @@ class WorkingTree:
         return move
 
     def remove(self, original: Any) -> Any:
-        """Return what stands for `os.remove`, `Path.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
+        """Return what stands for `os.remove`, `os.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
 
         @functools.wraps(original)
         def remove(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -310,7 +310,7 @@ class WorkingTree:
         """Note what `tempfile` makes, and refuse what changes rank 0's files: an audit hook.
 
         Raises:
-            FilesOfRank0Error: The script makes a link, or calls `os.unlink` or the like, which are not replaced.
+            FilesOfRank0Error: The script makes a link, or calls `os.rmdir` or the like, which are not replaced.
         """
         if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
             made = os.path.abspath(arguments[0])  # noqa: PTH100
@@ -318,10 +318,9 @@ class WorkingTree:
                 self._temporary.add(made)
         elif event in _REFUSED and self in _trees:
             path = arguments[_REFUSED[event]]
-            from_folder = event in ("os.remove", "os.rmdir") and arguments[1] != -1  # as rmtree does, inside
+            from_folder = event == "os.rmdir" and arguments[1] != -1  # as rmtree does, inside
             if not from_folder and self._place(path, folder=True) is not None:
-                call = event.replace("remove", "unlink")
-                msg = f"{script_line()}: {call} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
+                msg = f"{script_line()}: {event} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
                 hint = "let rank 0 do it, by `if rank == 0:`; os.remove, rmtree and copyfile may stay"
                 raise FilesOfRank0Error(msg, hint=hint)
 
@@ -349,8 +348,8 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
                 (os, "rename", files.rename),
                 (os, "replace", files.rename),
                 (os, "remove", files.remove),
+                (os, "unlink", files.remove),
                 (shutil, "rmtree", files.remove),
-                (Path, "unlink", files.remove),
             ):
                 stack.enter_context(replaced(owner, name, make))
         yield
@@ -368,7 +367,7 @@ def path_of(f: Any) -> str | None:
 
 
 def _mark(path: str | None) -> tuple[int, ...] | None:
-    """Return what tells a file from another one of its name, which another machine may have; None for nothing."""
+    """Return what identifies a file: another machine may have another of its name; None for no file."""
     with suppress(OSError, TypeError):
         found = os.stat(path)  # type: ignore[arg-type]  # noqa: PTH116
         # Of a folder its number alone: rank 0 may go on to write into it.

@@ -197,12 +197,9 @@ def is_made_by_compiler(module: nn.Module) -> bool:
     return graphs or type(module).__module__.startswith("torch._dynamo.")
 
 
-def compiles_backward(caller: str) -> bool:
-    """Return whether the compiler asks for gradients, by the name of the calling module.
-
-    It asks twice: what it traces with hands the call on by its public name.
-    """
-    return caller.startswith(("torch._functorch._aot_autograd.", "torch.fx.experimental.proxy_tensor"))
+def makes_graph() -> bool:
+    """Return whether the compiler traces a graph, with tensors without values."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def eagerly() -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ import copy
 import io
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,15 +163,18 @@ class DividedPasses:
         if kind.is_due() or _is_ambiguous(kind, weights):
             self._measure(module, kind, rows, args, kwargs, weights)
         # A mean over the rows of a rank of which none counts is not a number.
-        whole = kind.whole or _is_ambiguous(kind, weights) or _counts_nothing(kind, weights)
+        counts_nothing = any(0.0 in each.weights(weights) for each in losses_in(kind.returned or ()))
+        whole = kind.whole or _is_ambiguous(kind, weights) or counts_nothing
         return None if whole else (kind, rows, weights)
 
     def end(self, output: Any) -> Any:
-        """End a pass; return what one process would. Collective."""
+        """End a pass; return what one process would, and None after an error. Collective."""
         now, self.now = self.now, None
         if now is None:
             return output
         now.leave()
+        if output is None:
+            return None
         if now.drawing is not None and now.drawing.recomputed:
             self.redraw = now.drawing
         if self.trying is not None:
@@ -183,12 +186,6 @@ class DividedPasses:
             each.join(leaf, now.rows, now.weights, late) for each, leaf in zip(returned, leaves, strict=True)
         ]
         return tree_unflatten(joined, spec)
-
-    def fail(self) -> None:
-        """End a pass that has raised an error."""
-        if self.now is not None:
-            self.now.leave()
-            self.now = None
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -219,7 +216,8 @@ class DividedPasses:
 
     def _normalises(self) -> bool:
         model: Any = self.model()
-        return any(isinstance(each, BatchNorm) and _uses_batch(each) for each in model.modules())
+        norms = (each for each in model.modules() if isinstance(each, BatchNorm))
+        return any(each.training or each.running_mean is None for each in norms)
 
     def _key(self, module: nn.Module, leaves: list[Any], total: int) -> Any:
         """Return what is equal for passes that are divided alike."""
@@ -255,50 +253,34 @@ class DividedPasses:
             raise ShardingError(msg, hint=hint)
 
     def _measure(
-        self,
-        module: nn.Module,
-        kind: Kind,
-        rows: RankRows,
-        args: Any,
-        kwargs: Any,
-        weights: Weights,
+        self, module: nn.Module, kind: Kind, rows: RankRows, args: Any, kwargs: Any, weights: Weights
     ) -> None:
         """Compute a pass whole and divided, without gradients, and note how the outputs of ranks are joined."""
-        leaves, _ = tree_flatten((args, kwargs))
-        reason = self._reason_not_to_try(leaves)
-        returned: list[Returned] = []
-        if not reason:
-            self.measuring = True
-            try:
-                reason, returned = self._compared(module, kind, rows, args, kwargs, weights)
-            finally:
-                self.measuring, self.trying = False, None
-        kind.whole = reason
-        if not kind.whole:
-            kind.returned = _still(kind.returned, returned)
-            kind.whole = "" if kind.returned is not None else "what it returns is no sum or mean over rows"
-        if kind.whole:
+        model: Any = self.model()
+        self.measuring = True
+        try:
+            self._check_given(tree_flatten((args, kwargs))[0])
+            outputs = self._both(module, kind, rows, args, kwargs)
+            found = [measured(*each, rows, weights, _tolerance(model)) for each in outputs]
+            forget_order(model)
+            kind.returned = _still(kind.returned, found)
+        except _WholeError as reason:
+            kind.whole = str(reason)
             self._warn_whole(kind.whole)
+        finally:
+            self.measuring, self.trying = False, None
 
-    def _reason_not_to_try(self, leaves: list[Any]) -> str:
+    def _check_given(self, leaves: list[Any]) -> None:
         if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and any(tensors_held(leaf)) for leaf in leaves):
-            return "what it is given holds tensors in objects"
-        hooked = any(
-            not str(getattr(hook, "__module__", "")).startswith(("torch.", "fsdplaunch."))
-            for hooks in self.hooks[1:]
-            for hook in hooks.values()
-        )
-        return "hooks of the script's see what is computed inside" if hooked else ""
+            raise _WholeError(_IN_OBJECTS)
+        hooks = [hook for hooks in self.hooks[1:] for hook in hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "fsdplaunch.")) for hook in hooks):
+            raise _WholeError(_HOOKED)
 
-    def _compared(
-        self,
-        module: nn.Module,
-        kind: Kind,
-        rows: RankRows,
-        args: Any,
-        kwargs: Any,
-        weights: Weights,
-    ) -> tuple[str, list[Returned]]:
+    def _both(
+        self, module: nn.Module, kind: Kind, rows: RankRows, args: Any, kwargs: Any
+    ) -> Iterable[tuple[Form, Any, Any]]:
+        """Return each output of a whole and of a divided pass, with how they differ in shape. Collective."""
         model: Any = self.model()
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         counts = list(map(change_count, tensors))
@@ -309,39 +291,33 @@ class DividedPasses:
         undo()
         if isinstance(whole, Exception):
             abandon_pass(model)
-            return "it needs gradients in its pass", []
+            raise _WholeError(_NEEDS_GRADIENTS)
         if counts != list(map(change_count, tensors)) or undo.parameters_changed:
-            return "it changes parameters, or what it is given", []
+            raise _WholeError(_CHANGES)
         self.trying = kind, rows
         part = _try(module, args, kwargs)
         self.trying = None
         left_divided = _left_behind(model)
         undo()
-        reason, forms = "", list[Form]()
+        (wholes, spec), (parts, spec_of_parts) = tree_flatten(whole), tree_flatten(part)
+        forms: list[Form] = []
+        reason = ""
         if isinstance(part, Exception):
             reason = f"its layers do not divide by the first dimension ({type(part).__name__}: {part})"
         elif not _agree(left, left_divided, _tolerance(model)):
-            reason = "it keeps something of its rows"
+            reason = _KEEPS
         else:
-            wholes, spec = tree_flatten(whole)
-            parts, spec_of_parts = tree_flatten(part)
             forms = [form_of(one, other, rows) for one, other in zip(wholes, parts, strict=False)]
             if spec != spec_of_parts or None in forms:
-                reason = "it returns something else for fewer rows"
+                reason = _OTHER_FORM
         every = from_all((reason, forms), self.group)
         reasons = [each for each, _ in every if each]
         if any(each != forms for _, each in every):  # of different shapes on each rank
-            reasons.append("it returns something else for fewer rows")
+            reasons.append(_OTHER_FORM)
         if reasons:
             abandon_pass(model)
-            return reasons[0], []
-        found = [
-            measured(form, one, other, rows, weights, _tolerance(model))
-            for form, one, other in zip(forms, wholes, parts, strict=True)
-        ]
-        forget_order(model)
-        returned = [each for each in found if each is not None]
-        return ("", returned) if len(returned) == len(found) else ("its rows know of each other", [])
+            raise _WholeError(reasons[0])
+        return zip(forms, wholes, parts, strict=True)
 
     def _warn_whole(self, why: str) -> None:
         key = f"{self.name}: {why}"
@@ -350,6 +326,18 @@ class DividedPasses:
             messages.say(f"{script_line()}: every rank computes all rows of {self.name}: {why}")
 
 
+class _WholeError(Exception):
+    """Why every rank computes all rows."""
+
+
+_IN_OBJECTS = "what it is given holds tensors in objects"
+_HOOKED = "hooks of the script's see what is computed inside"
+_NEEDS_GRADIENTS = "it needs gradients in its pass"
+_CHANGES = "it changes parameters, or what it is given"
+_KEEPS = "it keeps something of its rows"
+_OTHER_FORM = "it returns something else for fewer rows"
+_NOT_APART = "its rows know of each other"
+_NOT_SUMMED = "what it returns is not a sum or mean over rows"
 _warned: set[str] = set()
 _announced: list[int] = []
 """The rows of the first divided pass, once it was announced."""
@@ -387,31 +375,26 @@ def _is_ambiguous(kind: Kind, weights: Weights) -> bool:
     return any(not each.is_clear(weights) for each in losses_in(kind.returned or ()))
 
 
-def _still(before: list[Returned] | None, found: list[Returned]) -> list[Returned] | None:
-    """Return how outputs are joined by what was measured so far and now; None where nothing is left."""
-    if before is None:
-        return found
-    for known, now in zip(before, found, strict=True):
+def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[Returned]:
+    """Return how outputs are joined by what was measured so far and now.
+
+    Raises:
+        _WholeError: No way is left for one of them.
+    """
+    returned = [each for each in found if each is not None]
+    if len(returned) < len(found):
+        raise _WholeError(_NOT_APART)
+    for known, now in zip(before or (), returned, strict=False):
         if isinstance(known, Joined) and isinstance(now, Joined):
             known.rules = [rule for rule in known.rules if rule in now.rules]
-            if not known.rules:
-                return None
+            fits = bool(known.rules)
         elif isinstance(known, Held) and isinstance(now, Held):
-            if _still(known.inside, now.inside) is None:
-                return None
-        elif isinstance(known, Joined) and isinstance(now, Same):
-            continue  # such as a loss of 0, which every rule gives
-        elif known != now:
-            return None
-    return before
-
-
-def _counts_nothing(kind: Kind, weights: Weights) -> bool:
-    return any(0.0 in each.weights(weights) for each in losses_in(kind.returned or ()))
-
-
-def _uses_batch(norm: Any) -> bool:
-    return bool(norm.training or norm.running_mean is None)
+            fits = bool(_still(known.inside, [*now.inside])) or not known.inside
+        else:  # a loss of 0 is the same by every rule
+            fits = known == now or (isinstance(known, Joined) and isinstance(now, Same))
+        if not fits:
+            raise _WholeError(_NOT_SUMMED)
+    return before or returned
 
 
 def _digest(tensor: torch.Tensor) -> float:
@@ -446,7 +429,12 @@ class _Undo:
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         shards = [param for param in model.parameters() if isinstance(param, DTensor)]
         self.shards = [(param, local_tensor(param).detach().clone()) for param in shards]
-        self.kept = [(module, dict(vars(module)), _contents(module)) for module in model.modules()]
+        self.kept = []
+        for module in model.modules():
+            kept = dict(vars(module))
+            held = [value for name, value in kept.items() if name not in ("_parameters", "_modules")]  # torch's
+            contents = [(each, copy.copy(each)) for each in held if type(each) in (list, dict, set, deque)]
+            self.kept.append((module, kept, contents))
         self.parameters_changed = False
 
     @torch.no_grad()
@@ -465,12 +453,6 @@ class _Undo:
             for held, content in contents:
                 held.clear()
                 held.extend(content) if isinstance(held, list | deque) else held.update(content)
-
-
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    skipped = ("_parameters", "_modules")  # torch exchanges parameters in a pass, and back
-    held = [value for name, value in vars(module).items() if name not in skipped]
-    return [(each, copy.copy(each)) for each in held if type(each) in (list, dict, set, deque)]
 
 
 def _left_behind(model: nn.Module) -> list[torch.Tensor]:

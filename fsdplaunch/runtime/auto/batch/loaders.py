@@ -11,20 +11,16 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
-from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
@@ -32,109 +28,67 @@ from fsdplaunch.runtime.auto.rank0.service import check_all_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.data_loaders import count_readers, is_split, set_attributes
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import once_imported, replaced
+from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
-from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, iterator_class, own_buffers
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
+
+_fitted: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The loaders that give each worker its share."""
+_early: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+"""The lengths that were asked for before it was known who shards, and the script's lines."""
 
 
-@contextmanager
-def sharing_loaders(hook_context: HookContext) -> Iterator[None]:
-    """Rule 2: divide a loader when it is first read or its length is."""
-    loaders = _Loaders(hook_context)
-    with (
-        replaced(DataLoader, "__iter__", loaders.reading),
-        replaced(DataLoader, "__len__", loaders.measuring),
-        replaced(iterator_class(), "__init__", loaders.beginning),
-        _counting_rows_once(hook_context),
-    ):
-        yield
+def _is_ours(loader: Any, hook_context: HookContext) -> bool:
+    """Return whether a loader is to be divided, after dividing it if it is."""
+    if hook_context.size == 1 or hook_context.keeps_batch:
+        return False
+    divides, split = hook_context.ownership.decided(), is_split(loader)
+    if split and hook_context.ownership.ours and hook_context.data.size < hook_context.size:
+        count_readers(loader, hook_context.data)
+    if split or not divides or hook_context.data.size == 1:
+        return False
+    if loader not in _fitted:
+        _fitted.add(loader)
+        _fit(loader, hook_context)
+    return True
 
 
-class _Loaders:
-    """The loaders of one worker's script."""
+def read(original: Any, hook_context: HookContext, loader: Any) -> Any:
+    """Stand for a loader's `__iter__`: it is divided when it is first read, or its length is."""
+    batches = hook_context.batches
+    if not _is_ours(loader, hook_context):
+        batches.complete = False
+        return original(loader)
+    batches.complete = evaluates = hook_context.evaluating()
+    if hook_context.models and not evaluates:
+        _print_batch(loader, hook_context)
+        hook_context.streams.diverge()  # before the loader's processes get their seeds
+        _compare_length(loader)
+    if isinstance(loader.dataset, IterableDataset) and not evaluates:
+        return _read_stream(loader, original, hook_context)
+    return original(loader)
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
-        self.fitted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.early: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
 
-    def _are_ours(self, loader: Any) -> bool:
-        """Return whether a loader is to be divided, after dividing it if it is."""
-        context = self.hook_context
-        if context.size == 1 or context.keeps_batch:
-            return False
-        divides, split = context.ownership.decided(), is_split(loader)
-        if split and context.ownership.ours and context.data.size < context.size:
-            count_readers(loader, context.data)
-        if split or not divides or context.data.size == 1:
-            return False
-        if loader not in self.fitted:
-            self.fitted.add(loader)
-            _fit(loader, context)
-        return True
+def measure(original: Any, hook_context: HookContext, loader: Any) -> int:
+    """Stand for a loader's `__len__`."""
+    ours, length = _is_ours(loader, hook_context), int(original(loader))
+    if hook_context.size > 1 and hook_context.ownership.ours is None and not hook_context.keeps_batch:
+        _early.setdefault(loader, (length, script_line()))
+    complete = bool(hook_context.models) and hook_context.evaluating()
+    if not ours or complete or not isinstance(loader.dataset, IterableDataset):
+        return length
+    return math.ceil(length / hook_context.data.size)
 
-    def reading(self, original: Any) -> Any:
-        """Make a loader's `__iter__`."""
 
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            context = self.hook_context
-            if not self._are_ours(loader):
-                context.batches.complete = False
-                return original(loader)
-            evaluates = context.evaluating()
-            context.batches.complete = evaluates
-            if context.models and not evaluates:
-                _print_batch(loader, context)
-                context.streams.diverge()  # before the loader's processes get their seeds
-                self._compare_length(loader)
-            if isinstance(loader.dataset, IterableDataset) and not evaluates:
-                return _read_stream(loader, original, context)
-            return original(loader)
-
-        return iterate
-
-    def beginning(self, original: Any) -> Any:
-        """Make an iterator's `__init__`: a subclass with an `__iter__` of its own begins one without `reading`."""
-
-        @functools.wraps(original)
-        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            if type(loader).__iter__ is not DataLoader.__iter__ and not (
-                isinstance(loader, DataLoader) and (loader in self.fitted or is_split(loader))
-            ):
-                kind = type(loader).__name__
-                self.hook_context.batches.read_by = f"{kind}'s __iter__ is not DataLoader's"
-            original(iterator, loader, *args, **kwargs)
-
-        return begin
-
-    def measuring(self, original: Any) -> Any:
-        """Make a loader's `__len__`."""
-
-        @functools.wraps(original)
-        def measure(loader: Any) -> int:
-            context = self.hook_context
-            ours, length = self._are_ours(loader), int(original(loader))
-            if context.size > 1 and context.ownership.ours is None and not context.keeps_batch:
-                self.early.setdefault(loader, (length, script_line()))
-            complete = bool(context.models) and context.evaluating()
-            if not ours or complete or not isinstance(loader.dataset, IterableDataset):
-                return length
-            return math.ceil(length / context.data.size)
-
-        return measure
-
-    def _compare_length(self, loader: Any) -> None:
-        """Print that a length which was asked for before it was known who shards no longer holds."""
-        if loader not in self.early:
-            return
-        length, line = self.early.pop(loader)
-        if len(loader) != length:
-            messages.say(
-                f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
-                f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
-                " always it is known from the start"
-            )
+def _compare_length(loader: Any) -> None:
+    """Print that a length which was asked for before it was known who shards no longer holds."""
+    length, line = _early.pop(loader, (None, ""))
+    if length is not None and len(loader) != length:
+        messages.say(
+            f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
+            f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
+            " always it is known from the start"
+        )
 
 
 def _print_batch(loader: Any, hook_context: HookContext) -> None:
@@ -339,7 +293,7 @@ def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
 
 
 @contextmanager
-def _counting_rows_once(hook_context: HookContext) -> Iterator[None]:
+def counting_rows_once(hook_context: HookContext) -> Iterator[None]:
     """Have metrics that a library adds up over ranks (torchmetrics', ignite's) count complete rows once."""
     running = [True]
 
@@ -390,69 +344,53 @@ def _compute_alone(module: Any, complete: Any) -> None:
     module.get_world_size = get_world_size
 
 
-@contextmanager
-def identical_across_ranks(hook_context: HookContext) -> Iterator[None]:
-    """Rule 2, the default mode: align buffers at `model.eval()`, and what `ReduceLROnPlateau` decides by.
+_turning: list[bool] = []
+
+
+def turn(original: Any, hook_context: HookContext, model: nn.Module, mode: bool = True) -> Any:
+    """Stand for `Module.train`: what ranks have of their own is aligned where a model turns to evaluation.
 
     Running statistics are those of each worker's own batches: validation losses, and what is decided by them,
-    would differ. A SyncBatchNorm uses the rows of all workers, on the CPU as well, where torch refuses it.
+    would differ.
     """
-    with (
-        replaced(nn.Module, "train", lambda train: _turning(train, hook_context)),
-        replaced(ReduceLROnPlateau, "step", lambda step: _averaging_metrics(step, hook_context)),
-        replaced(nn.SyncBatchNorm, "forward", lambda forward: _synchronising(forward, hook_context)),
-    ):
-        yield
+    if _turning:  # it calls itself for every module below
+        return original(model, mode)
+    turns = not mode and model.training and model in hook_context.models
+    if turns and not hook_context.ownership.ranked and not hook_context.keeps_batch:
+        check_all_ranks(f"{original_name(model)}.eval()")
+        _align(model)
+    _turning.append(True)
+    try:
+        return original(model, mode)
+    finally:
+        _turning.clear()
+        if hook_context.streams.diverged:
+            hook_context.streams.evaluate(now=not any(each.training for each in list(hook_context.models)))
 
 
-def _turning(train: Any, hook_context: HookContext) -> Any:
-    """Make `Module.train`: what ranks have of their own is aligned where a model turns to evaluation."""
-    inside = False
-
-    @wraps(train)
-    def turn(self: nn.Module, mode: bool = True) -> Any:
-        nonlocal inside
-        if inside:  # it calls itself for every module below
-            return train(self, mode)
-        turns = not mode and self.training and self in hook_context.models
-        if turns and not hook_context.ownership.ranked and not hook_context.keeps_batch:
-            check_all_ranks(f"{original_name(self)}.eval()")
-            _align(self)
-        inside = True
-        try:
-            return train(self, mode)
-        finally:
-            inside = False
-            if hook_context.streams.diverged:
-                hook_context.streams.evaluate(now=not any(model.training for model in list(hook_context.models)))
-
-    return turn
+def step_by_mean(
+    original: Any, hook_context: HookContext, scheduler: Any, metrics: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Stand for `ReduceLROnPlateau.step`, which decides by the mean of all ranks."""
+    apart = hook_context.size > 1 and hook_context.ownership.ours and not hook_context.keeps_batch
+    if apart and trains_shards(scheduler.optimizer):
+        metrics = _mean_metric(float(metrics), hook_context)
+    return original(scheduler, metrics, *args, **kwargs)
 
 
-def _averaging_metrics(step: Any, hook_context: HookContext) -> Any:
-    @wraps(step)
-    def step_alike(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-        apart = hook_context.size > 1 and hook_context.ownership.ours and not hook_context.keeps_batch
-        if apart and trains_shards(self.optimizer):
-            metrics = _mean_metric(float(metrics), hook_context)
-        return step(self, metrics, *args, **kwargs)
-
-    return step_alike
-
-
-def _synchronising(forward: Any, hook_context: HookContext) -> Any:
-    @wraps(forward)
-    def normalise(module: Any, given: torch.Tensor) -> torch.Tensor:
-        if given.device.type != "cpu" or not hook_context.ownership.ours:
-            return forward(module, given)  # type: ignore[no-any-return]
-        if not module.training or hook_context.keeps_batch or not hook_context.models:
-            return BatchNorm.forward(module, given)
-        return _over_all_ranks(module, given)
-
-    return normalise
+def normalise(original: Any, hook_context: HookContext, norm: Any, given: torch.Tensor) -> torch.Tensor:
+    """Stand for `SyncBatchNorm.forward`, which uses the rows of all workers on the CPU too."""
+    if given.device.type != "cpu" or not hook_context.ownership.ours:
+        return original(norm, given)  # type: ignore[no-any-return]
+    if not norm.training or hook_context.keeps_batch or not hook_context.models:
+        return BatchNorm.forward(norm, given)
+    return _over_all_ranks(norm, given)
 
 
 def _over_all_ranks(norm: Any, given: torch.Tensor) -> torch.Tensor:
+    from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
+    from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
+
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -7,9 +7,10 @@ groups, so that what a subclass keeps for itself is the shards already.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,25 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
-from fsdplaunch.runtime.auto.batch.rank_rows import data_group
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
-from fsdplaunch.runtime.auto.model.who_shards import deciding_when_training_begins
-from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_passes, note_paths
+from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_paths
+from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
-from fsdplaunch.runtime.auto.saves import let_model_leave
 from fsdplaunch.runtime.auto.torch_calls import average_closure
+from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.inspection.describe import announcing
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
-from fsdplaunch.runtime.messages import being_built, calling_library, script_line
+from fsdplaunch.runtime.messages import being_built, script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
 from fsdplaunch.runtime.sharding.checks import check_kinds
@@ -46,7 +46,10 @@ from fsdplaunch.runtime.sharding.registry import ReplicatedParams, known_paramet
 from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_most, runs, without_shared
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.state_dict.gather import await_main_thread
-from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move, untraced
+from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move
+
+if TYPE_CHECKING:
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 
 
 def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
@@ -110,29 +113,41 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
     hook_context.ownership.note_adopted(line)
     open_once(hook_context)
     allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
-    passes = Passes(original_name(model), hook_context)
-    note_passes(model, passes)
+    passes = Passes(model, original_name(model), hook_context)
     if hook_context.size > 1:
         note_paths(model, original_name(model))  # before the hooks of passes, which then come before these
-    calls = Calls(
-        model,
-        line,
-        begin_pass=untraced(passes.begin),
-        begin_training=hook_context.streams.diverge,
-        trains=lambda: bool(hook_context.batches.backwards or hook_context.optimizers),
-        divided=_divided(model, hook_context),
-        note=hook_context.batches.enter,
-    )
-    hook_context.complete[model] = calls.check
+    hook_context.complete[model] = Calls(model, line, hook_context, passes, _divided(model, hook_context)).check
     for unit in filter(is_unit, model.modules()):
-        before_state_dict(unit, _await_main_thread)  # torch reshards the unit in it
+        before_state_dict(
+            unit, lambda: await_main_thread(f"state_dict() at {script_line()}")
+        )  # torch reshards the unit in it
     keep_written(model)
-    let_model_leave(model)
+    _let_leave(model)
     restore_classes(model)
 
 
-def _await_main_thread() -> None:
-    await_main_thread(f"state_dict() at {script_line()}")
+def _let_leave(model: nn.Module) -> None:
+    """Let a sharded model and its modules be pickled, scripted and saved as what they were before.
+
+    What the model does then is collective: the script's line runs on all ranks, or on rank 0 alone.
+    """
+    for module in model.modules():
+        module.__dict__["__reduce_ex__"] = _of_saves("reduce_module", module)
+        module.__dict__["__prepare_scriptable__"] = _of_saves("scriptable", module)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = _of_saves("save_pretrained", model)
+
+
+def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
+    """Return a function of `saves`, of a module."""
+    held = weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from fsdplaunch.runtime.auto import saves
+
+        return getattr(saves, function)(held(), *args, **kwargs)
+
+    return call
 
 
 def _only_holds(model: nn.Module) -> bool:
@@ -140,10 +155,13 @@ def _only_holds(model: nn.Module) -> bool:
     return isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model)
 
 
-def _divided(model: nn.Module, hook_context: HookContext) -> DividedPasses | None:
+def _divided(model: nn.Module, hook_context: HookContext) -> "DividedPasses | None":
     """Return what divides a model's passes, where the script runs on the global batch on every rank."""
     if not hook_context.keeps_batch or hook_context.data.size == 1 or hook_context.ownership.ranked:
         return None
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+    from fsdplaunch.runtime.auto.batch.rank_rows import data_group
+
     group = data_group(hook_context.rank, hook_context.size, hook_context.data.size)
     return DividedPasses(model, original_name(model), hook_context.data, group, hook_context.learning_rates)
 
@@ -182,7 +200,7 @@ def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str)
             "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
             " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
         )
-        raise ShardingError(msg, hint=_for_library() or hint)
+        raise ShardingError(msg, hint=hint)
 
 
 def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
@@ -197,16 +215,7 @@ def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
     """
     if any(param.numel() and not param.untyped_storage().size() for param in params if not param.is_meta):
         msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
-        raise ShardingError(msg, hint=_for_library() or "build it of model.parameters(), before the first pass")
-
-
-def _for_library() -> str | None:
-    """Return what to try where a library builds an optimizer in its step; None where the user does."""
-    library = calling_library()
-    return library and (
-        f"{library} builds the optimizer in the step that computes: build one of torch's of model.parameters()"
-        " in the script, before training, and call backward() of the library's loss and step() there"
-    )
+        raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
 
 
 def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:
@@ -249,108 +258,73 @@ def _one_unit() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="no_wrap")
 
 
-@contextmanager
-def finding_models(hook_context: HookContext) -> Iterator[None]:
-    """Record modules as they are made; shard models that are moved, compiled or given storage."""
-    found = _Found(hook_context)
-    with ExitStack() as stack:
-        for owner, name, make in (
-            (nn.Module, "__init__", found.noting),
-            (nn.Module, "__setstate__", found.noting),
-            (nn.Module, "to", found.shard_then_move),
-            (nn.Module, "cuda", found.shard_then_cuda),
-            (nn.Module, "to_empty", found.empty_in_host_memory),
-            (torch, "compile", found.shard_then_compile),
-        ):
-            stack.enter_context(replaced(owner, name, make))
-        yield
+def note_module(original: Any, hook_context: HookContext, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Record a module where it is made, by `__init__` or `__setstate__`."""
+    hook_context.module_registry.note(module)
+    return original(module, *args, **kwargs)
 
 
-class _Found:
-    """What one worker does with the models that it finds."""
+def move(original: Any, hook_context: HookContext, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `Module.to`."""
+    device, dtype = parse_move(args, kwargs)
+    if _is_ours(module, hook_context, device, f"moves {type(module).__name__} to {device}"):
+        if dtype is not None:
+            original(module, dtype)
+        adopt_model(unwrapped(module), hook_context, what=f"moves it to {device}")
+    return original(module, *args, **kwargs)
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
 
-    def noting(self, original: Any) -> Any:
-        registry = self.hook_context.module_registry
+def move_to_gpu(original: Any, hook_context: HookContext, module: nn.Module, device: Any = None) -> Any:
+    """Stand for `Module.cuda`."""
+    at = torch.device("cuda") if device is None else torch.device("cuda", torch.device(device).index)
+    if _is_ours(module, hook_context, at, f"moves {type(module).__name__}"):
+        adopt_model(unwrapped(module), hook_context, what="moves it to the GPU")
+    return original(module, device)
 
-        def note_and_go_on(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            registry.note(module)
-            return original(module, *args, **kwargs)
 
-        note_and_go_on.__wrapped__ = original  # type: ignore[attr-defined]
-        return note_and_go_on
+def give_storage(
+    original: Any, hook_context: HookContext, module: nn.Module, *, device: Any, recurse: bool = True
+) -> Any:
+    """Stand for `Module.to_empty`: storage is in host memory, because on the device it would be in full."""
+    on_gpu = hook_context.device.type == "cuda" and device is not None
+    if on_gpu and _is_ours(module, hook_context, torch.device(device), f"gives {type(module).__name__} storage"):
+        device = "cpu"
+    return original(module, device=device, recurse=recurse)
 
-    def shard_then_move(self, original: Any) -> Any:
-        def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            device, dtype = parse_move(args, kwargs)
-            if self._is_ours(module, device, f"moves {type(module).__name__} to {device}"):
-                if dtype is not None:
-                    original(module, dtype)
-                self._shard(module, f"moves it to {device}")
-            return original(module, *args, **kwargs)
 
-        return to
+def compile_model(original: Any, hook_context: HookContext, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `torch.compile`."""
+    module = getattr(model, "__self__", model)  # `model.compile()` compiles one of its methods
+    if isinstance(module, nn.Module):
+        if _is_ours(module, hook_context, hook_context.device, f"compiles {type(module).__name__}"):
+            adopt_model(unwrapped(module), hook_context, what="compiles it")
+        kwargs = _without_full_graph(model, module, kwargs)
+    return original(model, *args, **kwargs)
 
-    def shard_then_cuda(self, original: Any) -> Any:
-        def cuda(module: nn.Module, device: Any = None) -> Any:
-            at = torch.device("cuda") if device is None else torch.device("cuda", torch.device(device).index)
-            if self._is_ours(module, at, f"moves {type(module).__name__}"):
-                self._shard(module, "moves it to the GPU")
-            return original(module, device)
 
-        return cuda
+def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device | None, what: str) -> bool:
+    """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
 
-    def empty_in_host_memory(self, original: Any) -> Any:
-        """Give a model without storage its storage in host memory: on the device it would be in full."""
-
-        def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> Any:
-            on_gpu = self.hook_context.device.type == "cuda" and device is not None
-            if on_gpu and self._is_ours(module, torch.device(device), f"gives {type(module).__name__} storage"):
-                device = "cpu"
-            return original(module, device=device, recurse=recurse)
-
-        return to_empty
-
-    def shard_then_compile(self, original: Any) -> Any:
-        def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-            module = getattr(model, "__self__", model)  # `model.compile()` compiles one of its methods
-            if isinstance(module, nn.Module):
-                if self._is_ours(module, self.hook_context.device, f"compiles {type(module).__name__}"):
-                    self._shard(module, "compiles it")
-                kwargs = _without_full_graph(model, module, kwargs)
-            return original(model, *args, **kwargs)
-
-        return compile_
-
-    def _is_ours(self, module: nn.Module, device: torch.device | None, what: str) -> bool:
-        """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
-
-        It is for a complete model that has something to train. It is not for a submodule, nor while a larger
-        module that will hold it is being built.
-        """
-        own, ownership = self.hook_context.device, self.hook_context.ownership
-        if device is None or device.type != own.type or is_sharded(module):
-            return False
-        if isinstance(module, DistributedDataParallel) or ownership.only_replicas:
-            return False
-        params = list(nn.Module.parameters(module))
-        if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
-            return False  # lazy ones get their shapes in a first pass
-        inside = any(isinstance(each, nn.Module) for each in being_built())
-        if inside or not self.hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
-            return False
-        if device.index is not None and device.index != own.index:
-            msg = f"{script_line()} {what}, and this worker's GPU is {own}"
-            raise ShardingError(
-                msg,
-                hint='say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0',
-            )
-        return True
-
-    def _shard(self, module: nn.Module, what: str) -> None:
-        adopt_model(unwrapped(module), self.hook_context, what=what)
+    It is for a complete model that has something to train. It is not for a submodule, nor while a larger module
+    that will hold it is being built.
+    """
+    own, ownership = hook_context.device, hook_context.ownership
+    if device is None or device.type != own.type or is_sharded(module):
+        return False
+    if isinstance(module, DistributedDataParallel) or ownership.only_replicas:
+        return False
+    params = list(nn.Module.parameters(module))
+    if not any(param.requires_grad for param in params) or any(is_lazy(param) for param in params):
+        return False  # lazy ones get their shapes in a first pass
+    # Python has no event for a constructor's end: only its frame says that a larger module is being built.
+    inside = any(isinstance(each, nn.Module) for each in being_built())
+    if inside or not hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
+        return False
+    if device.index is not None and device.index != own.index:
+        msg = f"{script_line()} {what}, and this worker's GPU is {own}"
+        hint = 'say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0'
+        raise ShardingError(msg, hint=hint)
+    return True
 
 
 def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -368,50 +342,32 @@ def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]
     return {**kwargs, "fullgraph": False}
 
 
-@contextmanager
-def sharding_models(hook_context: HookContext) -> Iterator[None]:
-    """Shard models where they are moved, compiled or given to an optimizer, or when training begins. Rule 1."""
-
-    def shard_now(optimizer: Optimizer) -> None:
-        regroup(optimizer, hook_context, now=True)
-
-    with (
-        finding_models(hook_context),
-        training_shards(hook_context),
-        deciding_when_training_begins(hook_context.ownership, hook_context.built_optimizers, shard_now),
-    ):
-        yield
+_building: set[int] = set()
+"""The optimizers whose base class gives them their groups."""
 
 
-@contextmanager
-def training_shards(hook_context: HookContext) -> Iterator[None]:
-    """Shard what an optimizer is built on, or given later, and let it train the shards."""
-    building: set[int] = set()
+def build_optimizer(
+    original: Any, hook_context: HookContext, optimizer: Optimizer, params: Any, defaults: dict[str, Any]
+) -> None:
+    """Stand for `Optimizer.__init__`."""
+    for model in list(hook_context.models):
+        reshard(model)  # parameters that are read now must be the shards
+    _building.add(id(optimizer))
+    try:
+        original(optimizer, params, defaults)
+    finally:
+        _building.discard(id(optimizer))
+    hook_context.note_optimizer(optimizer)
+    regroup(optimizer, hook_context)
 
-    def build(original: Any) -> Any:
-        def __init__(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:  # noqa: N807
-            for model in list(hook_context.models):
-                reshard(model)  # parameters that are read now must be the shards
-            building.add(id(self))
-            try:
-                original(self, params, defaults)
-            finally:
-                building.discard(id(self))
-            hook_context.note_optimizer(self)
-            regroup(self, hook_context)
 
-        return __init__
-
-    def extend(original: Any) -> Any:
-        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-            original(self, param_group)
-            if id(self) not in building:
-                regroup(self, hook_context)
-
-        return add_param_group
-
-    with replaced(Optimizer, "__init__", build), replaced(Optimizer, "add_param_group", extend):
-        yield
+def extend_optimizer(
+    original: Any, hook_context: HookContext, optimizer: Optimizer, param_group: dict[str, Any]
+) -> None:
+    """Stand for `Optimizer.add_param_group`."""
+    original(optimizer, param_group)
+    if id(optimizer) not in _building:
+        regroup(optimizer, hook_context)
 
 
 def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = False) -> None:
@@ -443,7 +399,7 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
         _keep_unsharded(bare, what)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
     _step_over_mixtures(optimizer)
-    if optimizer not in hook_context.optimizers and _trains_shards(optimizer):
+    if optimizer not in hook_context.optimizers and trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
         average_closure(optimizer, hook_context)
 
@@ -467,13 +423,67 @@ def _keep_unsharded(bare: list[Any], what: str) -> None:
         )
 
 
-def _trains_shards(optimizer: Optimizer) -> bool:
-    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-
-
 def _step_over_mixtures(optimizer: Optimizer) -> None:
     """Let an optimizer step over shards and plain tensors: torch's loops over many at once take no mixture."""
     for settings in optimizer.param_groups:
         kinds = {isinstance(param, DTensor) for param in settings["params"]}
         if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
             settings["foreach"] = False
+
+
+@contextmanager
+def deciding_when_training_begins(hook_context: HookContext) -> Iterator[None]:
+    """Shard where training begins what nobody has sharded until then. Rule 1.
+
+    Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
+    The hooks stand only while the decision is put off: every module's call passes them.
+    """
+    with ExitStack() as hooks:
+        waiting, ownership = _Waiting(hook_context, hooks), hook_context.ownership
+        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
+        yield
+
+
+class _Waiting:
+    """The hooks of one worker while the decision is open."""
+
+    def __init__(self, hook_context: HookContext, hooks: ExitStack) -> None:
+        self.hook_context, self.hooks = hook_context, hooks
+        self.started = False
+
+    def start(self) -> None:
+        if not self.started:
+            self.started = True
+            self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
+            self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
+
+    def stop(self) -> None:
+        self.started = False
+        self.hooks.close()
+
+    def _calling(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.started and module.training and torch.is_grad_enabled():
+                trained = self._trained()
+                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
+                    self._shard()
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _reading(self, original: Any) -> Any:
+        def iterate(loader: Any) -> Any:
+            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
+                self._shard()
+            return original(loader)
+
+        return iterate
+
+    def _trained(self) -> set[int]:
+        """Return the full parameters that optimizers train, by their ids."""
+        groups = (group for optimizer in self.hook_context.built_optimizers() for group in optimizer.param_groups)
+        return {id(param) for group in groups for param in group["params"] if not isinstance(param, DTensor)}
+
+    def _shard(self) -> None:
+        for optimizer in self.hook_context.built_optimizers():
+            regroup(optimizer, self.hook_context, now=True)

@@ -6,7 +6,7 @@ model's pass is computed again with full parameters that are gathered by operati
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.auto.full_values import gathered
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.state_dict.deepcopy import as_before
 from fsdplaunch.runtime.torch_internals.fsdp import gathered_parameters, root_mixed_precision
-from fsdplaunch.runtime.torch_internals.tensors import tree_leaves, tree_map
+from fsdplaunch.runtime.torch_internals.tensors import is_in_backward, tree_leaves, tree_map
 
 _KEY = "fsdplaunch_pass"
+_GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
 _MOST_NODES = 100_000
 
 
@@ -52,32 +54,18 @@ class ModelPass:
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         return cls(model=model, args=args, kwargs=kwargs, rng_state=torch.get_rng_state(), buffers=buffers)
 
-
-def may_be_differentiated_twice(args: Any, kwargs: Any) -> bool:
-    """Return whether a pass is given anything that gradients can be asked for."""
-    return any(
-        value.requires_grad if isinstance(value, torch.Tensor) else _holds_gradients(value)
-        for value in (*args, *kwargs.values())
-    )
-
-
-def _holds_gradients(value: Any) -> bool:
-    leaves = () if value is None or isinstance(value, int | float | str) else tree_leaves(value)
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    def keep(self, output: Any) -> None:
+        """Let the graph of the model's output remember the pass; it lives as long as the graph does."""
+        for position, value in enumerate(tree_leaves(output)):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                edge = get_gradient_edge(value)
+                _notes(edge.node).setdefault(_KEY, []).append((self, edge, position))
 
 
 def _notes(node: Any) -> dict[Any, Any]:
     """Return what is kept at a node of a graph as long as it lives."""
     notes: dict[Any, Any] = node.metadata
     return notes
-
-
-def keep_pass(made: ModelPass, output: Any) -> None:
-    """Let the graph of a model's output remember the pass; it lives as long as the graph does."""
-    for position, value in enumerate(tree_leaves(output)):
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            edge = get_gradient_edge(value)
-            _notes(edge.node).setdefault(_KEY, []).append((made, edge, position))
 
 
 def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
@@ -98,7 +86,10 @@ def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequ
     edges = [edge for _, edge, _ in kept]
     above = grad(outputs, edges, given, create_graph=True, retain_graph=True, allow_unused=True)
     total: list[Any] = [None] * len(inputs)
-    for made, share in _by_pass(kept, above):
+    passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
+    for (made, _, position), gradient in zip(kept, above, strict=True):
+        passes.setdefault(id(made), (made, []))[1].append((position, gradient))
+    for made, share in passes.values():
         values = _recomputed(made)
         chosen = [(values[position], gradient) for position, gradient in share if gradient is not None]
         parts = grad(
@@ -109,19 +100,9 @@ def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequ
             retain_graph=True,
             allow_unused=True,
         )
-        total = [_added(one, other) for one, other in zip(total, parts, strict=True)]
+        pairs = zip(total, parts, strict=True)
+        total = [other if one is None else one if other is None else one + other for one, other in pairs]
     return tuple(total)
-
-
-def _added(one: Any, other: Any) -> Any:
-    return other if one is None else one if other is None else one + other
-
-
-def _by_pass(kept: Any, gradients: Any) -> Iterator[tuple[ModelPass, list[tuple[int, Any]]]]:
-    passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
-    for (made, _, position), gradient in zip(kept, gradients, strict=True):
-        passes.setdefault(id(made), (made, []))[1].append((position, gradient))
-    yield from passes.values()
 
 
 def _passes_below(roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple[ModelPass, GradientEdge, int]]:
@@ -168,7 +149,7 @@ _REMEDY = (
 )
 
 
-def refuse_parameters(what: str) -> ShardingError:
+def refuse_create_graph(what: str = "backward(create_graph=True)") -> ShardingError:
     """Return the error for second derivatives by parameters."""
     msg = f"{script_line()}: {what} for the parameters of a sharded model would lose gradients"
     return ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
@@ -179,7 +160,10 @@ def _recomputed(made: ModelPass) -> list[Any]:
     model: Any = made.model()
     reshard(model)
     dtype = root_mixed_precision(model).param_dtype
-    names: Any = full_parameters(dict(model.named_parameters(remove_duplicate=False)), dtype)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    once = {id(param): param for param in params.values()}
+    full = {key: _cast(gathered(each) if isinstance(each, DTensor) else each, dtype) for key, each in once.items()}
+    names: Any = {name: full[id(param)] for name, param in params.items()}
     names |= {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
     now = torch.get_rng_state()
@@ -194,44 +178,9 @@ def _recomputed(made: ModelPass) -> list[Any]:
         torch.set_rng_state(now)
 
 
-def full_parameters(params: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return full parameters that have gradients of any order, each once, whatever its names. Collective.
-
-    Args:
-        params: Sharded or not, by name.
-        dtype: That a pass computes in; None for their own.
-    """
-    once = {id(param): _gathered(param, dtype) for param in {id(each): each for each in params.values()}.values()}
-    return {name: once[id(param)] for name, param in params.items()}
-
-
-def _gathered(param: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the full parameter, whose gradient is averaged over the ranks and cut to the shard."""
-    if not isinstance(param, DTensor):
-        return _cast(param, dtype)  # type: ignore[no-any-return]
-    mesh = param.device_mesh
-    full = param.redistribute(placements=[Replicate()] * mesh.ndim).to_local(
-        grad_placements=[Partial()] * mesh.ndim
-    )
-    return _cast(_Averaged.apply(full, mesh.size()), dtype)  # type: ignore[no-any-return,no-untyped-call]
-
-
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if dtype is not None and floating else value
-
-
-class _Averaged(torch.autograd.Function):
-    """A value as it is, whose gradient is divided."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient / ctx.ranks, None
 
 
 def sharded_parameters(inputs: Sequence[Any], models: Sequence[nn.Module]) -> list[Any]:
@@ -268,3 +217,52 @@ def gradients_by_backward(
     finally:
         for param, gradient in before:
             param.grad = gradient
+
+
+def own_gradients(
+    grad: Any,
+    outputs: Any,
+    inputs: Any,
+    given: Any,
+    retain_graph: bool | None,
+    create_graph: bool,
+    *,
+    models: Sequence[nn.Module],
+    begin: Callable[[], None],
+) -> Any:
+    """Return the gradients that torch would lose with sharded models; None for those it computes.
+
+    Args:
+        grad: Torch's own `autograd.grad`.
+        outputs: As it is given.
+        inputs: Likewise.
+        given: Gradients of the outputs.
+        retain_graph: As torch has it.
+        create_graph: Likewise.
+        models: All that are sharded.
+        begin: Called before a backward pass.
+    """
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    params = sharded_parameters(inputs, models)
+    if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
+        if create_graph or not all(param is not None for param in params):
+            raise refuse_create_graph(_GRAD)
+        begin()
+        return gradients_by_backward(outputs, params, given, retain_graph, models)
+    if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+        return differentiable_grad(grad, outputs, inputs, given)
+    return None
+
+
+def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
+    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
+
+    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
+    """
+    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
+    return gathered and not create_graph and is_in_backward()
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """Return what torch is given as one or as several, of which an edge of a graph is one."""
+    return list(tensors) if isinstance(tensors, list | tuple) and not hasattr(tensors, "node") else [tensors]

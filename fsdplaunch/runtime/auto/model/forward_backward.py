@@ -6,11 +6,9 @@ calls) computes as if the model's forward had called it: in a pass of the unit a
 """
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, ValuesView
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
-from fsdplaunch.runtime.auto.context import HookContext, SameRows
-from fsdplaunch.runtime.auto.model.double_backward import (
-    ModelPass,
-    differentiable_grad,
-    gradients_by_backward,
-    keep_pass,
-    may_be_differentiated_twice,
-    refuse_parameters,
-    sharded_parameters,
-)
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
+from fsdplaunch.runtime.auto.rank0.passes import AlonePass, Passes
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.fsdp import (
     begin_unit_pass,
@@ -43,18 +31,20 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
     root_mixed_precision,
     take_for_outermost,
 )
-from fsdplaunch.runtime.torch_internals.modules import BatchNorm, compiles_backward, put_tensor, untraced
+from fsdplaunch.runtime.torch_internals.modules import BatchNorm, makes_graph, put_tensor, untraced
 from fsdplaunch.runtime.torch_internals.tensors import (
     apart_from_parameters,
     is_in_backward,
     is_in_transform,
     is_of_transform,
     return_no_parameters,
+    tree_leaves,
     tree_map,
 )
 
 if TYPE_CHECKING:
-    from fsdplaunch.runtime.auto.rank0.passes import AlonePass
+    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+    from fsdplaunch.runtime.auto.model.double_backward import ModelPass
 
 
 class Calls:
@@ -63,34 +53,29 @@ class Calls:
     Args:
         model: Sharded.
         line: Where the script had it sharded.
-        begin_pass: Called before a pass; returns what gives rank 0 full parameters for one that it makes alone.
-        begin_training: Called before the first pass in training with gradients.
-        trains: Return whether anything trains yet.
+        hook_context: This worker's.
+        passes: Which of them all ranks make.
         divided: What divides passes by rows; None where each rank has rows of its own.
-        note: Called with what a pass in training is given, unless it is divided.
     """
 
     def __init__(
         self,
         model: nn.Module,
         line: str,
-        *,
-        begin_pass: "Callable[[nn.Module], AlonePass | None]",
-        begin_training: Callable[[], None],
-        trains: Callable[[], bool],
-        divided: DividedPasses | None,
-        note: Callable[[Any], None],
+        hook_context: HookContext,
+        passes: Passes,
+        divided: "DividedPasses | None",
     ) -> None:
         self.model = weakref.ref(model)
-        self.line = line
-        self.begin_pass, self.begin_training, self.note = begin_pass, begin_training, note
+        self.line, self.hook_context = line, hook_context
+        self.begin_pass = untraced(passes.begin)
         self.divided = divided
         self.known = {id(param) for _, param in named_parameters(model)}
         self.checked = self.trained = False
         self.outermost: list[nn.Module] = []
         self.alone: AlonePass | None = None
         self.twice: ModelPass | None = None
-        self.view = view_of(model, trains)
+        self.view = view_of(model, lambda: bool(hook_context.batches.backwards or hook_context.optimizers))
         _calls[model] = self
         enter, leave = self._hooks()
         self.begin = untraced(self._begin)
@@ -148,7 +133,7 @@ class Calls:
                 self.outermost.append(part)
             return None
         model: Any = self.model()
-        measuring = self.divided is not None and self.divided.measuring
+        measuring = self._is_measuring()
         if not measuring:
             self._begin(model)
         if self.alone is not None:
@@ -175,16 +160,18 @@ class Calls:
             self._check_first(model)
         if not self.trained and model.training and torch.is_grad_enabled():
             self.trained = True
-            self.begin_training()
+            self.hook_context.streams.diverge()
         self.alone = self.begin_pass(model)
 
     def _note(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember what a pass in training is given."""
         if not model.training or not torch.is_grad_enabled():
             return
-        if part is model and may_be_differentiated_twice(args, kwargs):
+        if part is model and _wants_gradients((args, kwargs)):
+            from fsdplaunch.runtime.auto.model.double_backward import ModelPass
+
             self.twice = ModelPass.begun(self.model, args, kwargs)
-        self.note([*args, *kwargs.values()])
+        self.hook_context.batches.enter([*args, *kwargs.values()])
 
     def _leave(self, part: nn.Module, args: Any, _kwargs: Any, output: Any) -> Any:
         """End a pass; return what the script gets. `output` is None after an error."""
@@ -200,23 +187,15 @@ class Calls:
         if part is not model and not is_unit(part):
             output = end_unit_pass(model, args, apart_from_parameters(output))
         if self.divided is not None:
-            output = self._joined(output)
+            output = self.divided.end(output)
         if self.twice is not None and not self._is_measuring():
             made, self.twice = self.twice, None
-            keep_pass(made, output)
+            made.keep(output)
         if not torch.is_grad_enabled():
             model.reshard()
         else:
             self.view.leave(model)
         return output
-
-    def _joined(self, output: Any) -> Any:
-        """Return the outputs of all ranks where the pass was divided; nothing is joined after an error."""
-        divided: Any = self.divided
-        if output is None:
-            divided.fail()
-            return None
-        return divided.end(output)
 
     def _check_first(self, model: nn.Module) -> None:
         """Check once, before the first pass, that the parameters are those that were sharded."""
@@ -229,7 +208,7 @@ class Calls:
 _calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
 
 
-def all_divided() -> Iterator[DividedPasses]:
+def all_divided() -> "Iterator[DividedPasses]":
     """Yield what divides the passes of models that are alive."""
     for calls in list(_calls.values()):
         if calls.divided is not None:
@@ -239,13 +218,18 @@ def all_divided() -> Iterator[DividedPasses]:
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules with parameters below one, down to the next units.
 
-    What is inside of these is no part: its parameters are full in a pass of the unit only.
+    What is inside of these is not a part: its parameters are full only in a pass of the unit.
     """
     for child in module.children():
         if next(iter(parameters_of(child)), None) is not None:
             yield child
             if not is_unit(child):
                 yield from _parts(child)
+
+
+def _wants_gradients(given: Any) -> bool:
+    """Return whether a pass is given anything that gradients can be asked for."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given))
 
 
 def _full(value: Any) -> Any:
@@ -267,7 +251,7 @@ def _refuse_transforms(module: nn.Module) -> None:
 def call_for_forward(unit: nn.Module) -> None:
     """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
 
-    What it returns is no parameter, whose memory is given back after it.
+    What it returns is not a parameter, because the memory of those is given back after it.
     """
     if "forward" in unit.__dict__:  # the script's own way for this module
         unit.register_forward_hook(return_no_parameters, prepend=True)
@@ -321,111 +305,60 @@ def original_name(model: nn.Module) -> str:
     return original_class(model).__name__
 
 
-@contextmanager
-def watching_backward(hook_context: HookContext) -> Iterator[None]:
-    """Rules 1 and 2: gradients by parameters are shards; what a divided pass computes again is drawn as in it."""
-    watch = _Watch(hook_context)
-    with replaced(torch.autograd, "backward", watch.backward), replaced(torch.autograd, "grad", watch.grad):
-        yield
+def _acts(hook_context: HookContext) -> bool:
+    return bool(hook_context.ownership.ours and hook_context.models)
 
 
-_BACKWARD = "backward(create_graph=True)"
-_GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
+def _begin_backward(hook_context: HookContext) -> None:
+    batches = hook_context.batches
+    if hook_context.data.size == hook_context.size > 1 and not hook_context.keeps_batch:
+        batches.compare_rows(hook_context.device, ranked=hook_context.ownership.ranked)
+    batches.leave()
 
 
-class _Watch:
-    """The backward passes of one worker."""
+def backward(
+    original: Any,
+    hook_context: HookContext,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.autograd.backward`, which `Tensor.backward` calls."""
+    if _acts(hook_context):
+        if create_graph:
+            from fsdplaunch.runtime.auto.model.double_backward import refuse_create_graph
 
-    def __init__(self, hook_context: HookContext) -> None:
-        self.hook_context = hook_context
-        different = hook_context.data.size == hook_context.size > 1 and not hook_context.keeps_batch
-        self.rows = SameRows(hook_context.batches, hook_context.config, compares=different)
-
-    def _acts(self) -> bool:
-        return bool(self.hook_context.ownership.ours and self.hook_context.models)
-
-    def _begin(self) -> None:
-        context = self.hook_context
-        self.rows.check(context.device, ranked=context.ownership.ranked)
-        context.batches.leave()
-
-    def backward(self, original: Any) -> Any:
-        """Make `torch.autograd.backward`, which `Tensor.backward` calls."""
-
-        @wraps(original)
-        def backward(
-            tensors: Any,
-            grad_tensors: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if self._acts():
-                if create_graph:
-                    raise refuse_parameters(_BACKWARD)
-                self._begin()
-            with ExitStack() as stack:
-                for divided in all_divided():
-                    stack.enter_context(divided.recomputing())
-                return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
-
-        return backward
-
-    def grad(self, original: Any) -> Any:
-        """Make `torch.autograd.grad`."""
-
-        @wraps(original)
-        def grad(
-            outputs: Any,
-            inputs: Any,
-            grad_outputs: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
-                inputs = tuple(inputs)
-            if self._acts() and not _compiles() and not is_of_transform(outputs):
-                found = self._own_grad(
-                    original, _listed(outputs), _listed(inputs), grad_outputs, retain_graph, create_graph
-                )
-                if found is not None:
-                    return found
-            return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)
-
-        return grad
-
-    def _own_grad(
-        self, grad: Any, outputs: Any, inputs: Any, given: Any, retain_graph: bool | None, create_graph: bool
-    ) -> Any:
-        """Return the gradients that torch would lose with sharded models; None for those it computes."""
-        params = sharded_parameters(inputs, list(self.hook_context.models))
-        if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
-            if create_graph or not all(param is not None for param in params):
-                raise refuse_parameters(_GRAD)
-            self._begin()
-            return gradients_by_backward(outputs, params, given, retain_graph, list(self.hook_context.models))
-        if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-            return differentiable_grad(grad, outputs, inputs, given)
-        return None
+            raise refuse_create_graph()
+        _begin_backward(hook_context)
+    with ExitStack() as stack:
+        for divided in all_divided():
+            stack.enter_context(divided.recomputing())
+        return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
 
-def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
-    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
+def grad(
+    original: Any,
+    hook_context: HookContext,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand for `torch.autograd.grad`."""
+    if isinstance(inputs, Iterator | ValuesView):  # model.parameters() is read once
+        inputs = tuple(inputs)
+    if _acts(hook_context) and not makes_graph() and not is_of_transform(outputs):
+        from fsdplaunch.runtime.auto.model.double_backward import own_gradients
 
-    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
-    """
-    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
-    return gathered and not create_graph and is_in_backward()
-
-
-def _compiles() -> bool:
-    """Return whether the compiler makes a backward graph, two frames up: it sees parameters of split layers."""
-    return compiles_backward(str(sys._getframe(2).f_globals.get("__name__", "")))
-
-
-def _listed(tensors: Any) -> list[Any]:
-    """Return what torch is given as one or as several, of which an edge of a graph is one."""
-    return list(tensors) if isinstance(tensors, list | tuple) and not hasattr(tensors, "node") else [tensors]
+        models, begin = list(hook_context.models), functools.partial(_begin_backward, hook_context)
+        how = (grad_outputs, retain_graph, create_graph)
+        found = own_gradients(original, outputs, inputs, *how, models=models, begin=begin)
+        if found is not None:
+            return found
+    return original(outputs, inputs, grad_outputs, retain_graph, create_graph, *args, **kwargs)

@@ -4,10 +4,9 @@ The outermost unit stays gathered from a pass to its backward. What a script doe
 would be done to tensors that are thrown away, and so would what a model's own forward writes into parameters.
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.inspection.parameters import named_parameters
-from fsdplaunch.runtime.inspection.units import has_shards, is_unit, original_class, reshard
-from fsdplaunch.runtime.messages import being_built, script_line
-from fsdplaunch.runtime.patch import replaced
+from fsdplaunch.runtime.inspection.units import is_unit, original_class, reshard
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.gradients import add_hook, hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizers import ORIGIN
-from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.state_dict.gather import cut_to_shard
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -49,7 +46,7 @@ class GatheredView:
     def __init__(self, model: nn.Module, trains: Callable[[], bool]) -> None:
         self.trains = trains
         self.groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
-        self.in_pass = pass_look(model) if is_unit(model) else _never
+        self.in_pass = pass_look(model) if is_unit(model) else lambda: False
         self.kept: list[weakref.ref[Any]] = []
         self.changes: list[tuple[int, bool]] = []
         self.shown: list[tuple[int, bool]] = []
@@ -98,7 +95,7 @@ class GatheredView:
 
 
 def _changes(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
-    """Return what tells the values of shards, and what is frozen, from those of an earlier time."""
+    """Return what differs where shards have other values, or others of them are frozen, than earlier."""
     return [(change_count(shard) + change_count(local_tensor(shard)), shard.requires_grad) for _, shard in pairs]
 
 
@@ -116,10 +113,6 @@ def _changed_twice(model: nn.Module) -> ShardingError:
     return ShardingError(msg, hint=hint)
 
 
-def _never() -> bool:
-    return False
-
-
 _views: "weakref.WeakKeyDictionary[nn.Module, GatheredView]" = weakref.WeakKeyDictionary()
 
 
@@ -128,35 +121,20 @@ def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
     return _views.setdefault(model, GatheredView(model, trains))
 
 
-@contextmanager
-def showing_shards(hook_context: HookContext) -> Iterator[None]:
-    """Let `parameters` and `named_parameters` give shards outside of passes, and `apply` change them. Rule 3.
+def name_parameters(
+    original: Any, _: HookContext, module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Any]]:
+    """Stand for `Module.named_parameters`, which gives shards outside of passes."""
+    named = original(module, *args, **kwargs)
+    shards = {id(gathered): shard for model in _open() for gathered, shard in _views[model].pairs()}
+    return ((name, shards.get(id(param), param)) for name, param in named) if shards else named
 
-    Hooks that the script registers at shards are called with the gradients that torch sets.
-    """
 
-    def listing(original: Any) -> Any:
-        def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            shards = {} if torch.compiler.is_compiling() else _shards(_open())
-            for name, param in original(self, *args, **kwargs):
-                yield name, shards.get(id(param), param)
-
-        return named_parameters
-
-    def applying(original: Any) -> Any:
-        def apply(self: nn.Module, function: Any) -> Any:
-            for model in list(_open()):
-                reshard(model)
-            return original(self, function)
-
-        return apply
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "named_parameters", listing))
-        stack.enter_context(replaced(nn.Module, "apply", applying))
-        stack.enter_context(replaced(nn.Module, "share_memory", _sharing))
-        stack.enter_context(replaced(DTensor, "register_hook", _registering(hook_context)))
-        yield
+def apply(original: Any, _: HookContext, module: nn.Module, function: Any) -> Any:
+    """Stand for `Module.apply`, which changes shards."""
+    for model in list(_open()):
+        reshard(model)
+    return original(module, function)
 
 
 def _open() -> Iterator[nn.Module]:
@@ -166,44 +144,19 @@ def _open() -> Iterator[nn.Module]:
             yield model
 
 
-def _shards(models: Iterable[nn.Module]) -> Mapping[int, Any]:
-    """Return the shards of what models have gathered, by the ids of what is gathered."""
-    return {id(gathered): shard for model in models for gathered, shard in _views[model].pairs()}
+def register_hook(original: Any, hook_context: HookContext, tensor: Any, hook: Any) -> Any:
+    """Stand for `DTensor.register_hook`: a script's hook is called with the gradients that torch sets of shards.
 
-
-def _registering(hook_context: HookContext) -> Any:
-    """Make the method that has a hook called with gradients of shards, for which torch calls none itself."""
-
-    def register(original: Any) -> Any:
-        def register_hook(tensor: Any, hook: Any) -> Any:
-            own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
-            if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
-                return original(tensor, hook)
-            handle = add_hook(tensor, hook)
-            if hook_context.ownership.ranked:
-                units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
-                hook_local_gradients(units, tensor)
-            return handle
-
-        return register_hook
-
-    return register
-
-
-def _sharing(original: Any) -> Any:
-    def share_memory(self: nn.Module) -> Any:
-        if has_shards(self):
-            msg = (
-                f"{script_line()} gives {class_name(self)} memory to share with processes of its own, and it is"
-                " sharded: these would train copies that nobody reads"
-            )
-            hint = (
-                "run the script with plain python; or have ranks do their work, and fsdplaunch.prepare the model"
-            )
-            raise ShardingError(msg, hint=hint)
-        return original(self)
-
-    return share_memory
+    Torch calls none itself: the gradient of a pass is that of what was gathered.
+    """
+    own = str(getattr(hook, "__module__", "")).startswith(("fsdplaunch.", "torch."))
+    if own or not hook_context.ownership.ours or not isinstance(tensor, nn.Parameter):
+        return original(tensor, hook)
+    handle = add_hook(tensor, hook)
+    if hook_context.ownership.ranked:
+        units = (each for model in hook_context.models for each in model.modules() if is_unit(each))
+        hook_local_gradients(units, tensor)
+    return handle
 
 
 _gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}
@@ -331,45 +284,35 @@ def keeping_references(model: nn.Module) -> Iterator[None]:
             held.__class__ = ShardReference
 
 
-@contextmanager
-def refusing_renames(hook_context: HookContext) -> Iterator[None]:
-    """Refuse to give a shard another name, as pruning and parametrizations do: torch gathers it by its first.
+def register_parameter(original: Any, hook_context: HookContext, module: nn.Module, name: str, param: Any) -> None:
+    """Stand for `Module.register_parameter`: a shard keeps its name, by which torch gathers it.
 
-    Torch itself registers shards in every pass, by the names that they have.
+    Pruning and parametrizations would give it another. Torch itself registers shards in every pass.
     """
-
-    def register(original: Any) -> Any:
-        @functools.wraps(original)
-        def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-            if isinstance(param, DTensor) and not is_made_by_compiler(self):
-                _check_name(self, name, param, hook_context)
-            original(self, name, param)
-
-        return register_parameter
-
-    with replaced(nn.Module, "register_parameter", register):
-        yield
-
-
-def _check_name(module: nn.Module, name: str, param: DTensor, hook_context: HookContext) -> None:
-    for model, line in hook_context.models.items():
-        for unit in filter(is_unit, model.modules()):
-            for shard, places in places_of_shards(unit):
-                if shard is param and not any(module is home and name == known for home, known in places):
-                    raise late_parameter(model, name, line)
+    if isinstance(param, DTensor) and not is_made_by_compiler(module):
+        for model, line in hook_context.models.items():
+            for unit in filter(is_unit, model.modules()):
+                for shard, places in places_of_shards(unit):
+                    if shard is param and not any(module is home and name == known for home, known in places):
+                        raise late_parameter(model, name, line)
+    original(module, name, param)
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
     """Return the error for a parameter that a model got after it was sharded."""
-    now = script_line()
-    msg = f"{now}: {name} of {original_class(model).__name__} appeared after the model was sharded at {line}"
-    hint = (
-        f"complete the model before {line}; or call fsdplaunch.prepare(model, optimizer) in the script when it is"
-    )
-    if now == line and any(each is model for each in being_built()):  # the script cannot be changed there
-        hint = (
-            f"{line} builds an optimizer before its model is complete, inside of a library: after it, give"
-            " fsdplaunch.prepare each part that the library computes with, and the optimizers"
-            " (fsdplaunch.prepare(model.actor, model.critic, model.actor.optimizer, model.critic.optimizer))"
-        )
+    kind = original_class(model).__name__
+    msg = f"{script_line()}: {name} of {kind} appeared after the model was sharded at {line}"
+    hint = "complete the model before that line, or call fsdplaunch.prepare(model, optimizer) when it is complete"
     return ShardingError(msg, hint=hint)
+
+
+_EXCHANGE_HINT = (
+    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
+    " ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
+)
+
+
+def refuse_exchange() -> ShardingError:
+    """Return the error for a collective of the script's own that is given shards."""
+    msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
+    return ShardingError(msg, hint=_EXCHANGE_HINT)

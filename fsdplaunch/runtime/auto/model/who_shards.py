@@ -11,21 +11,13 @@ DistributedDataParallel. `launch.shard: always` overrules it. Two facts are reas
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.messages import is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding_watch import built_library, on_sharding, sharded_by
 
 _SHARDERS: dict[str, tuple[str, ...]] = {
@@ -71,9 +63,9 @@ class Ownership:
         self.setting = config.launch.shard
         self.ours: bool | None = None
         self.ranked = False
-        self.put_off: Callable[[], None] = _nothing
-        self.on_decision: Callable[[], None] = _nothing
-        self.leave_draws: Callable[[], None] = _nothing
+        self.put_off: Callable[[], None] = lambda: None
+        self.on_decision: Callable[[], None] = lambda: None
+        self.leave_draws: Callable[[], None] = lambda: None
         self._keeps_batch = config.launch.keep_global_batch
         self._owner = ""
         self._adopted = ""
@@ -148,7 +140,10 @@ class Ownership:
     def _decide(self, *, now: bool) -> None:
         if self.ours is not None:
             return
-        owner = None if self.setting == "always" else _acting()
+        library = built_library()
+        owner = sharded_by() if library is None else library.name
+        if self.setting == "always":
+            owner = None
         if owner is None and self.setting != "always" and (joined_by_script() or (not now and holds_a_sharder())):
             self.put_off()
             return
@@ -164,24 +159,10 @@ class Ownership:
 
     def _check_batches(self, what: str) -> None:
         """Refuse to keep the global batch where another one shards and makes its own loaders."""
-        if self.ours is False and self._keeps_batch and not _divides_batches(self._owner):
+        by_accelerate = self._owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
+        if self.ours is False and self._keeps_batch and not by_accelerate:
             msg = f"{script_line()} {what}: keep_global_batch is set, and the script divides its batches itself"
             raise ShardingError(msg, hint="leave it out, and set each worker's batch size in the script")
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _acting() -> str | None:
-    """Return what shards already, or was built to."""
-    library = built_library()
-    return sharded_by() if library is None else library.name
-
-
-def _divides_batches(owner: str) -> bool:
-    """Return whether accelerate makes the loaders of what shards, which then divide batches as configured."""
-    return owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
 
 
 def holds_a_sharder() -> bool:
@@ -209,70 +190,3 @@ def _is_sharder(value: Any) -> bool:
     """Return whether a class or function is one of those, by its own name: a script may call it as it likes."""
     endings = _SHARDERS.get(str(value.__module__).partition(".")[0], ())
     return bool(endings) and value.__name__.endswith(endings)
-
-
-@contextmanager
-def deciding_when_training_begins(
-    ownership: Ownership, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None]
-) -> Iterator[None]:
-    """Shard where training begins what nobody has sharded until then. Rule 1.
-
-    Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
-    The hooks stand only while the decision is put off: every module's call passes them.
-
-    Args:
-        ownership: The decision.
-        optimizers: Gives those that the script has built.
-        shard_now: Shards the models that one of them trains.
-    """
-    with ExitStack() as hooks:
-        waiting = _Waiting(optimizers, shard_now, hooks)
-        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
-        yield
-
-
-class _Waiting:
-    """The hooks of one worker while the decision is open."""
-
-    def __init__(
-        self, optimizers: Callable[[], list[Optimizer]], shard_now: Callable[[Optimizer], None], hooks: ExitStack
-    ) -> None:
-        self.optimizers, self.shard_now, self.hooks = optimizers, shard_now, hooks
-        self.started = False
-
-    def start(self) -> None:
-        if not self.started:
-            self.started = True
-            self.hooks.enter_context(replaced(nn.Module, "__call__", self._calling))
-            self.hooks.enter_context(replaced(DataLoader, "__iter__", self._reading))
-
-    def stop(self) -> None:
-        self.started = False
-        self.hooks.close()
-
-    def _calling(self, original: Any) -> Any:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.started and module.training and torch.is_grad_enabled():
-                trained = self._trained()
-                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
-                    self._shard()
-            return original(module, *args, **kwargs)
-
-        return call
-
-    def _reading(self, original: Any) -> Any:
-        def iterate(loader: Any) -> Any:
-            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
-                self._shard()
-            return original(loader)
-
-        return iterate
-
-    def _trained(self) -> set[int]:
-        """Return the full parameters that optimizers train, by their ids."""
-        params = (param for each in self.optimizers() for group in each.param_groups for param in group["params"])
-        return {id(param) for param in params if not isinstance(param, DTensor)}
-
-    def _shard(self) -> None:
-        for optimizer in self.optimizers():
-            self.shard_now(optimizer)

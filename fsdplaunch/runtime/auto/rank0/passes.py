@@ -148,11 +148,13 @@ class Passes:
     """The passes of one model.
 
     Args:
-        name: The model's class.
+        model: Sharded; `passes_of` knows it from then on.
+        name: Its class.
         hook_context: This worker's.
     """
 
-    def __init__(self, name: str, hook_context: HookContext) -> None:
+    def __init__(self, model: nn.Module, name: str, hook_context: HookContext) -> None:
+        _passes[model] = self
         self.name, self._hook_context = name, hook_context
         self._evaluated_at = -1
         self._training = True
@@ -246,24 +248,9 @@ class Passes:
 _passes: "weakref.WeakKeyDictionary[nn.Module, Passes]" = weakref.WeakKeyDictionary()
 
 
-def note_passes(model: nn.Module, passes: Passes) -> None:
-    """Remember who counts a model's passes."""
-    _passes[model] = passes
-
-
-def begin_alone(model: nn.Module) -> AlonePass | None:
-    """Begin a pass of a sharded model; see `Passes.begin`."""
-    return _passes[model].begin(model) if model in _passes else None
-
-
-def turns_on_all_ranks(model: nn.Module) -> bool:
-    """Do what a model's next pass begins with, before something else that all ranks do; see `Passes.turn`."""
-    return model not in _passes or _passes[model].turn(model)
-
-
-def is_alone_without_compiling(model: nn.Module) -> bool:
-    """Return whether rank 0 makes a model's next pass alone, for which the compiled one is not to be called."""
-    return model in _passes and _passes[model].is_alone_without_compiling(model)
+def passes_of(model: nn.Module) -> Passes:
+    """Return the passes of a model whose shards ranks hand over."""
+    return _passes[model]
 
 
 def serve_models_of_others(hook_context: HookContext) -> None:
@@ -295,8 +282,8 @@ def serve(model: nn.Module, hook_context: HookContext) -> None:
     if is_compiled(model, hook_context.module_registry.alive()):
         return  # a hook would have it compiled again
     wrapped = model.module if isinstance(model, FullyShardedDataParallel) else model
-    note_passes(model, Passes(original_class(wrapped).__name__, hook_context))
-    begin, passes = untraced(begin_alone), list[AlonePass | None]()
+    begin = untraced(Passes(model, original_class(wrapped).__name__, hook_context).begin)
+    passes: list[AlonePass | None] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         alone = None if any(passes) else begin(module)  # a model may call itself
@@ -369,7 +356,7 @@ def note_paths(model: nn.Module, name: str) -> None:
     """Have every rank follow its way through the units of a model that was just sharded.
 
     A place is all that was called in a pass so far: blocks that are called several times in each pass, in the same
-    order, are no choice. Outside of a pass of the model it is the unit that was called last.
+    order, are not a choice. Outside of a pass of the model it is the unit that was called last.
     """
     units = {clean_name(path): unit for path, unit in model.named_modules() if is_unit(unit) and unit is not model}
     listed, ways = set(itertools.pairwise(["", *units, _END])), _Ways()

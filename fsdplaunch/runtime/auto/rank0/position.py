@@ -202,7 +202,7 @@ def counting_one_change(tensor: Any) -> Iterator[None]:
 
 
 def trains_shards(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains what is divided over ranks, which all of them step."""
+    """Return whether an optimizer trains what is divided over ranks: all ranks step it."""
     trained = (param for group in optimizer.param_groups for param in group["params"])
     return any(isinstance(param, DTensor) or is_in_flat_parameter(param) for param in trained)
 

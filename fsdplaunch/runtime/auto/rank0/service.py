@@ -1,17 +1,14 @@
 """What ranks have shards of, under names that all of them know, and how one is read beside the main thread."""
 
 import contextlib
-import functools
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -24,8 +21,7 @@ from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, na
 from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
 from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
-from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.state_dict.gather import await_main_thread, spooled
+from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled
 from fsdplaunch.runtime.torch_internals.distributed import default_timeout, local_tensor, shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
 from fsdplaunch.runtime.torch_internals.modules import own_parameters
@@ -219,11 +215,12 @@ class Server:
         self._connection.send({"here": here, "where": where})
 
     def _send_shard(self, request: dict[str, Any], place: Place) -> None:
+        now = self._position.place()  # before the marks: what moves on between the two leaves one
         mark = _held_at(self._position, place)
         if not self._shards:
             self._shards = dict(named_shards(self._hook_context))
         shard = self._shards.get(request["name"])
-        held = self._position.place() if mark is None else mark.place
+        held = now if mark is None else mark.place
         # A step that no collective of rank 0's kept this rank from making has changed the shards.
         stepped = mark is not None and mark.is_step and held.collectives <= place.collectives
         answer = {"steps": held.steps + stepped, "changes": held.changes, "shape": None}
@@ -412,7 +409,7 @@ class Service:
             connection.send({"kind": "done"})
 
     def close(self) -> None:
-        """End, at the end of the process: rank 0 tells the others, which serve until then."""
+        """End, at the end of the process: rank 0 sends that to the others, which serve until then."""
         self.position.end()
         for connection in self._connections.values():
             with contextlib.suppress(CheckpointError):  # it has ended before
@@ -468,38 +465,39 @@ def check_all_ranks(call: str, hint: str = _ALL_RANKS) -> None:
         raise found.alone(call, hint)
 
 
-@contextmanager
-def giving_full_states() -> Iterator[None]:
-    """Have `state_dict()`, and `full_tensor()` of a shard, give full tensors to rank 0 alone; rule 6."""
+class _Asking(threading.local):
+    """Whether this thread is in a `state_dict()`, which asks the modules below for theirs."""
 
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = original(self, *args, **kwargs)
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-            return state if caller.startswith(("torch.", "fsdplaunch.")) else _full_if_alone(self, state)
-
-        return state_dict
-
-    with ExitStack() as stack:
-        for kind in (nn.Module, Optimizer):
-            stack.enter_context(replaced(kind, "state_dict", make))
-        stack.enter_context(replaced(DTensor, "full_tensor", _full_tensor))
-        yield
+    inside = False
 
 
-def _full_tensor(gather: Any) -> Any:
-    @functools.wraps(gather)
-    def full_tensor(tensor: DTensor, **kwargs: Any) -> Any:
-        found = service()
-        by_script = is_user_file(sys._getframe(1).f_code.co_filename)
-        if by_script and found is not None and is_over_all_ranks(tensor):
-            call = f"full_tensor() at {script_line()}"
-            if found.asks_alone(call):
-                return found.full(tensor, call).to(tensor.device)
-        return gather(tensor, **kwargs)
+_asking = _Asking()
 
-    return full_tensor
+
+def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `state_dict()` of a module or an optimizer, which gives rank 0 alone full tensors; rule 6."""
+    if _asking.inside or not _opened or are_files_of_ranks():
+        return original(owner, *args, **kwargs)
+    _asking.inside = True
+    try:
+        state = original(owner, *args, **kwargs)
+    finally:
+        _asking.inside = False
+    return _full_if_alone(owner, state)
+
+
+def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
+    """Stand for `DTensor.full_tensor`, likewise.
+
+    Only the caller distinguishes the script's call, which rank 0 may make alone, from those of torch and
+    libraries, which all ranks make, tensor by tensor: asking each time would cost a message to every rank.
+    """
+    found = service()
+    if found is not None and is_user_file(sys._getframe(2).f_code.co_filename) and is_over_all_ranks(tensor):
+        call = f"full_tensor() at {script_line()}"
+        if found.asks_alone(call):
+            return found.full(tensor, call).to(tensor.device)
+    return original(tensor, **kwargs)
 
 
 def _full_if_alone(owner: Any, state: Any) -> Any:
@@ -507,18 +505,15 @@ def _full_if_alone(owner: Any, state: Any) -> Any:
     if found is None:
         return state
     if isinstance(owner, Optimizer):
-        _refuse_flat_alone(found, owner, call)
-    shards = _shards_over_all_ranks(state) if found.gives_full_states() else []
-    if not shards:
+        params = (param for group in owner.param_groups for param in group["params"])
+        if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
+            msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
+            raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
+    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
+    if not shards or not found.gives_full_states() or not all(map(is_over_all_ranks, shards)):
         return state
     await_main_thread(call)
     return _full(found, owner, state, shards, call) if found.asks_alone(call) else state
-
-
-def _shards_over_all_ranks(state: Any) -> list[DTensor]:
-    """Return the shards in a state; none where some are not over all ranks."""
-    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
-    return shards if all(map(is_over_all_ranks, shards)) else []
 
 
 def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: str) -> Any:
@@ -536,10 +531,3 @@ def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: s
     for name, value in list(state.items()):  # torch's own mapping, with the versions of modules
         state[name] = full_or_own(value)
     return state
-
-
-def _refuse_flat_alone(found: Service, optimizer: Optimizer, call: str) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
-        msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
-        raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")

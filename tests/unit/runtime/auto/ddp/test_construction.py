@@ -1,4 +1,4 @@
-"""Which hooks for communication may be left out: those of torch that make it cheaper, in torch's wrappers, too."""
+"""Which hooks for communication may be left out: those of torch that make it cheaper."""
 
 from typing import Any
 
@@ -17,7 +17,6 @@ def own(_state: Any, _bucket: Any) -> Any:
     [
         (default_hooks.bf16_compress_hook, True),
         (powerSGD_hook.powerSGD_hook, True),
-        (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), True),
         (post_localSGD_hook.post_localSGD_hook, False),
         (own, False),
         (default_hooks.bf16_compress_wrapper(own), False),

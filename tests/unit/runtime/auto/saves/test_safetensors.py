@@ -1,6 +1,8 @@
 """What safetensors writes of a sharded model, one tensor after the other, is the file of the model before."""
 
+import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.auto.saves import saving_as_one_process
+from fsdplaunch.runtime.auto import saves
+from fsdplaunch.runtime.auto.working_tree import WorkingTree, rank_0_having_the_tree
+from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer
 
 
@@ -65,9 +69,18 @@ def test_files_of_a_sharded_model_are_those_of_the_model_before(
         return gather(self, tensor)
 
     monkeypatch.setattr(ShardGatherer, "gather", noting)
-    ownership = SimpleNamespace(ours=True, ranked=False)
+    ownership: Any = SimpleNamespace(ours=True, ranked=False)
     context: Any = SimpleNamespace(ownership=ownership, rank=0, size=1, printed=set(), config=Config())
-    with saving_as_one_process(context):
+    with ExitStack() as stack:
+        stack.enter_context(rank_0_having_the_tree(WorkingTree(ownership, 0)))
+        for name, make in (
+            ("save", saves.safe_bytes),
+            ("save_file", saves.safe_file),
+            ("save_model", saves.safe_model),
+        ):
+            stack.enter_context(
+                replaced(safe, name, lambda original, make=make: functools.partial(make, original, context))
+            )
         state = {name: model.state_dict()[name] for name in names}
         safe.save_model(model, "model")
         safe.save_file(state, "file", metadata={"epoch": "3"})
