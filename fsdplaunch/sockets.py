@@ -103,7 +103,7 @@ def listening(sock: socket.socket) -> tuple[str, int]:
     Raises:
         OSError: Another one listens there.
     """
-    _share(sock, True)  # connections of an earlier run that are about to be forgotten are no obstacle
+    _share(sock, True)  # connections of an earlier run that are about to be forgotten are not an obstacle
     sock.listen(_BACKLOG)
     address, port = sock.getsockname()[:2]
     return "127.0.0.1" if address == ALL_ADDRESSES else str(address), int(port)

@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the garbage collector off libraries and tests: they are no garbage, and every process has them all."""
+    """Keep the garbage collector off libraries and tests: they are not garbage, and every process has them all."""
     gc.disable()
     try:
         return (yield)

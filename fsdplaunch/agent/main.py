@@ -188,7 +188,7 @@ def _run(worker_group: WorkerGroup, options: list[str], launcher: Launcher) -> t
         return _stop_status(worker_group), None
     except Exception as error:  # torch's agent may fail in any way; the report names it
         _log.exception("the agent failed")
-        if worker_group.stop.number is not None:  # the other nodes end as well: that they have gone is no news
+        if worker_group.stop.number is not None:  # the other nodes end as well: that they have gone is not news
             return _stop_status(worker_group), None
         status = EXIT_MACHINE if isinstance(error, elastic_agent.RendezvousError) else EXIT_FAILED
         return status, f"{type(error).__name__}: {error}"

@@ -107,7 +107,7 @@ ONLY_OURS = {
     "ACCELERATE_DEBUG_MODE": "false, which is what leaving it out means",
     "ACCELERATE_USE_CPU": "false, which is what leaving it out means",
     "ACCELERATE_CPU_AFFINITY": "false, which is what leaving it out means",
-    "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "its parser has no such option, its reader has; false is no setting",
+    "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "its parser has no such option, its reader has; false sets nothing",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_TP_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",

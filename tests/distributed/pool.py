@@ -125,7 +125,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what the libraries made is no garbage, and to look through it copies it into each rank
+    gc.freeze()  # what the libraries made is not garbage, and to look through it copies it into each rank
     multiprocessing.set_start_method(None, force=True)  # Python's own, as in a script; a rank would take over ours
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))

@@ -27,7 +27,7 @@ def clean_environ() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def warm_environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The variables of launches that find torch imported: tests whose subject is no start need not wait for it."""
+    """The variables of launches that find torch imported: tests that are not about a start need not wait."""
     folder = tmp_path_factory.mktemp("warm")
     folder.chmod(0o700)
     environ = clean_environ() | {"XDG_RUNTIME_DIR": str(folder)}
@@ -201,7 +201,7 @@ def launch(start: Callable[..., Launched]) -> Callable[..., Launched]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

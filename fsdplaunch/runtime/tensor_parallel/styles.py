@@ -103,8 +103,8 @@ class Cut:
     Attributes:
         dim: The dimension that is split; None where every rank keeps all of it.
         packed: How many matrices are joined along the dimension, each to be split by itself. Their rows of one
-            rank are no rectangle of the full tensor, which no checkpoint could hold: such a parameter is kept in
-            full and every rank computes with its own rows.
+            rank are not a rectangle of the full tensor, which no checkpoint could hold: such a parameter is kept
+            in full and every rank computes with its own rows.
         summands: Whether ranks compute their own activations with what every rank keeps, so that its gradients are
             summands; otherwise all compute the same.
         placement: What DTensor calls it. It is made here: torch.compile takes a dimension that differs from one

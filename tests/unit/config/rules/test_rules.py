@@ -29,7 +29,7 @@ def ids(text):
 
 REFUSED = {
     "a string under FSDP2": ("reshard-value", fsdp("reshard_after_forward: FULL_SHARD")),
-    "6 is no strategy": ("reshard-value", fsdp("reshard_after_forward: 6", version=1)),
+    "6 is not a strategy": ("reshard-value", fsdp("reshard_after_forward: 6", version=1)),
     "reshard against strategy": (
         "strategy-against-reshard",
         fsdp("sharding_strategy: SHARD_GRAD_OP", "reshard_after_forward: true"),

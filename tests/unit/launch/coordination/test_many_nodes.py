@@ -57,7 +57,7 @@ def test_signal_that_every_node_tells_of_reaches_each_node_once(monkeypatch):
     while len(heard) < count - 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)  # what else is under way
-    # The first to tell is not told; the others' words are no news.
+    # The first to tell is not told; the others' words are not news.
     assert heard == [(15, 1)] * (count - 2)
     place.ends[0].stop(15, 2)
     while len(heard) < 2 * (count - 2) and time.monotonic() < deadline:

@@ -43,7 +43,7 @@ def test_files_of_others_in_old_checkpoints_stay_and_are_named(tmp_path):
     inside = "pytorch_model_fsdp_0"
     assert left == {"link", inside, f"{inside}/notes", f"{inside}/notes/mine.txt"}
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
-    assert remove_old(tmp_path, 2) == []  # it is no checkpoint any more
+    assert remove_old(tmp_path, 2) == []  # it is not a checkpoint any more
     assert find_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
     assert find_gap(old) is not None
     assert Path("/etc").is_dir()
