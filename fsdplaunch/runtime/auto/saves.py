@@ -32,6 +32,7 @@ from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection.parameters import clean_name
 from fsdplaunch.runtime.inspection.units import has_shards, is_over_all_ranks, reshard
+from fsdplaunch.runtime.messages import calling_library, script_line
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.state_dict.deepcopy import unsharded_copy
 from fsdplaunch.runtime.state_dict.gather import (
