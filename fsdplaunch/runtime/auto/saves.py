@@ -32,6 +32,7 @@ from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection.parameters import clean_name
 from fsdplaunch.runtime.inspection.units import has_shards, is_over_all_ranks, reshard
+from fsdplaunch.runtime.messages import calling_library, script_line
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.state_dict.deepcopy import unsharded_copy
 from fsdplaunch.runtime.state_dict.gather import (
@@ -225,6 +226,7 @@ def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: An
         if gathering is not None:
             _save_full(hook_context, write, obj, f, gathering)
             return
+    _warn_of_shards(hook_context, obj)
     if tree().is_rank_0s():
         _write_own(write, f)
     elif hook_context.ownership.ours is None:
@@ -328,6 +330,19 @@ def _write_own(write: Callable[[Any], None], f: Any) -> None:
 def _share(hook_context: HookContext, path: str | None, gathering: ShardGatherer) -> None:
     if gathering.together and not gathering.by_rank and hook_context.ownership.ours:
         tree().share(path)
+
+
+def _warn_of_shards(hook_context: HookContext, obj: Any) -> None:
+    """Print once that a line writes shards, of a script that has sharded its model itself."""
+    alone, by_library = hook_context.ownership.ours or hook_context.size == 1, calling_library() is not None
+    if alone or by_library or "shards" in hook_context.printed or not _has_shards(obj):
+        return
+    hook_context.printed.add("shards")
+    messages.say(
+        f"{script_line()}: torch.save writes each rank's own shards here: those of rank 0 alone are not a model\n"
+        "  try  get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
+        " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint"
+    )
 
 
 def safe_bytes(save: Any, _: HookContext, tensors: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
