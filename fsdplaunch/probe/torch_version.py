@@ -14,8 +14,6 @@ Numbers = tuple[int, int]
 OLDEST: Numbers = (2, 9)
 NEWEST: Numbers = (2, 15)
 """The oldest and the newest torch that the tests passed with. pyproject.toml declares the same range."""
-TESTED_ON = "2026-11-22"
-"""When they did."""
 PRINTING_GLOO: tuple[Numbers, ...] = ((2, 9), (2, 10))
 """The versions whose gloo writes a line to standard output for every process group."""
 

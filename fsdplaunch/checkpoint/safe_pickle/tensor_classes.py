@@ -253,7 +253,6 @@ TENSOR_NAMES: dict[tuple[str, str], Any] = {
 _MAX_STATES = 2
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARDED = "torch.distributed._shard."
-_PLACEMENTS = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ class ShardFunctions:
         result: Any = NotImplemented
         if kind is Kind.LOCAL or kind is Kind.UPDATES:
             result = _on_shards(func, name, tensors, args, kwargs, updates=kind is Kind.UPDATES)
-        elif _is_by_ranks(name, *args, **kwargs):
+        elif args and _is_by_ranks(name, *args, **kwargs):
             result = gathered(func(*args, **kwargs))
         if result is not NotImplemented:
             return result

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -49,9 +49,6 @@ HINT = (
     " torch.distributed.all_reduce"
 )
 
-before_gathering: list[Callable[[], None]] = []
-"""What to call before shards are read: hooks of scripts put into them what the script wrote elsewhere."""
-
 
 class ShardGatherer:
     """Gathers the sharded tensors of one call of the script's; the full ones are kept where they are wanted.
@@ -71,8 +68,6 @@ class ShardGatherer:
     """
 
     def __init__(self, call: str, *, keep: bool, at: str | None = None, spool: bool = False) -> None:
-        for each in before_gathering:
-            each()
         self.call = f"{call} at {at or script_line()}"
         self.keep = keep
         self.together = True

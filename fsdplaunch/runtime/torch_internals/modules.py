@@ -229,13 +229,6 @@ def set_iterator_methods(iterator: Any, next_data: Callable[..., Any], reset: Ca
     iterator._next_data, iterator._reset = next_data, reset
 
 
-def iterator_class() -> type[Any]:
-    """Return the class of all iterators of data loaders, which are made with their loader."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    return _BaseDataLoaderIter
-
-
 def batches_yielded(iterator: Any) -> int:
     """Return how many batches an iterator has given."""
     return int(iterator._num_yielded)
