@@ -312,6 +312,8 @@ class WorkingTree:
         Raises:
             FilesOfRank0Error: The script makes a link, or calls `os.rmdir` or the like, which are not replaced.
         """
+        if not _trees:  # none is installed; or the interpreter ends, and has taken away what the names here mean
+            return
         if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
             made = os.path.abspath(arguments[0])  # noqa: PTH100
             if event == "tempfile.mkdtemp" or self._root(made) is not None:

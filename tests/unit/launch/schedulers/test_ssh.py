@@ -103,11 +103,11 @@ def test_far_side_ends_its_part_when_the_near_side_has_gone(monkeypatch, end: st
     monkeypatch.setattr(ssh_remote, "KILL_AFTER_SECONDS", 0.0)
     reader, writer = os.pipe()
     orders = FileIO(reader)
-    watch = threading.Thread(target=ssh_remote.obey, args=(orders, 0.0, 0.5))
+    watch = threading.Thread(target=ssh_remote.obey, args=(orders, 0.0, 1.5))
     watch.start()
     for word in ({"signal": signal.SIGUSR1}, {}, {}):
         os.write(writer, json.dumps(word).encode() + b"\n")
-        time.sleep(0.3)  # together longer than the silence it bears
+        time.sleep(0.6)  # together longer than the silence it bears
         assert sent == [signal.SIGUSR1]
     if end == "closed":
         os.close(writer)
