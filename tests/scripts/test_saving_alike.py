@@ -102,9 +102,10 @@ for epoch in range(2):
     while len(list(Path().glob(f"written-{epoch}-*"))) < int(os.environ.get("WORLD_SIZE", "1")):
         time.sleep(0.01)
     Path("out/log.part").rename("out/log.txt")
-for gone in ("out/0.pt", "out/none.pt", "out/best.pt/x.pt"):
+os.rename("out/0.pt", "out/first.pt")
+for gone in ("out/none.pt", "out/best.pt/x.pt"):
     try:
-        os.rename(gone, "out/first.pt")
+        os.rename(gone, "out/gone.pt")
     except OSError as error:
         print(type(error).__name__)
 if os.environ.get("RANK", "0") == "0":
