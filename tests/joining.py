@@ -7,10 +7,10 @@ from pathlib import Path
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
-from fsdplaunch.launch.coordination.join import SecretSource
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.run_control import JoinProgress
+from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 
 SECRET = "ab" * 32

@@ -20,8 +20,8 @@ from fsdplaunch.doctor.checks import check_connections, run_checks, status_of, s
 from fsdplaunch.doctor.facts import Check, DoctorFacts, bug_report_block, collect_facts
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.launch.coordination.join import SecretSource, find_secret
 from fsdplaunch.launch.coordination.placement import find_placement
+from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret
 from fsdplaunch.launch.entry_points import NETWORK_TEST
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import failure_lines

@@ -12,10 +12,11 @@ from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import LaunchError, MachineError, UsageError
 from fsdplaunch.launch.coordination import join, network
-from fsdplaunch.launch.coordination.join import SecretSource, agreed_config, find_secret, provisional_config
+from fsdplaunch.launch.coordination.join import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator, is_step
 from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl
+from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.schedulers.remote_launchers import shared_overrides

@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
-from fsdplaunch.launch.coordination.run_control import RunControl, attach, conclude_run
+from fsdplaunch.launch.coordination.run_control import AgentProcess, RunControl, attach, conclude_run
 from fsdplaunch.launch.diagnosis import diagnose, failure_facts
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
@@ -51,25 +51,6 @@ PATIENCE = 2
 _LOOK_SECONDS = 0.5
 _AGENT_SECONDS = 5.0
 """How long the agent may take beyond what it gives its workers."""
-
-
-class AgentProcess(Protocol):
-    """A running agent."""
-
-    pid: int
-
-    def send_signal(self, sig: int, /) -> None:
-        """Signal it, if it is still there."""
-
-    def kill(self) -> None:
-        """Kill it, and with it its workers."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its status; -n for a death by signal n.
-
-        Raises:
-            TimeoutExpired: It has not ended within so many seconds.
-        """
 
 
 def _start_agent(

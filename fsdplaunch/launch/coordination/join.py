@@ -1,15 +1,8 @@
-"""Before torch starts: have the nodes find each other, and say in plain words why they cannot run together.
-
-A node finds the run's secret in a variable, in a file, or in the folder that the nodes share.
-"""
+"""Before torch starts: have the nodes find each other, and say in plain words why they cannot run together."""
 
 import hashlib
-import os
 import platform
-import shlex
-import stat
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,157 +11,25 @@ from fsdplaunch import __version__
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, all_keys, value_at
 from fsdplaunch.config.schema.kinds import join_endpoint
-from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.files import atomic_file
+from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
 from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl, Tell
+from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.preflight import find_holder
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.torch_version import installed_numbers
-from fsdplaunch.run_secret import SECRET, is_secret, make_secret, proof
 from fsdplaunch.sockets import make_room
 
-_SHARED_SECONDS = 15.0
-"""How long a file system that nodes share may show an older file."""
-_PATIENCE_SECONDS = 3.0
-_LONGEST = 4096
-_NAME = ".join-"
-_HOW = f"use the command that node 0 printed, or set {SECRET}, or launch.secret_file, alike on every node"
 _LAST_CALL_SECONDS = 10.0
 """How long an elastic run waits for more nodes once it has the least."""
 _ATTEMPTS = 3
 """Missed keep-alives after which torch's rendezvous drops a node."""
-
-
-class SecretSource:
-    """One node's way to the secret.
-
-    Without a variable or a file of the user's, node 0 makes a secret and leaves it, for as long as nodes may join,
-    in a file (0600) in the folder of runs. Nodes that share that folder need nothing else; others get it from the
-    user. What a killed launcher has left there is the secret of a run that is over.
-    """
-
-    def __init__(self, given: str, shared: Path) -> None:
-        self.is_given = bool(given)
-        self._secret, self._shared = given, shared
-        self._wrote: tuple[int, int] | None = None
-
-    def offer(self) -> str:
-        """Return the secret, on node 0: the given one, or a new one that nodes with the same folder find."""
-        if not self._secret:
-            self._secret = make_secret()
-        if not self.is_given and self._wrote is None:
-            with suppress(OSError):  # nobody shares what cannot be written
-                self._shared.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_file(self._shared) as part:
-                    part.touch(0o600)
-                    part.write_text(f"{self._secret}\n", encoding="ascii")
-                    self._wrote = _identity(part)
-        return self._secret
-
-    def withdraw(self) -> None:
-        """Remove the file again, if it is still ours."""
-        with suppress(OSError):
-            if self._wrote is not None and _identity(self._shared) == self._wrote:
-                self._shared.unlink()
-
-    def wait(self) -> str:
-        """Return the secret, on another node, which has connected to node 0; empty when there is none here."""
-        if self.is_given:
-            return self._secret
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while not (found := _read_private(self._shared)) and not self._secret and time.monotonic() < end:
-            time.sleep(0.1)
-        self._secret = found or self._secret
-        return self._secret
-
-    def may_change(self, waited: float) -> bool:
-        """Return whether another secret may be found in a moment: the folder's, after so many seconds."""
-        return not self.is_given and bool(self._secret) and waited < _SHARED_SECONDS
-
-    def refused(self, address: str) -> MachineError:
-        """Return what to say when node 0 did not take this node."""
-        if not self._secret:
-            msg = f"node 0 at {address} asks for the run's secret, and this node has none"
-        else:
-            msg = f"node 0 at {address} has another secret than this node: it is not the same run"
-        return MachineError(msg, hint=_HOW)
-
-
-def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str], *, address: str) -> SecretSource:
-    """Return where this node finds the secret.
-
-    Args:
-        config: Resolved.
-        place: This node's.
-        environ: The launcher's.
-        address: Node 0's, where the configuration does not say it.
-
-    Raises:
-        UsageError: What is given is not a secret, or others may read the file.
-    """
-    name = proof("", place.host or address, str(place.port))[:12]
-    shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
-    if given := environ.get(SECRET):
-        if not is_secret(given):
-            msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
-            raise UsageError(msg, hint="make one with: openssl rand -hex 32")
-        return SecretSource(given, shared)
-    file = config.launch.secret_file
-    return SecretSource(read_secret_file(Path(file)) if file else "", shared)
-
-
-def read_secret_file(path: Path) -> str:
-    """Return the secret in a file of the user's.
-
-    Raises:
-        UsageError: There is none, or others may read it.
-    """
-    named = shlex.quote(str(path))
-    try:
-        # A named pipe is not waited for.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            data = file.read(_LONGEST + 1) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        msg = f"launch.secret_file: {path}: {(error.strerror or str(error)).lower()}"
-        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {named})") from None
-    if stat.S_ISREG(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-        msg = f"launch.secret_file: {path} is another user's, who knows what it holds (user {status.st_uid})"
-        raise UsageError(msg, hint="name a file of your own")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
-        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise UsageError(msg, hint=f"chmod 600 {named}")
-    found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
-    if not is_secret(found):
-        msg = f"launch.secret_file: {path} does not hold a secret: one line of at least 32 hexadecimal digits"
-        raise UsageError(msg, hint="make one with: openssl rand -hex 32")
-    return found
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_ino, found.st_mtime_ns
-
-
-def _read_private(path: Path) -> str:
-    """Return what a file of this user's own holds that nobody else can read or write; empty for any other."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            return ""
-        text = file.read(_LONGEST).decode(errors="replace").strip()
-    return text if is_secret(text) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
 from fsdplaunch.launch.coordination.network import plain_address, reason
@@ -29,11 +29,9 @@ from fsdplaunch.launch.coordination.run_control import (
     end_of_run,
     later,
 )
+from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.root_cause import WARNINGS, signal_name
 from fsdplaunch.sockets import connected
-
-if TYPE_CHECKING:
-    from fsdplaunch.launch.coordination.join import SecretSource
 
 TURN_SECONDS = 0.5
 _RETRY_SECONDS = 0.5
@@ -54,7 +52,7 @@ class NodeClient:
     """The launcher of a node other than node 0."""
 
     def __init__(
-        self, host: str, port: int, *, secret: "SecretSource", seconds: float, grace: float, tell: Tell
+        self, host: str, port: int, *, secret: SecretSource, seconds: float, grace: float, tell: Tell
     ) -> None:
         self.actions = RunActions()
         self.assignment: RunAssignment

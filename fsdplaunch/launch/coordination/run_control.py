@@ -14,16 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fsdplaunch.config.schema.kinds import join_endpoint
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, EXIT_SAVED
 from fsdplaunch.launch.root_cause import failure_status, first_failure, is_consequence
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
-
-if TYPE_CHECKING:
-    from fsdplaunch.launch.runner import AgentProcess
-
 
 PAUSE_SECONDS = 1.5
 """A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
@@ -35,6 +31,25 @@ _INSIST_SECONDS = 1.5
 _ECHO_SECONDS = 5.0
 KILL_SECONDS = 4.0
 """After so long the agent is killed, and its workers with it: torch may wait a minute for a store that is gone."""
+
+
+class AgentProcess(Protocol):
+    """A running agent."""
+
+    pid: int
+
+    def send_signal(self, sig: int, /) -> None:
+        """Signal it, if it is still there."""
+
+    def kill(self) -> None:
+        """Kill it, and with it its workers."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its status; -n for a death by signal n.
+
+        Raises:
+            TimeoutExpired: It has not ended within so many seconds.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +323,7 @@ class SignalRelay:
     comes again so soon is not impatience.
     """
 
-    def __init__(self, control: RunControl, agent: "AgentProcess", allowed: Sequence[int]) -> None:
+    def __init__(self, control: RunControl, agent: AgentProcess, allowed: Sequence[int]) -> None:
         self._control, self._agent, self._allowed = control, agent, allowed
         self._counts: dict[int, int] = {}
         self._heard: dict[int, float] = {}
@@ -328,13 +343,13 @@ class SignalRelay:
             send(self._agent, number)
 
 
-def send(agent: "AgentProcess", number: int) -> None:
+def send(agent: AgentProcess, number: int) -> None:
     """Signal the agent, if it is still there."""
     with suppress(ProcessLookupError):
         agent.send_signal(number)
 
 
-def attach(control: RunControl, agent: "AgentProcess", run_dir: Path, names: Sequence[str]) -> SignalRelay:
+def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Sequence[str]) -> SignalRelay:
     """Let the other nodes stop this one's agent, or have its workers start again.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,6 @@ from fsdplaunch.runtime.inspection.parameters import named_parameters, unwrapped
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings
-
-if TYPE_CHECKING:
-    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
-    from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
 
 
 class ReplicatedParams:
@@ -73,8 +69,8 @@ class ShardedModel:
         methods: The methods, beside forward, that parameters are gathered for.
         converted: How many linear layers compute in float8.
         replicas: The unsharded trained parameters, if there are any.
-        split: How its layers are split over ranks, if they are.
-        sequences: How its sequences are, if they are.
+        split: The plan by which its layers are split over ranks, of that feature's own class; None otherwise.
+        sequences: Likewise for its sequences.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -88,8 +84,8 @@ class ShardedModel:
     methods: tuple[str, ...]
     converted: int
     replicas: ReplicatedParams | None
-    split: SplitPlan | None = None
-    sequences: SplitSequences | None = None
+    split: Any = None
+    sequences: Any = None
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()

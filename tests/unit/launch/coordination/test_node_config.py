@@ -9,10 +9,11 @@ from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import join
-from fsdplaunch.launch.coordination.join import SecretSource, agreed_config, provisional_config
+from fsdplaunch.launch.coordination.join import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.placement import NodePlacement, find_placement
 from fsdplaunch.launch.coordination.run_control import RunAssignment
+from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.run_dir import node_folder
 

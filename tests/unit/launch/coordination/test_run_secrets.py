@@ -8,9 +8,9 @@ import pytest
 
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
-from fsdplaunch.launch.coordination.join import SecretSource, find_secret, read_secret_file
 from fsdplaunch.launch.coordination.placement import NodePlacement
 from fsdplaunch.launch.coordination.protocol import PROTOCOL, CoordinatorHandshake, NodeHandshake, ProtocolError
+from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret, read_secret_file
 from fsdplaunch.run_secret import SECRET, is_secret, make_secret
 from tests.joining import SECRET as GIVEN
 from tests.joining import Place, counter
