@@ -21,6 +21,7 @@ from fsdplaunch.cli.single_node import (
 )
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.features import feature
@@ -108,9 +109,7 @@ def check(
         return status
     announce(plan, loaded, out)
     if comparison is not None:
-        status = _compare(comparison, plan, tolerance, as_json=as_json, out=out)
-        remember(asked, target, equal=not status)
-        return status
+        return _compare(comparison, plan, asked, tolerance, as_json=as_json, out=out)
     result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_printer(plan, out))
     return _conclude(result, plan, loaded, as_json=as_json, out=out)
 
@@ -125,15 +124,19 @@ def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **optio
     return doctor(network=True, out=out, **options)
 
 
-def _compare(comparison: Any, plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
-    """Run the script in one process, then over the workers, and say what the comparison shows."""
+def _compare(
+    comparison: Any, plan: LaunchPlan, asked: Config, tolerance: float, *, as_json: bool, out: Output
+) -> int:
+    """Run the script in one process, then over the workers; say what the comparison shows, and remember it."""
     with comparison.recording(plan):
         comparison.run_plain(plan, out)
         result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_printer(plan, out))
         if result.failure is not None or result.stopped_by is not None:
             report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED
-        return int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
+        status = int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
+    remember(asked, plan.target, equal=status == comparison.EXIT_EQUAL)
+    return status
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:

@@ -6,6 +6,7 @@ digest of the script's text and of the small configuration, so that one verdict 
 
 import hashlib
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,7 @@ def _digest(config: Config, target: LaunchTarget) -> str | None:
     name = target.name.replace(".", "/")
     files = [Path(name + ".py"), Path(name) / "__main__.py"] if target.is_module else [Path(target.name)]
     script = next((file for file in files if file.is_file()), None)
-    if script is None or not target.is_python:
+    if script is None or not target.is_python or not os.access(script, os.R_OK):
         return None
     small = shrunk(config)[0]
     small = replace(small, launch=replace(small.launch, keep_global_batch=True))

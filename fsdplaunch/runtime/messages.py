@@ -138,8 +138,9 @@ def being_built() -> Iterator[Any]:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Suppress notices of future changes, of ranks that load alone."""
+    """Suppress notices of future changes, of typed storages (2.9's own), of ranks that load alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

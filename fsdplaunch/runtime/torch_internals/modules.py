@@ -193,7 +193,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_made_by_compiler(module: nn.Module) -> bool:
     """Return whether the compiler makes a module for itself, as it does of a step's parameters."""
-    graphs = isinstance(module, torch.fx.GraphModule) and torch.compiler.is_compiling()
+    graphs = isinstance(module, torch.fx.GraphModule) and (torch.compiler.is_compiling() or makes_graph())
     return graphs or type(module).__module__.startswith("torch._dynamo.")
 
 
