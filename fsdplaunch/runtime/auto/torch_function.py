@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.full_values import (
     FullView,
@@ -450,9 +451,15 @@ def _placed(like: Any, value: Any, given: list[Any]) -> Any:
     return with_local_tensor(like, value)
 
 
+_PLACING = (2, 13)
+"""From where torch's own reductions give a shard a gradient that lies as the shard does; 2.11's is whole."""
+
+
 def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
     """Return whether a call reduces one shard to a number that torch makes of those of each rank."""
     if not isinstance(shard, DTensor) or name not in ("sum", *_NORMS):
+        return False
+    if shard.requires_grad and torch.is_grad_enabled() and (parse(torch.__version__) or _PLACING) < _PLACING:
         return False
     if name == "sum":
         return not (order or named)
