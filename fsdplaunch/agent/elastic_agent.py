@@ -1,11 +1,11 @@
-"""Torch's elastic agent with our workers: rendezvous, restarts and membership are torch's, processes are ours.
+"""Torch's elastic agent with our workers: ranks, restarts and barriers are torch's, processes are ours.
 
 Runs in the agent, after the fork server has been forked.
 """
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -21,11 +21,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from fsdplaunch.agent import rendezvous
-from fsdplaunch.agent.rendezvous import AGREED_BACKEND, AgreedNodes, AgreedRendezvous, Membership, order_nodes
+from fsdplaunch.agent.rendezvous import AGREED_BACKEND, AgreedNodes, AgreedRendezvous, Members, Membership
 from fsdplaunch.agent.worker_group import WorkerGroup
 from fsdplaunch.agent.worker_spec import WorkerSpec
-from fsdplaunch.runtime.torch_internals.elastic import log_root
 
 __all__ = ["ChildFailedError", "RendezvousError", "SignalException", "run_elastic"]
 
@@ -37,6 +35,10 @@ _NO_SECONDS = 1e-6
 class _RunFolderLogs(LogsSpecs):
     """Tells torch that there is nothing to redirect: the worker group does that."""
 
+    def __init__(self, folder: str) -> None:
+        super().__init__(log_dir=folder)
+        self._folder = folder
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Give every stream "as it is"."""
         nothing = dict.fromkeys(range(len(envs)), "")
@@ -45,7 +47,7 @@ class _RunFolderLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         """Return where torch may say its logs are."""
-        return log_root(self)
+        return self._folder
 
 
 class _WorkerGroupContext(PContext):
@@ -161,20 +163,13 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     """
     config = read_options(options)
     config.monitor_interval = _NO_SECONDS
-    config.logs_specs = _RunFolderLogs(log_dir=str(worker_group.spec.run_dir))
-    nodes_vary = config.max_nodes > config.min_nodes
-    membership = Membership(worker_group) if nodes_vary else None
-
-    def leave() -> None:
-        _leave_when_over(worker_group)
-        if membership is not None:
-            membership.leave_when_changed()
-
-    agreed = _use_own_rendezvous(config, worker_group, secret, leave)
+    config.logs_specs = _RunFolderLogs(str(worker_group.spec.run_dir))
+    handler = _use_own_rendezvous(config, worker_group, secret)
+    membership = handler.membership if handler is not None else None
 
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
-        if agreed is not None:  # torch counts the failures of this node; workers of older torch share keys by it
-            envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(agreed.attempt)} for rank, env in envs.items()}
+        if handler is not None:  # torch counts the failures of this node; workers of older torch share keys by it
+            envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(handler.attempt)} for rank, env in envs.items()}
         context = _WorkerGroupContext(worker_group, name, envs, logs_specs, membership)
         try:
             context.start()
@@ -186,33 +181,22 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     # Torch has no way to pass in another kind of process. The agent calls this function by its name in its own
     # module (torch 2.6 to 2.13 at least), so replacing that name leaves everything else of torch's as it is.
     setattr(local_elastic_agent, "start_processes", start_processes)  # noqa: B010  (its type is narrower)
-    if agreed is None:
-        order_nodes(worker_group.spec.node)
-    if membership is not None:
-        membership.watch()
     elastic_launch(config, "worker")()
 
 
-def _use_own_rendezvous(
-    config: LaunchConfig, worker_group: WorkerGroup, secret: str, leave: Callable[[], None]
-) -> AgreedRendezvous | None:
+def _use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret: str) -> AgreedRendezvous | None:
     """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles.
 
-    Torch's own stays where nodes are started by torchrun (launch.meeting is false): they know no other.
-
-    Returns:
-        The one for a fixed number of nodes; None where the number may change, and where torch's stays.
+    Torch's own stays, and None is returned, where nodes are started by torchrun (launch.meeting is false): they
+    know no other.
     """
     if config.max_nodes > 1 and not secret:
         return None
+    agreed = _agreed_nodes(config, worker_group.spec, secret)
+    membership = None
     if config.max_nodes > config.min_nodes:
-        config.rdzv_backend = rendezvous.ELASTIC_BACKEND
-        held = worker_group.spec.held
-        rendezvous_handler_registry.register(
-            rendezvous.ELASTIC_BACKEND, lambda params: rendezvous.elastic_rendezvous(params, secret, leave, held)
-        )
-        return None
-    handler = AgreedRendezvous(_agreed_nodes(config, worker_group.spec, secret), leave)
+        membership = Membership(worker_group, Members(0, agreed.rank, agreed.nodes))
+    handler = AgreedRendezvous(agreed, lambda: _leave_when_over(worker_group), membership)
     config.rdzv_backend = AGREED_BACKEND
     rendezvous_handler_registry.register(AGREED_BACKEND, lambda _params: handler)
     return handler

@@ -169,14 +169,8 @@ def _variable_of_a_key(context: RuleContext) -> Iterator[Violation]:
 
 _READ_ALONE = frozenset({"read_timeout"})
 _READ_FIXED = _READ_ALONE | {"join_timeout", "timeout"}
-_READ_ELASTIC = _READ_ALONE | {
-    "close_timeout",
-    "heartbeat_timeout",
-    "join_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "last_call_timeout",
-}
+_READ_ELASTIC = _READ_FIXED | {"last_call_timeout"}
+_NUMBERS = _READ_ELASTIC | {"close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
 _FOR_SEVERAL: tuple[KeyPath, ...] = (
     ("main_process_ip",),
     ("launch", "rendezvous_timeout_seconds"),
@@ -196,7 +190,7 @@ def _may_be_several(context: RuleContext) -> bool:
 def _not_a_number(context: RuleContext) -> Iterator[Violation]:
     """Refuse a timeout or an interval in launch.rendezvous_options that is not a whole number."""
     for name, text in context.config.launch.rendezvous_options.items():
-        if name in _READ_FIXED | _READ_ELASTIC and not (text.isascii() and text.isdecimal()):
+        if name in _NUMBERS and not (text.isascii() and text.isdecimal()):
             unit = "" if name == "keep_alive_max_attempt" else " of seconds"
             yield Violation((_OPTIONS,), f"{name} must be a whole number{unit}, got {text or 'nothing'}")
 
@@ -209,10 +203,8 @@ def _unused_options(context: RuleContext) -> Iterator[Violation]:
         read, why = _READ_ALONE, "one node meets nobody"
     elif not context.config.launch.meeting:
         return  # torch's own rendezvous reads them all
-    elif least == most:
-        read, why = _READ_FIXED, "the launchers have numbered the nodes before"
     else:
-        read, why = _READ_ELASTIC, "the nodes meet at a store whose entries prove the run's secret"
+        read, why = _READ_FIXED if least == most else _READ_ELASTIC, "the launchers number the nodes themselves"
     unread = sorted(set(context.config.launch.rendezvous_options) - read)
     if unread:
         verb = "is" if len(unread) == 1 else "are"

@@ -159,11 +159,11 @@ class JoinPhase:
         store_host = came_to.pop() if len(came_to) == 1 else ALL_ADDRESSES
         held_port = self._hold_store_port(store_host)
         run = _start_message(self._server, nodes, notes)
-        for node in nodes[1:]:
-            node.send(**run, rank=node.rank)
+        for place, node in enumerate(nodes[1:], 1):
+            node.send(**run, rank=node.rank, place=place)
         self._server.running = True
         return RunAssignment.from_message(
-            {**run, "rank": own.rank, "names": [node.name for node in nodes]},
+            {**run, "rank": own.rank, "place": 0, "names": [node.name for node in nodes]},
             store_host=store_host,
             address=address,
             secret=self._requirements.secret,
@@ -183,15 +183,16 @@ class JoinPhase:
 
 
 def _start_message(
-    server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = ()
+    server: CoordinatorServer, nodes: Sequence[NodeConnection], notes: Sequence[str] = (), *, change: int = 0
 ) -> Message:
-    """Return the message that starts a node, but for its rank: as long for many nodes as for two."""
+    """Return the message that starts a node, but for its rank and place: as long for many nodes as for two."""
     more = [f"and {len(notes) - _SAID} more notes"] if len(notes) > _SAID else []
     return {
         "kind": "go",
         "run_id": server.requirements.run_id,
         "names": [nodes[0].name],
         "nodes": len(nodes),
+        "change": change,
         "world": sum(one.node_info.workers for one in nodes if one.node_info),
         "store_port": server.store_port,
         "silence": server.requirements.silence,
@@ -216,6 +217,7 @@ class Coordinator:
         self._signalled: dict[int, int] = {}
         self._stopped_by: str | None = None
         self._is_stopping = False
+        self._changes = 0
         self._losses: list[str] = []
         self._ended = False
         self._final: Message | None = None
@@ -296,12 +298,25 @@ class Coordinator:
         elif self._requirements.least < self._requirements.most and not self._ended:
             left = len(self._server.present)
             self._tell(f"lost {node.name}: {why}; {left} nodes go on from the last checkpoint")
-            self._server.broadcast(kind="lost", name=node.name)
-            self.actions.change()
+            self._change_members()
         else:  # also after the end began: what failed first may have failed because this node had gone
             self._note_loss(f"lost {node.name}: {why}")
             self._end(at_once=True)
         self._check_done()
+
+    def _change_members(self, joining: NodeConnection | None = None) -> None:
+        """Have the nodes that take part now start their workers again; one that joins starts its first ones."""
+        self._changes += 1
+        nodes = sorted(self._server.present, key=lambda node: node.rank)
+        for place, node in enumerate(nodes):
+            members = {"change": self._changes, "place": place, "nodes": len(nodes)}
+            if node is self._server.own:
+                self.actions.change(members)
+            elif node is joining:
+                run = _start_message(self._server, nodes, change=self._changes)
+                node.send(**run, rank=node.rank, place=place)
+            else:
+                node.send(kind="members", **members)
 
     def _note_loss(self, loss: str) -> None:
         """Note that a node has gone; where the run was asked to end, that is how a node ends, and no reason."""
@@ -396,8 +411,7 @@ class Coordinator:
         free = next(rank for rank in range(self._requirements.most) if rank not in taken)
         node.rank = free if node_info.rank is None else node_info.rank
         self._tell(f"{node.name} joins as node {node.rank}: all workers start again")
-        everyone = sorted([*others, node], key=lambda one: one.rank)
-        node.send(**_start_message(self._server, everyone), rank=node.rank)
+        self._change_members(node)
 
     def _late_obstacle(self, node_info: NodeInfo, others: Sequence[NodeConnection]) -> tuple[str, str] | None:
         """Return what keeps a node from joining the run while it goes on, and a hint."""

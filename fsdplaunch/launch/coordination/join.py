@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch import __version__
-from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, all_keys, value_at
 from fsdplaunch.config.schema.kinds import join_endpoint
 from fsdplaunch.errors import MachineError
@@ -28,8 +27,6 @@ from fsdplaunch.sockets import make_room
 
 _LAST_CALL_SECONDS = 10.0
 """How long an elastic run waits for more nodes once it has the least."""
-_ATTEMPTS = 3
-"""Missed keep-alives after which torch's rendezvous drops a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +112,7 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         least=place.least,
         most=place.most,
         seconds=launch.rendezvous_timeout_seconds,
-        last_call=min(_LAST_CALL_SECONDS, float(launch.rendezvous_options.get("last_call_timeout", "10"))),
+        last_call=float(launch.rendezvous_options.get("last_call_timeout", _LAST_CALL_SECONDS)),
         silence=launch.machine_timeout_seconds,
         grace=launch.shutdown_grace_seconds,
         expected=place.names,
@@ -262,7 +259,6 @@ def agreed_config(config: Config, assignment: RunAssignment) -> Config:
         rendezvous_endpoint=assignment.store,
         rendezvous_id=assignment.run_id or config.launch.rendezvous_id,
         local_address=assignment.address or config.launch.local_address,
-        rendezvous_options=_options(config),
     )
     return replace(
         config,
@@ -272,17 +268,3 @@ def agreed_config(config: Config, assignment: RunAssignment) -> Config:
         main_process_port=None,
         launch=launch,
     )
-
-
-def _options(config: Config) -> dict[str, str]:
-    """Return torch's settings; for an elastic run, such that a lost node is dropped when we count it as lost."""
-    least, most = node_range(config)
-    if least == most:
-        return dict(config.launch.rendezvous_options)
-    interval = max(1, round(config.launch.machine_timeout_seconds / _ATTEMPTS))
-    defaults = {
-        "last_call_timeout": f"{_LAST_CALL_SECONDS:.0f}",
-        "keep_alive_interval": str(interval),
-        "keep_alive_max_attempt": str(_ATTEMPTS),
-    }
-    return defaults | config.launch.rendezvous_options

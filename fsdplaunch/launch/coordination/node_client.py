@@ -248,8 +248,8 @@ class NodeClient:
             self.actions.stop(message["number"], message["count"])
         elif message["kind"] == "end":
             self.actions.end(message["at_once"])
-        elif message["kind"] == "lost":
-            self.actions.change()
+        elif message["kind"] == "members":
+            self.actions.change(message)
         elif message["kind"] == "final":
             self._final = message["final"]
             self._done.set()

@@ -1,6 +1,6 @@
 """What the launchers of one run say to each other: first a proof, then one JSON object per line, over TCP.
 
-    coordinator    fsdplaunch-4 NONCE
+    coordinator    fsdplaunch-5 NONCE
     node           NONCE PROOF, or `none` where it has no secret
     coordinator    PROOF, or `no`
 
@@ -24,7 +24,7 @@ from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
 _LARGEST = 2**63
-PROTOCOL = "fsdplaunch-4"
+PROTOCOL = "fsdplaunch-5"
 """First word that a coordinator says; another version's launchers are named instead of misread."""
 _LINE_BYTES = 256
 """Longest line before the proof."""
@@ -105,7 +105,8 @@ _NODE = {
     "folder?": str,
 }
 _TARGET = {"rank": _is_natural, "name": str, "address": str, "port": _is_port, "word": str}
-_RUN = {"run_id": str, "rank": _is_natural, "names": [str], "nodes": _is_natural, "world": _is_natural}
+_MEMBERS = {"change": _is_natural, "place": _is_natural, "nodes": _is_natural}
+_RUN = {"run_id": str, "rank": _is_natural, "names": [str], "world": _is_natural} | _MEMBERS
 
 TO_COORDINATOR: Mapping[str, Any] = {
     "hello": {"node": _NODE, "time_ns": _is_natural, "run_id": str},
@@ -122,7 +123,7 @@ TO_NODE: Mapping[str, Any] = {
     "go": {**_RUN, "store_port": _is_port, "silence": _is_time, "notes": [str]},
     "stop": {"number": _is_natural, "count": _is_natural},
     "end": {"at_once": bool},
-    "lost": {"name": str},
+    "members": _MEMBERS,
     "final": {"final": _FINAL},
     "ping": {},
 }

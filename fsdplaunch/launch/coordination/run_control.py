@@ -5,7 +5,6 @@ workers). On arrival `host`, `rank`, `offset_ns` (its clock against node 0's) ar
 asked to end because another node had failed.
 """
 
-import itertools
 import signal
 import socket
 import threading
@@ -61,6 +60,8 @@ class RunAssignment:
         rank: This node's rank.
         names: Node 0's name; on node 0 every node's, by rank.
         nodes: How many there are.
+        place: This node's place among them, which is its rank unless the run is elastic.
+        change: How often nodes have come or gone.
         world: Workers over all nodes.
         store: HOST:PORT of torch's store, as this node reaches it.
         address: This node, as the others reach it.
@@ -76,6 +77,8 @@ class RunAssignment:
     world: int
     store: str
     address: str
+    place: int = 0
+    change: int = 0
     notes: Sequence[str] = ()
     secret: str = field(default="", repr=False)
     held_port: socket.socket | None = field(default=None, repr=False, compare=False)
@@ -89,7 +92,8 @@ class RunAssignment:
             store_host: The coordinator, as this node reaches it.
             own: What no message says: address, secret, held_port.
         """
-        known = {name: message[name] for name in ("run_id", "rank", "names", "nodes", "world", "notes")}
+        names = ("run_id", "rank", "names", "nodes", "world", "notes", "place", "change")
+        known = {name: message[name] for name in names}
         return cls(**known, store=join_endpoint(store_host, message["store_port"]), **own)
 
 
@@ -100,12 +104,12 @@ class RunActions:
     Attributes:
         stop: Pass a signal on to this node's workers; gets how many there have been of its number.
         end: End this node's workers, at once when the argument is true: the run cannot go on.
-        change: Nodes have gone: start the workers again with those that are left.
+        change: Nodes have come or gone: start the workers again with those that there are now.
     """
 
     stop: Callable[[int, int], None] = lambda _number, _count: None
     end: Callable[[bool], None] = lambda _at_once: None
-    change: Callable[[], None] = lambda: None
+    change: Callable[[Mapping[str, int]], None] = lambda _members: None
 
 
 class OwnPause:
@@ -358,7 +362,11 @@ def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Seque
         run_dir: The folder of this node's part.
         names: The signals that are passed on.
     """
-    changes = itertools.count(1)
+
+    def change(members: Mapping[str, int]) -> None:
+        write_json(run_dir / MEMBERSHIP, {name: members[name] for name in ("change", "place", "nodes")})
+
+    change({name: getattr(control.assignment, name) for name in ("change", "place", "nodes")})
     signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def end(at_once: bool) -> None:
@@ -367,9 +375,7 @@ def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Seque
             later(_INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
-    control.actions = RunActions(
-        stop=signals.heard, end=end, change=lambda: write_json(run_dir / MEMBERSHIP, {"changes": next(changes)})
-    )
+    control.actions = RunActions(stop=signals.heard, end=end, change=change)
     control.start()
     return signals
 

@@ -53,11 +53,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "waiting": {"here": 1, "of": 2},
     "try": {"nodes": [{"rank": 0, "name": "n", "address": "127.0.0.1", "port": 1, "word": "w"}]},
     "go": {
-        **{"run_id": "r", "rank": 1, "names": ["a"], "nodes": 2, "world": 2},
+        **{"run_id": "r", "rank": 1, "names": ["a"], "nodes": 2, "world": 2, "place": 1, "change": 0},
         **{"store_port": 1, "silence": 10.0, "notes": []},
     },
     "end": {"at_once": True},
-    "lost": {"name": "n"},
+    "members": {"change": 1, "place": 1, "nodes": 2},
     "final": {"final": _GOOD_END},
 }
 """One right message of every kind."""

@@ -68,12 +68,6 @@ def test_torch_is_told_everything_and_guesses_nothing(rank: int, address: str, f
     assert plan.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_lost_node_is_dropped_by_torch_when_it_counts_as_lost_here():
-    launch = LaunchSection(nodes="2:4", machine_timeout_seconds=30, rendezvous_options={"last_call_timeout": "7"})
-    options = agreed_config(resolve(Config(launch=launch)), assignment(0)).launch.rendezvous_options
-    assert options == {"last_call_timeout": "7", "keep_alive_interval": "10", "keep_alive_max_attempt": "3"}
-
-
 def test_name_that_means_loopback_is_no_address_for_others(monkeypatch):
     monkeypatch.setattr(join.network, "resolve", lambda _host: ["127.0.1.1"])
     mine = node_spec("me")
