@@ -173,3 +173,31 @@ def test_a_link_that_every_rank_would_make_is_an_error_at_its_line(forks: Forks,
     assert done.codes[1] == 1
     assert "train.py:6: os.symlink of latest on rank 1: rank 0 has the files" in done.err[1]
     assert "hint: let rank 0 do it" in done.err[1]
+
+
+BY_ACCELERATE = """
+import os, shutil
+
+def main():
+    from accelerate import PartialState
+
+    state = PartialState()
+    name = f"cache-{state.process_index}"
+    with open("part-" + name, "w") as file:
+        file.write(name)
+    shutil.move("part-" + name, name)
+    os.chmod(name, 0o600)
+    assert open(name).read() == name
+
+main()
+"""
+
+
+def test_a_script_that_knows_its_ranks_by_accelerate_has_files_of_each(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BY_ACCELERATE)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    done = forks.run(script, folder, ranks=2, launch__shard="auto")
+    assert "cache-1" not in str(done.err)
+    assert sorted(path.name for path in folder.iterdir()) == ["cache-0", "cache-1"]

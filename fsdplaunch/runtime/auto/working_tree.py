@@ -89,7 +89,7 @@ class WorkingTree:
             return bool(self._ownership.ours)
         self._looking = True  # opening the source, to read it, asks again
         try:
-            return not (holds_a_sharder() or joined_by_script())
+            return not (holds_a_sharder() or joined_by_script() or _knows_ranks_by_accelerate())
         finally:
             self._looking = False
 
@@ -355,6 +355,16 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
             ):
                 stack.enter_context(replaced(owner, name, make))
         yield
+
+
+def _knows_ranks_by_accelerate() -> bool:
+    """Return whether the script has built accelerate's state, as an Accelerator or TrainingArguments does.
+
+    A script that imports its trainer in a function holds no name of one, and its ranks write files of their own
+    before the trainer is built (caches of datasets).
+    """
+    state = sys.modules.get("accelerate.state")
+    return state is not None and bool(state.PartialState._shared_state)
 
 
 def is_below(path: str, folder: str) -> bool:
