@@ -140,7 +140,6 @@ class Piece(NamedTuple):
         run: Source and target are each one run of bytes, so that the kernel can copy it.
         target: Where its first element goes, in bytes from the tensor's start.
         nbytes: Bytes that it contributes.
-        packed: Its item is compressed; `file_offset` is then the item's start and an offset in what it grows to.
     """
 
     region: Region
@@ -154,13 +153,10 @@ class Piece(NamedTuple):
     run: bool
     target: int
     nbytes: int
-    packed: bool
 
     def to_dict(self, size: int) -> dict[str, Any]:
         """Return the piece as plain data; `size` is the bytes per element."""
         common = {"file": self.place.file, "offset": self.file_offset + self.start * size, "length": self.nbytes}
-        if self.packed:
-            common |= {"offset": self.place.offset, "compressed": self.place.length}
         if self.run:
             return {**common, "target": self.target}
         return {**common, "strided": True, "offsets": list(self.region.offsets), "sizes": list(self.region.sizes)}

@@ -239,16 +239,10 @@ def merge_weights(
     copy_from: Annotated[
         Path | None, Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
     ] = None,
-    parts: Annotated[
-        str | None,
-        Option(metavar="N/M", help="Write part N of M only; the last one to finish makes OUTPUT of all"),
-    ] = None,
     jobs: Annotated[
         int,
         # How many it may be is for MergeOptions to say.
-        Option(
-            parser=whole("--jobs", -(10**6), 10**6), metavar="N", help="How many processes write on this machine"
-        ),
+        Option(parser=whole("--jobs", -(10**6), 10**6), metavar="N", help="How many threads write"),
     ] = 1,
     dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,

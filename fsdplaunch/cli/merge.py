@@ -11,14 +11,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
-from fsdplaunch.checkpoint.merge.parallel import files_of_part
-from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
 from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model, find_optimizer
 from fsdplaunch.cli.output import Output, byte_progress
-from fsdplaunch.display_text import listed, size_words
+from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
-
-_PART = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
 @contextmanager
@@ -71,15 +67,6 @@ def _parse_rename(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _parse_part(text: str) -> tuple[int, int]:
-    """Read `N/M`, part N of M."""
-    found = _PART.fullmatch(text)
-    if found is None:
-        msg = f"--parts {text!r} is not N/M"
-        raise UsageError(msg, hint="write part 2 of 8 as --parts 2/8")
-    return int(found[1]), int(found[2])
-
-
 def merge_weights(
     *,
     checkpoint: Path,
@@ -88,7 +75,6 @@ def merge_weights(
     file_format: str,
     no_checksums: bool,
     rename: Sequence[str],
-    parts: str | None,
     dry_run: bool,
     as_json: bool,
     out: Output,
@@ -109,7 +95,6 @@ def merge_weights(
         checksums=not no_checksums,
         safe_serialization=file_format == "safetensors" and not unsafe_serialization,
         rename=tuple(map(_parse_rename, rename)),
-        part=None if parts is None else _parse_part(parts),
     )
     checkpoint = _choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
     if dry_run:
@@ -126,8 +111,7 @@ def merge_weights(
     if as_json:
         out.json(_result_as_data(result))
         return
-    lines = _result_lines(result, checkpoint) if result.is_in_place else _part_lines(result, options)
-    for line in lines:
+    for line in _result_lines(result, checkpoint):
         out.say(line)
     for path in result.files:
         out.data(str(path))
@@ -149,26 +133,8 @@ def _show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json
         out.json(prepared.to_dict())
         return
     out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
-    for file in _shown_files(prepared.plan, options):
+    for file in prepared.plan.files:
         out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
-
-
-def _shown_files(plan: MergePlan, options: MergeOptions) -> tuple[PlannedFile, ...]:
-    """Return the files that a merge with these options writes: all, or those of its part."""
-    return plan.files if options.part is None else files_of_part(plan.files, *options.part)
-
-
-def _part_lines(result: MergeResult, options: MergeOptions) -> list[str]:
-    """Say what a part wrote that was not the last, and what the output waits for."""
-    number, count = options.part or (1, 1)
-    lines = [f"part {number} of {count} has nothing to write: the output has fewer files"]
-    if result.tensors:
-        size = f"{size_words(result.nbytes)} in {result.seconds:.1f} s"
-        lines = [f"part {number} of {count}: {result.tensors} tensors, {size}"]
-    if result.waiting:
-        shown = listed([str(each) for each in result.waiting], 5)
-        return [*lines, f"{result.output} appears when all parts are written; not yet: {shown}"]
-    return [*lines, f"all parts are written; another process puts {result.output} in place"]
 
 
 def _result_as_data(result: MergeResult) -> dict[str, Any]:
@@ -189,8 +155,6 @@ def _result_as_data(result: MergeResult) -> dict[str, Any]:
         "verified": result.verified,
         "unchecked_bytes": result.unchecked,
         "removed": result.removed,
-        "in_place": result.is_in_place,
-        "waiting_for_parts": list(result.waiting),
     }
 
 

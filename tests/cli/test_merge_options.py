@@ -57,8 +57,6 @@ def test_merge_weights_copies_the_model_folder_and_names_tied_weights(cli, tmp_p
         (["--exclude", "*"], ["leave none of the 3 weights"]),
         (["--rename", "layers"], ["--rename 'layers' is not OLD=NEW", "--rename model.language_model=model"]),
         (["--rename", "nope=x"], ["--rename nope=x fits none"]),
-        (["--parts", "2"], ["--parts '2' is not N/M", "--parts 2/8"]),
-        (["--parts", "3/2"], ["part 3 of 2 is not one of 1 to 10000 parts"]),
         (["--jobs", "0"], ["jobs must be 1 to 256, got 0"]),
         (["--jobs", "1_0"], ["--jobs must be a whole number, got '1_0'"]),
         (["--jobs", "2", "--format", "torch"], ["jobs works only in a merge to safetensors"]),
@@ -72,93 +70,3 @@ def test_wrong_merge_options_end_with_2_and_write_nothing(cli, checkpoint, tmp_p
     for text in said:
         assert text in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_parts_meet_in_one_output(cli, checkpoint, tmp_path):
-    options = ["--max-shard-size", "32"]
-    assert cli("merge-weights", "ckpt", "one", *options).returncode == 0
-    first = cli("merge-weights", "ckpt", "out", *options, "--parts", "1/2", "--json")
-    assert first.returncode == 0, first.stderr
-    told = json.loads(first.stdout)
-    assert (told["in_place"], told["waiting_for_parts"], told["files"]) == (False, [2], [])
-    assert not (tmp_path / "out").exists()
-    other = cli("merge-weights", "ckpt", "out", "--max-shard-size", "64", "--parts", "2/2")
-    assert other.returncode == 2
-    assert "is of another merge: with max_shard_size 32, this one has 64" in other.stderr
-    shown = cli("merge-weights", "ckpt", "out", *options, "--parts", "2/2", "--dry-run")
-    assert len(shown.stdout.splitlines()) == 1
-    last = cli("merge-weights", "ckpt", "out", *options, "--parts", "2/2", "--jobs", "2")
-    assert last.returncode == 0, last.stderr
-    assert "merged 3 tensors" in last.stderr
-    assert len(last.stdout.splitlines()) == 3
-    one, out = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "out"))
-    assert one == out
-    torch_part = cli("merge-weights", "ckpt", "t", "--format", "torch", "--parts", "2/2")
-    assert torch_part.returncode == 0
-    assert "part 2 of 2 has nothing to write" in torch_part.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "one", "out"]
-
-
-def test_dry_run_checks_the_output_and_writes_nothing(cli, checkpoint, tmp_path):
-    done = cli("merge-weights", "ckpt", "out", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in done.stdout
-    done = cli("merge-weights", "ckpt", "ckpt/out", "--dry-run")
-    assert done.returncode == 2
-    assert "lies inside the checkpoint" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def several(folder: Path) -> None:
-    for number in (900, 1000):
-        state = {"w": torch.full((2,), float(number))}
-        dcp.save(
-            {"model": state}, checkpoint_id=folder / f"run/checkpoint-{number}/pytorch_model_fsdp_0", no_dist=True
-        )
-
-
-def test_several_models_are_a_usage_error_when_nobody_can_be_asked(cli, tmp_path):
-    several(tmp_path)
-    done = cli("merge-weights", "run", "out")
-    assert done.returncode == 2
-    assert "run holds 2 models: run/checkpoint-900/" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("answer", "status"), [("2", 0), ("7", 2), ("", 2)])
-def test_several_models_are_asked_about_on_a_terminal(answer, status, tmp_path):
-    several(tmp_path)
-    env = {key: value for key, value in os.environ.items() if key != "CI"}
-    command = ["-m", "fsdplaunch", "merge-weights", "run", "out"]
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    child = pexpect.spawn(sys.executable, command, cwd=tmp_path, env=env, timeout=60, encoding="utf-8")
-    child.expect(r"1  run/checkpoint-900/.*2  run/checkpoint-1000/")
-    child.expect("which one")
-    child.sendline(answer)
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == status
-    if not status:
-        assert load_file(tmp_path / "out/model.safetensors")["w"].tolist() == [1000, 1000]
-
-
-def test_format_torch_writes_a_file_that_loads_without_running_code(cli, checkpoint, tmp_path):
-    done = cli("merge-weights", "ckpt", "out", "--format", "torch")
-    assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
-    assert found["layers.0.w"].tolist() == [1.5, 1.5, 1.5]
-    assert cli("merge-weights", "ckpt", "other", "--format", "onnx").returncode == 2
-
-
-def test_removal_is_said(cli, checkpoint, tmp_path):
-    done = cli("merge-weights", "ckpt", "out", "--remove-checkpoint-dir", "--json")
-    assert json.loads(done.stdout)["removed"] is True
-    assert not checkpoint.exists()
-
-
-def test_what_it_takes_is_said_before_the_merge(cli, checkpoint, tmp_path):
-    done = cli("merge-weights", "ckpt", "out")
-    lines = done.stderr.splitlines()
-    assert lines[0] == "ckpt: 3 tensors in 1 file"
-    assert re.fullmatch(rf"{tmp_path}/out: \d+ bytes of [\d.]+ .iB free, memory at most 76.3 MiB", lines[1])
-    assert lines[2].startswith("merged 3 tensors")

@@ -411,18 +411,11 @@ def test_file_per_tensor_and_several_threads_are_read(tmp_path):
         assert_same(load_file(tmp_path / f"out{number}/model.safetensors"), state)
 
 
-def test_checkpoint_that_torch_compressed_is_merged_and_loaded(tmp_path):
-    state = {str(dtype).removeprefix("torch."): values(4, 2, dtype=dtype) for dtype in DTYPES}
-    state |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "high": values(3, 1_000_000).t()}
-    state |= {"turned": values(5, 3).t(), "negated": values(5, dtype=torch.complex64).conj().imag}
+def test_checkpoint_that_torch_compressed_is_refused_by_name(tmp_path):
     writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()])
-    dcp.save({"model": state | {"step": 3}}, storage_writer=writer, no_dist=True)
-    assert (tmp_path / "ckpt/__0_0.distcp").stat().st_size < 3_000_000
-    assert_same(assert_merged(tmp_path / "ckpt", tmp_path), state)
-    merge(tmp_path / "ckpt", tmp_path / "whole", options=MergeOptions(safe_serialization=False))
-    found = torch.load(tmp_path / "whole/pytorch_model.bin", weights_only=True)
-    assert found.pop("step") == 3
-    assert_same(found, state)
+    dcp.save({"model": {"w": values(4, 2)}}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointError, match="model.w' is stored through 'stream.zstd"):
+        merge(tmp_path / "ckpt", tmp_path / "out")
 
 
 def test_tensor_larger_than_every_buffer_is_exact(tmp_path):

@@ -4,11 +4,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fsdplaunch.checkpoint.merge.options import (
     MEMORY_PER_CHUNK,
@@ -22,19 +21,14 @@ from fsdplaunch.checkpoint.merge.options import (
     ProgressMeter,
     Watcher,
 )
-from fsdplaunch.checkpoint.merge.parallel import PartsFolder, files_of_part, plan_digest, remove_parts
-from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile
+from fsdplaunch.checkpoint.merge.plan import MergePlan
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, copy_model_files, prepare, remove_checkpoint
-from fsdplaunch.checkpoint.merge.write import is_result, verify_merge, write_plan, write_small_file
+from fsdplaunch.checkpoint.merge.write import verify_merge, write_plan
 from fsdplaunch.checkpoint.output_folder import (
     OPTIMIZER_FILE,
     WEIGHTS,
     atomic_output,
-    check_copies,
     check_output,
-    check_space,
-    publish_folder,
-    sync_folder,
 )
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, find_model, find_optimizer, open_checkpoint
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
@@ -43,7 +37,7 @@ from fsdplaunch.errors import CheckpointError, UsageError
 
 
 def merge_to_safetensors(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher
 ) -> MergeResult:
     """Merge everything into `target`."""
     prepared = prepare(opened, target, options)
@@ -95,105 +89,6 @@ def _unchecked(plan: MergePlan, options: MergeOptions) -> int:
     """Return the bytes that no stored checksum was compared with."""
     pieces = (piece for tensor in plan.tensors for piece in tensor.pieces)
     return sum(piece.nbytes for piece in pieces if piece.crc is None or not options.checksums)
-
-
-def merge_part(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, refused: UsageError | None
-) -> MergeResult:
-    """Write the files of one part, and put everything in place when it is the last.
-
-    Args:
-        opened: The checkpoint.
-        target: The output folder.
-        options: How to merge.
-        watcher: Who follows.
-        refused: Why nothing may be written into `target`; raised unless it holds the result of this very merge.
-    """
-    prepared = prepare(opened, None, options)
-    number, count = options.part or (1, 1)
-    identity = {
-        "checkpoint": str(real_path(opened.folder)),
-        "options": _shared_options(options),
-        "plan": plan_digest(prepared.plan, opened.sources),
-    }
-    shared = PartsFolder(target, count, identity)
-    if refused is not None:
-        if not is_result(prepared.plan, target):
-            raise refused
-        return replace(_result(prepared, target, options), verified=options.reads_back and shared.is_in_place())
-    check_copies(target, (model_file.name for model_file in prepared.model_files), overwrite=options.overwrite)
-    shared.join()
-    shares = {each: files_of_part(prepared.plan.files, each, count) for each in range(1, count + 1)}
-    again = shared.has(number, shares[number])
-    if not again:
-        _write_part(shared, number, shares[number], opened, options, watcher)
-    waiting = shared.missing(shares)
-    if waiting and not shared.folder.exists() and is_result(prepared.plan, target):
-        return _result(prepared, target, options)  # another part was the last, and has put all in place
-    if waiting or not _put_in_place(shared, prepared, options, interrupted=again):
-        return _partial_result(prepared, target, options, shares[number], waiting)
-    return _result(prepared, target, options)
-
-
-def _shared_options(options: MergeOptions) -> dict[str, Any]:
-    """Return the options that all parts must share, as plain data."""
-    shared = {name: value for name, value in asdict(options).items() if name not in ("part", "jobs", "overwrite")}
-    return shared | {"copy_from": None if options.copy_from is None else str(options.copy_from)}
-
-
-def _write_part(
-    shared: PartsFolder,
-    number: int,
-    files: Sequence[PlannedFile],
-    opened: OpenCheckpoint,
-    options: MergeOptions,
-    watcher: Watcher,
-) -> None:
-    plan = MergePlan(files=tuple(files), index=None)
-    check_space(shared.target, plan.nbytes)
-    watcher.start(opened, shared.target, len(plan.tensors), plan.nbytes, _memory(opened, options))
-    with shared.writing(number, files) as folder:
-        _write(plan, opened, folder, options, watcher)
-
-
-def _put_in_place(
-    shared: PartsFolder, prepared: PreparedMerge, options: MergeOptions, *, interrupted: bool
-) -> bool:
-    """Complete the finished files and make them the output folder. Returns False when another process does."""
-    if not shared.is_in_place():
-        claimed = shared.claim(interrupted=interrupted)
-        if claimed is None:
-            return False
-        try:
-            _complete(claimed, prepared)
-            publish_folder(claimed, shared.target, overwrite=options.overwrite)
-        except FileNotFoundError:
-            if claimed.exists():
-                raise
-            return False  # a part that was started again has taken it over
-    return True
-
-
-def _complete(folder: Path, prepared: PreparedMerge) -> None:
-    """Add what belongs to no part; what an interrupted process has left of it goes."""
-    index = folder / INDEX_NAME
-    index.unlink(missing_ok=True)
-    if prepared.plan.index:
-        write_small_file(index, prepared.plan.index)
-    copy_model_files(prepared.model_files, folder)
-    sync_folder(folder)
-
-
-def _partial_result(
-    prepared: PreparedMerge,
-    target: Path,
-    options: MergeOptions,
-    files: Sequence[PlannedFile],
-    waiting: tuple[int, ...],
-) -> MergeResult:
-    plan = MergePlan(files=tuple(files), index=None)
-    result = _result(replace(prepared, plan=plan), target, options)
-    return replace(result, files=(), copied=(), waiting=waiting, is_in_place=False)
 
 
 __all__ = [
@@ -257,34 +152,17 @@ def merge(
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     started, options = time.monotonic(), options or MergeOptions()
-    if options.is_one_file and options.part is not None and options.part[0] > 1:
-        nothing = MergeResult(output=output, files=(), source=checkpoint, tensors=0, nbytes=0, seconds=0.0)
-        return replace(nothing, is_in_place=False, waiting=(1,))
     with _reported(checkpoint, output):
         source = (find_optimizer if options.optimizer else find_model)(checkpoint)
         write = _writer(options)
-        target, refused = _find_output(checkpoint, source, output, options)
+        target = _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
-            result = write(opened, target, options, Watcher(progress, announce), refused)
-    removed = options.remove_checkpoint_dir and result.is_in_place and result.verified and _remove(opened, target)
-    if result.is_in_place and options.part is not None:
-        remove_parts(target)
+            result = write(opened, target, options, Watcher(progress, announce))
+    removed = options.remove_checkpoint_dir and result.verified and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-def _find_output(
-    checkpoint: Path, source: Path, output: Path, options: MergeOptions
-) -> tuple[Path, UsageError | None]:
-    """Return the output folder, and for a part why it may not be written: a last part may have written it."""
-    try:
-        return _check_output(checkpoint, source, output, options), None
-    except UsageError as problem:
-        if options.part is None or options.is_one_file:
-            raise
-        return real_path(output), problem
-
-
-Writer = Callable[[OpenCheckpoint, Path, MergeOptions, Watcher, UsageError | None], MergeResult]
+Writer = Callable[[OpenCheckpoint, Path, MergeOptions, Watcher], MergeResult]
 
 
 def _writer(options: MergeOptions) -> Writer:
@@ -296,7 +174,7 @@ def _writer(options: MergeOptions) -> Writer:
         from fsdplaunch.checkpoint.merge.torch_output import merge_to_torch
 
         return merge_to_torch
-    return merge_to_safetensors if options.part is None else merge_part
+    return merge_to_safetensors
 
 
 def _remove(opened: OpenCheckpoint, target: Path) -> bool:

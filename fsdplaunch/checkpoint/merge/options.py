@@ -11,8 +11,7 @@ from fsdplaunch.checkpoint.output_folder import free_space
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.errors import UsageError
 
-_PROGRESS_SECONDS = 0.1
-MAX_PARTS = 10_000
+PROGRESS_SECONDS = 0.1
 MAX_JOBS = 256
 
 
@@ -35,8 +34,7 @@ class MergeOptions:
         keep_tied: Write a weight with several names under each of them instead of once.
         optimizer: Merge the optimizer's state, not the weights, into `optimizer.bin`; needs torch and the memory.
         copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
-        part: Write only part N of M, given as (N, M); the last of them to finish makes the output of all.
-        jobs: How many processes write on this machine.
+        jobs: How many threads write.
     """
 
     safe_serialization: bool = True
@@ -53,7 +51,6 @@ class MergeOptions:
     keep_tied: bool = False
     copy_from: Path | None = None
     optimizer: bool = False
-    part: tuple[int, int] | None = None
     jobs: int = 1
 
     @property
@@ -67,7 +64,6 @@ class MergeOptions:
         return self.optimizer or not self.safe_serialization
 
     def __post_init__(self) -> None:
-        self._check_shares()
         if self.max_shard_size < 1:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
@@ -82,11 +78,6 @@ class MergeOptions:
         if chosen and self.is_one_file:
             msg = f"{chosen[0]} works only in a merge to safetensors"
             raise UsageError(msg, hint="merge to safetensors, or leave it out")
-
-    def _check_shares(self) -> None:
-        if self.part is not None and not 1 <= self.part[0] <= self.part[1] <= MAX_PARTS:
-            msg = f"part {self.part[0]} of {self.part[1]} is not one of 1 to {MAX_PARTS} parts"
-            raise UsageError(msg, hint="write part N of M as N/M, from 1/M to M/M")
         if not 1 <= self.jobs <= MAX_JOBS:
             msg = f"jobs must be 1 to {MAX_JOBS}, got {self.jobs}"
             raise UsageError(msg)
@@ -147,7 +138,7 @@ class MergeResult:
         nbytes: Bytes of all files.
         seconds: Wall time.
         dtypes: Number of tensors of each dtype.
-        skipped: Names of entries that are not in the result: values that are not tensors, other parts.
+        skipped: Names of entries that are not in the result: values that are not tensors, optimizers.
         excluded: Names of weights that were left out on request.
         renamed: Stored and final name of weights that lost a wrapper's name or were renamed.
         tied: Names that are not written because another name holds the same weight: left out, and kept.
@@ -155,8 +146,6 @@ class MergeResult:
         verified: The result was read back and compared with the source.
         unchecked: Bytes of the weights that were not compared with a stored checksum.
         removed: The checkpoint was deleted.
-        is_in_place: The output stands; not so after a part other than the last.
-        waiting: The parts that have still to be written.
     """
 
     output: Path
@@ -174,8 +163,6 @@ class MergeResult:
     verified: bool = False
     unchecked: int = 0
     removed: bool = False
-    is_in_place: bool = True
-    waiting: tuple[int, ...] = ()
 
 
 Progress = Callable[[MergeProgress], None]
@@ -199,7 +186,7 @@ class ProgressMeter:
             return
         now = time.monotonic()
         if now >= self.next or self.done == self.total:
-            self.next = now + _PROGRESS_SECONDS
+            self.next = now + PROGRESS_SECONDS
             self.progress(MergeProgress(phase=self.phase, done=self.done, total=self.total, tensor=self.tensor))
 
 

@@ -191,18 +191,17 @@ def plan_pieces(tensor: StoredTensor, items: Mapping[ItemLocation, TorchZipItem]
     layouts: dict[tuple[tuple[int, ...], int], tuple[int, bool, int]] = {}
     pieces = []
     for region, place in tensor.chunks:
-        found, data_offset, data_length, crc, packed = items[place]
+        found, data_offset, data_length, crc = items[place]
         kind = (region[1], id(found))
         layout = layouts.get(kind)
         if layout is None:
             layout = layouts[kind] = _layout(tensor, region, found)
         flip, run, nbytes = layout
-        run = run and not packed
         file_offset, target = place[1] + data_offset, sum(map(mul, region[0], steps)) * size
         pieces.append(
             Piece(
                 *(region, place, file_offset, data_length, found.strides, found.start, crc, flip, run),
-                *(target, nbytes, packed),
+                *(target, nbytes),
             )
         )
     return tuple(pieces)

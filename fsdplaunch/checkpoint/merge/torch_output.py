@@ -18,8 +18,8 @@ from fsdplaunch.checkpoint.output_folder import OPTIMIZER_FILE, WEIGHTS, atomic_
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath, StoredTensor, StoredValue
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
-from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.checkpoint.untrusted_files import short
+from fsdplaunch.errors import CheckpointError
 
 FILE_NAME, OPTIMIZER_NAME = "pytorch_model.bin", "optimizer.bin"
 _MAX_VALUE = 2**30
@@ -40,9 +40,7 @@ def torch_paths(index: CheckpointIndex, *, strip_wrappers: bool) -> dict[str, Na
     return paths
 
 
-def merge_to_torch(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
-) -> MergeResult:
+def merge_to_torch(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     """Merge into `target/pytorch_model.bin`.
 
     Raises:
@@ -52,9 +50,7 @@ def merge_to_torch(
     return _merge(opened, target / FILE_NAME, paths, options, watcher, WEIGHTS)
 
 
-def merge_optimizer(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher, _: UsageError | None
-) -> MergeResult:
+def merge_optimizer(opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher) -> MergeResult:
     """Merge into `target/optimizer.bin`.
 
     Raises:
@@ -163,15 +159,10 @@ def _load_value(value: StoredValue, sources: DataFiles) -> Any:
     import torch
 
     where = f"{sources.folder / value.place.file}: {short(value.name)}"
-    try:
-        length = sources.window(value.place, _MAX_VALUE).length
-    except InvalidFileError as problem:
-        msg = f"{where} cannot be read: {problem}"
-        raise CheckpointError(msg, hint="merge to safetensors, which leaves it out") from None
-    if length > _MAX_VALUE:
-        msg = f"{where} has {length} bytes, more than a value is expected to need"
+    if value.place.length > _MAX_VALUE:
+        msg = f"{where} has {value.place.length} bytes, more than a value is expected to need"
         raise CheckpointError(msg)
-    data = sources.read_inside(value.place, 0, length)
+    data = sources.read(value.place, 0, value.place.length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError) as problem:

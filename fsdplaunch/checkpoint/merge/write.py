@@ -8,16 +8,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, crc32, write_all
 from fsdplaunch.checkpoint.chunks import Piece, Region, flat_offset, intersect, row_major
 from fsdplaunch.checkpoint.dtypes import convert
-from fsdplaunch.checkpoint.merge.options import ProgressMeter
-from fsdplaunch.checkpoint.merge.parallel import run_jobs, split_by_tensors
+from fsdplaunch.checkpoint.merge.options import PROGRESS_SECONDS, ProgressMeter
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
@@ -182,14 +183,14 @@ class ChecksumCheck:
     Args:
         sources: The checkpoint's files.
         wanted: Whether to check at all.
-        processes: How many processes do so at once, and share the processors.
+        jobs: How many of these there are at once, and share the processors.
     """
 
-    def __init__(self, sources: DataFiles, *, wanted: bool = True, processes: int = 1) -> None:
+    def __init__(self, sources: DataFiles, *, wanted: bool = True, jobs: int = 1) -> None:
         self._sources, self._wanted = sources, wanted
         self._done: set[tuple[str, int, int]] = set()
         self._waiting: deque[tuple[str, Piece, Future[int]]] = deque()
-        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // processes))
+        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // jobs))
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="fsdplaunch-checksum")
         self._local = threading.local()
         self.checked = 0
@@ -212,12 +213,12 @@ class ChecksumCheck:
         Raises:
             CheckpointError: This chunk, or one before it, does not match its checksum.
         """
-        place = (piece.place.file, piece.file_offset, piece.place.offset if piece.packed else piece.data_length)
+        place = (piece.place.file, piece.file_offset, piece.data_length)
         if not self._wanted or piece.crc is None or place in self._done:
             return
         self._done.add(place)  # many tensors may lie in one storage
         self.checked += piece.data_length
-        if piece.packed or piece.data_length <= _SMALL:
+        if piece.data_length <= _SMALL:
             check_crc(self._sources, name, piece, crc_of(piece, self._sources))
             return
         while len(self._waiting) > self._threads:
@@ -245,7 +246,7 @@ class ChecksumCheck:
 
 
 def crc_of(piece: Piece, sources: DataFiles) -> int:
-    """Return the checksum of a chunk's data, decompressed if it has to be."""
+    """Return the checksum of a chunk's data."""
     crc = 0
     for offset in range(0, piece.data_length, _BUFFER):
         crc = crc32(sources.read_piece(piece, offset, min(_BUFFER, piece.data_length - offset)), crc)
@@ -265,6 +266,77 @@ def check_crc(sources: DataFiles, name: str, piece: Piece, crc: int) -> None:
     raise CheckpointError(msg, hint=_DAMAGED)
 
 
+def split_by_tensors(files: Sequence[PlannedFile], count: int) -> list[tuple[PlannedFile, ...]]:
+    """Return up to `count` shares of the tensors, of about as many bytes each; a file may be in several."""
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    shares: list[dict[str, list[PlannedTensor]]] = [{} for _ in range(count)]
+    done = 0
+    for file in files:
+        for tensor in file.tensors:
+            middle = done + tensor.nbytes / 2
+            share = shares[min(count - 1, int(middle * count / total)) if total else 0]
+            share.setdefault(file.name, []).append(tensor)
+            done += tensor.nbytes
+    by_name = {file.name: file for file in files}
+    return [
+        tuple(replace(by_name[name], tensors=tuple(tensors)) for name, tensors in share.items())
+        for share in shares
+        if share
+    ]
+
+
+class _Stopped(Exception):  # noqa: N818  (nobody sees it)
+    """Another thread has failed."""
+
+
+class _JobMeter(ProgressMeter):
+    """Counts what one thread does, and ends it when another one has failed."""
+
+    def __init__(self, stop: threading.Event, shown: ProgressMeter) -> None:
+        super().__init__(shown.phase, 0, None)
+        self._stop, self._shown = stop, shown
+
+    def tick(self, count: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        super().tick(count)
+        self._shown.tensor = self.tensor
+
+
+Work = Callable[[Sequence[PlannedFile], DataFiles, ProgressMeter], None]
+
+
+def _run_jobs(
+    files: Sequence[PlannedFile], work: Work, sources: DataFiles, meter: ProgressMeter, jobs: int
+) -> None:
+    """Share the tensors of some files out to threads: they copy in the kernel, without the interpreter's lock.
+
+    Raises:
+        CheckpointError, OSError: From the first thread that failed; the others end with their next step.
+    """
+    if jobs == 1:
+        work(files, sources, meter)
+        return
+    shares, stop = split_by_tensors(files, jobs), threading.Event()
+    meters = [_JobMeter(stop, meter) for _ in shares]
+    own = [sources.reopened(jobs) for _ in shares]
+    with (
+        ExitStack() as stack,
+        ThreadPoolExecutor(max(1, len(shares)), thread_name_prefix="fsdplaunch-merge") as pool,
+    ):
+        for each in own:
+            stack.enter_context(each)
+        running: Any = {pool.submit(work, *each) for each in zip(shares, own, meters, strict=True)}
+        try:
+            while running:
+                done, running = wait(running, PROGRESS_SECONDS, FIRST_EXCEPTION)
+                meter.tick(sum(each.done for each in meters) - meter.done)
+                for future in done:
+                    future.result()
+        finally:
+            stop.set()
+
+
 def write_plan(
     plan: MergePlan,
     sources: DataFiles,
@@ -282,7 +354,7 @@ def write_plan(
         folder: Where the files go.
         meter: Counts bytes.
         checksums: Compare what is taken with the checksums that the checkpoint has of it.
-        jobs: How many processes write.
+        jobs: How many threads write.
 
     Raises:
         CheckpointError: A chunk does not match its checksum.
@@ -290,13 +362,13 @@ def write_plan(
     for file in plan.files:
         _make_file(file, folder)
 
-    def fill(files: Sequence[PlannedFile], meter: ProgressMeter) -> None:
+    def fill(files: Sequence[PlannedFile], sources: DataFiles, meter: ProgressMeter) -> None:
         copier = Copier()
-        with ChecksumCheck(sources, wanted=checksums, processes=jobs) as check:
+        with ChecksumCheck(sources, wanted=checksums, jobs=jobs) as check:
             for file in files:
                 _fill_file(file, folder, sources, copier, meter, check)
 
-    run_jobs(split_by_tensors(plan.files, jobs) if jobs > 1 else [plan.files], fill, meter)
+    _run_jobs(plan.files, fill, sources, meter, jobs)
     if plan.index:
         write_small_file(folder / INDEX_NAME, plan.index)
 
@@ -383,7 +455,7 @@ _PIECE = 4 * 2**20
 def verify_merge(
     plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter, *, jobs: int = 1
 ) -> None:
-    """Compare what stands in `folder` with what `plan` took from `sources`, in so many processes.
+    """Compare what stands in `folder` with what `plan` took from `sources`, in so many threads.
 
     Raises:
         CheckpointError: When a tensor differs, or when the source does not match its own checksums.
@@ -391,25 +463,13 @@ def verify_merge(
     for file in plan.files:
         _check_header(file, folder / file.name)
 
-    def compare(files: Sequence[PlannedFile], meter: ProgressMeter) -> None:
+    def compare(files: Sequence[PlannedFile], sources: DataFiles, meter: ProgressMeter) -> None:
         for file in files:
             _check_tensors(file, folder / file.name, sources, meter)
 
-    run_jobs(split_by_tensors(plan.files, jobs) if jobs > 1 else [plan.files], compare, meter)
+    _run_jobs(plan.files, compare, sources, meter, jobs)
     if plan.index and (folder / INDEX_NAME).read_bytes() != plan.index:
         _differs(f"{folder / INDEX_NAME} is not the index that was planned")
-
-
-def is_result(plan: MergePlan, folder: Path) -> bool:
-    """Return whether a folder holds files as `plan` makes them, going by sizes and headers."""
-    try:
-        for file in plan.files:
-            with (folder / file.name).open("rb") as opened:
-                if not _begins_as_planned(file, opened):
-                    return False
-        return plan.index is None or (folder / INDEX_NAME).read_bytes() == plan.index
-    except OSError:
-        return False
 
 
 def _check_tensors(file: PlannedFile, path: Path, sources: DataFiles, meter: ProgressMeter) -> None:
@@ -427,12 +487,8 @@ def _check_header(file: PlannedFile, path: Path) -> None:
     with path.open("rb") as opened:
         # From the disk, not from the pages just written.
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if not _begins_as_planned(file, opened):
+        if os.fstat(opened.fileno()).st_size != file.nbytes or opened.read(len(file.header)) != file.header:
             _differs(f"{path} has another size or header than planned")
-
-
-def _begins_as_planned(file: PlannedFile, opened: BinaryIO) -> bool:
-    return os.fstat(opened.fileno()).st_size == file.nbytes and opened.read(len(file.header)) == file.header
 
 
 def _check_tensor(tensor: PlannedTensor, fd: int, sources: DataFiles, meter: ProgressMeter) -> None:

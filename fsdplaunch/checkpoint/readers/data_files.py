@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: opened safely, checked against the index, read exactly, decompressed if need be.
+"""The data files of a checkpoint: opened safely, checked against the index, read exactly.
 
 A large checkpoint holds hundreds of thousands of items that differ in little but their data. The first header of a
 kind is parsed, and those that follow are compared with it, byte by byte wherever parsing would look.
@@ -8,12 +8,13 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from fsdplaunch.checkpoint.chunks import ItemLocation, Piece
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
@@ -23,126 +24,6 @@ from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError
 
-ReadRaw = Callable[[ItemLocation, int, int], bytes]  # (item, offset, length) -> exactly that many stored bytes
-
-MAX_STREAMS = 8
-# A stream remembers this much of what it has put out; the extension's own level needs 2 MiB.
-MAX_WINDOW = 8 * 2**20
-STEP = 2**20
-_ENDS = 16 * 2**10
-
-
-class ZstdReader:
-    """Reads compressed items by their decompressed offsets.
-
-    Args:
-        read: Reads an item's stored bytes.
-
-    Raises:
-        CheckpointError: The package that decompresses is not installed.
-    """
-
-    def __init__(self, read: ReadRaw) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            msg = "the checkpoint is compressed with zstd, and the package zstandard is not installed"
-            raise CheckpointError(msg, hint="install it with: pip install 'fsdplaunch[zstd]'") from None
-        self._read, self._errors = read, zstandard.ZstdError
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
-        self._streams: OrderedDict[ItemLocation, _Stream] = OrderedDict()
-
-    def read(self, place: ItemLocation, offset: int, count: int) -> bytes:
-        """Return exactly `count` decompressed bytes at `offset` of the item at `place`.
-
-        Raises:
-            InvalidFileError: The item is damaged or ends before.
-        """
-        stream = self._streams.pop(place, None)
-        if stream is None or stream.position > offset:
-            stream = self._open(place)
-        while stream.position < offset:
-            stream.take(min(STEP, offset - stream.position), exactly=True)
-        data = stream.take(count, exactly=True)
-        self._streams[place] = stream
-        if len(self._streams) > MAX_STREAMS:
-            self._streams.popitem(last=False)
-        return data
-
-    def window(self, place: ItemLocation, limit: int) -> ReadWindow:
-        """Return a view of the decompressed item; its first and last pages are kept, the rest is read again.
-
-        Args:
-            place: The item.
-            limit: The most bytes that it may grow to; beyond them decompressing stops.
-
-        Raises:
-            InvalidFileError: The item is damaged, or larger.
-        """
-        stream, head, tail = self._open(place), b"", b""
-        while part := stream.take(STEP):
-            head = head or part[:_ENDS]
-            tail = (tail + part)[-_ENDS:]
-            if stream.position > limit:
-                msg = f"{place.length} bytes grow to more than {limit}, which is more than it can hold"
-                raise InvalidFileError(msg)
-        length = stream.position
-
-        def read(offset: int, count: int) -> bytes:
-            if offset + count <= len(head):
-                return head[offset : offset + count]
-            start = offset - (length - len(tail))
-            return tail[start : start + count] if start >= 0 else self.read(place, offset, count)
-
-        return ReadWindow(read, length)
-
-    def _open(self, place: ItemLocation) -> "_Stream":
-        source: Any = _Stored(self._read, place)
-        return _Stream(self._decompressor.stream_reader(source, read_across_frames=True), self._errors)
-
-
-class _Stored:
-    """An item's stored bytes as a file."""
-
-    def __init__(self, read: ReadRaw, place: ItemLocation) -> None:
-        self._read, self._place, self._position = read, place, 0
-
-    def read(self, count: int = -1) -> bytes:
-        left = self._place.length - self._position
-        count = left if count < 0 else min(count, left)
-        data = self._read(self._place, self._position, count) if count else b""
-        self._position += count
-        return data
-
-
-class _Stream:
-    """One item while it is decompressed, from its start on."""
-
-    __slots__ = ("_errors", "_reader", "position")
-
-    def __init__(self, reader: Any, errors: type[Exception]) -> None:
-        self._reader, self._errors, self.position = reader, errors, 0
-
-    def take(self, count: int, *, exactly: bool = False) -> bytes:
-        """Return the next `count` bytes, fewer only at the end and unless they have to be there."""
-        parts = []
-        while count:
-            try:
-                part: bytes = self._reader.read(count)
-            except self._errors as problem:
-                msg = f"it cannot be decompressed: {problem}"
-                raise InvalidFileError(msg) from None
-            if not part:
-                break
-            parts.append(part)
-            count -= len(part)
-            self.position += len(part)
-        if count and exactly:
-            msg = f"it ends after {self.position} decompressed bytes"
-            raise InvalidFileError(msg)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 # Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
 MAX_OPEN = 128
 _OTHERS = 32
@@ -150,16 +31,20 @@ _OTHERS = 32
 
 
 class DataFiles:
-    """The data files of one checkpoint folder; items at `packed` are compressed."""
+    """The data files of one checkpoint folder, for one thread."""
 
-    def __init__(
-        self, folder: Path, files: Mapping[str, int], packed: frozenset[ItemLocation] = frozenset()
-    ) -> None:
-        self.folder, self.packed = folder, packed
-        self._unpacker = ZstdReader(self.read) if packed else None
+    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
+        self.folder = folder
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._most_open = MAX_OPEN
         self._identity: dict[str, tuple[int, int, int]] = {}
         self._check_all(files)
+
+    def reopened(self, threads: int) -> Self:
+        """Return the same files for one of so many threads, which together open no more than one does."""
+        other = copy(self)
+        other._open, other._most_open = OrderedDict(), max(2, MAX_OPEN // threads)
+        return other
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +60,7 @@ class DataFiles:
             os.close(self._open.popitem()[1])
 
     def descriptor(self, name: str) -> int:
-        """Return an open descriptor of the file; it stays valid until a hundred other files were opened."""
+        """Return an open descriptor of the file; it stays valid until the next call but one."""
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
@@ -185,7 +70,7 @@ class DataFiles:
             msg = f"{self.folder / name} changed while it was read"
             raise CheckpointError(msg, hint="merge again when nothing writes to the checkpoint")
         self._open[name] = fd
-        if len(self._open) > MAX_OPEN:
+        if len(self._open) > self._most_open:
             os.close(self._open.popitem(last=False)[1])
         return fd
 
@@ -213,30 +98,10 @@ class DataFiles:
         if offset < 0 or offset + count > piece.data_length:
             msg = f"{self.folder / piece.place.file}: {count} bytes at {offset} are not in the chunk's data"
             raise CheckpointError(msg)
-        return self.read_inside(piece.place, piece.file_offset - piece.place.offset + offset, count)
+        return self.read(piece.place, piece.file_offset - piece.place.offset + offset, count)
 
-    def read_inside(self, place: ItemLocation, offset: int, count: int) -> bytes:
-        """Return exactly `count` bytes at `offset` of the item at `place`, decompressed if it has to be.
-
-        Raises:
-            CheckpointError: It ends before, or cannot be decompressed.
-        """
-        if self._unpacker is None or place not in self.packed:
-            return self.read(place, offset, count)
-        try:
-            return self._unpacker.read(place, offset, count)
-        except InvalidFileError as problem:
-            msg = f"{self.folder / place.file}: the item at byte {place.offset}: {problem}"
-            raise CheckpointError(msg, hint=COPY_AGAIN) from None
-
-    def window(self, place: ItemLocation, limit: int) -> ReadWindow:
-        """Return a view of the item at `place`, which may decompress to `limit` bytes.
-
-        Raises:
-            InvalidFileError: It is larger, or cannot be decompressed.
-        """
-        if self._unpacker is not None and place in self.packed:
-            return self._unpacker.window(place, limit)
+    def window(self, place: ItemLocation) -> ReadWindow:
+        """Return a view of the item at `place`."""
         return ReadWindow(lambda offset, count: self.read(place, offset, count), place.length)
 
     def _open_file(self, name: str) -> tuple[int, tuple[int, int, int]]:
@@ -294,15 +159,13 @@ def open_data_files(folder: Path, index: CheckpointIndex) -> DataFiles:
     Raises:
         CheckpointError: When one is missing, too short, or not a file of this folder.
     """
-    return DataFiles(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME}, index.packed)
+    return DataFiles(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME})
 
 
 # Items up to this size are read whole, as many at once as fit a block.
 SMALL = 32 * 2**10
 BLOCK = 2**20
 MAX_FORMS = 4096
-# The most that stands around the data in a compressed item: its description and table of contents.
-MOST_AROUND = 4 * 2**20
 _CRC_AT = 16  # of a file's entry in the table of contents
 _CRC = 4
 
@@ -416,10 +279,9 @@ def _read_checked(
 ) -> tuple[TorchZipItem, HeaderForm | None]:
     place = chunk.place
     try:
-        window = sources.window(place, chunk.region.numel * tensor.dtype.size + MOST_AROUND)
+        window = sources.window(place)
         item, built = parse_item(window)
-        packed = place in sources.packed
-        item, form = item._replace(packed=packed), None if packed else make_form(item, built, window)
+        form = make_form(item, built, window)
     except (InvalidFileError, UnicodeDecodeError) as problem:
         where = _where(sources, tensor, place)
         msg = f"{where} cannot be read: {problem if isinstance(problem, InvalidFileError) else 'damaged text'}"

@@ -5,7 +5,6 @@ It is checked for fitting together; the data files are not opened here.
 
 import gc
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,8 +43,6 @@ def gc_pause() -> Iterator[None]:
 MAX_CHUNKS_PER_TENSOR = 1_000_000
 MAX_FILES = 1_000_000
 COPY_AGAIN = "copy the checkpoint again from where it was written"
-# What torch's ZStandard extension writes into the index; its version 1 is the only one there is.
-_ZSTD = re.compile(r"stream\.zstd/1(\.[0-9.]*)?")
 
 Places = dict[ItemKey, ItemLocation]
 # What was found out about a shape and its chunks: they in order, or how they fail. A model's layers repeat it.
@@ -123,26 +120,13 @@ def _place(key: Any, info: Any, where: str) -> ItemLocation:
     if not isinstance(key, ItemIndex | ItemKey) or not isinstance(info, StorageInfo):
         msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
         raise CheckpointError(msg, hint=COPY_AGAIN)
-    if info.transforms and not _is_packed(info):
+    if info.transforms:
         msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
         raise CheckpointError(
             msg,
-            hint="of torch's extensions only zstd is read; load it with torch and save it without extensions",
+            hint="torch's extensions are not read; load it with torch and save it without them",
         )
     return ItemLocation(info.relative_path, info.offset, info.length)
-
-
-def _is_packed(info: Any) -> bool:
-    """Say whether an item went through torch's ZStandard extension and nothing else."""
-    return (
-        isinstance(info, StorageInfo) and len(info.transforms) == 1 and bool(_ZSTD.fullmatch(info.transforms[0]))
-    )
-
-
-def packed_items(meta: Metadata) -> frozenset[ItemLocation]:
-    """Return the places of the items that are compressed."""
-    infos = (info for info in meta.storage_data.values() if _is_packed(info))
-    return frozenset(ItemLocation(info.relative_path, info.offset, info.length) for info in infos)
 
 
 def file_ends(places: Places, where: str) -> dict[str, int]:
@@ -249,13 +233,11 @@ class CheckpointIndex:
         tensors: The tensors, in the file's order.
         values: The entries that are not tensors.
         files: Every data file it refers to, with the end of the last item in it.
-        packed: Places of the items that are compressed.
     """
 
     tensors: tuple[StoredTensor, ...]
     values: tuple[StoredValue, ...]
     files: Mapping[str, int] = field(default_factory=dict)
-    packed: frozenset[ItemLocation] = frozenset()
 
     @property
     def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
@@ -321,7 +303,7 @@ def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
             raise CheckpointError(msg, hint=COPY_AGAIN)
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, packed=packed_items(meta))
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files)
 
 
 def _path_of(name: object, meta: Metadata, where: str) -> NamePath:

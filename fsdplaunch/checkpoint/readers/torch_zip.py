@@ -205,14 +205,12 @@ class TorchZipItem(NamedTuple):
         data_offset: Where the storage's bytes start, counted from the item's start.
         data_length: Bytes of the storage.
         crc: CRC32 of those bytes, or None when the writer did not compute it.
-        packed: The item is compressed; the offset counts in what it grows to.
     """
 
     description: TensorDescription
     data_offset: int
     data_length: int
     crc: int | None
-    packed: bool = False
 
 
 def parse_item(window: ReadWindow) -> tuple[TorchZipItem, ZipDirectory]:

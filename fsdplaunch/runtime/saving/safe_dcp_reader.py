@@ -32,7 +32,6 @@ from fsdplaunch.checkpoint.readers.dcp_index import (
     check_places,
     gc_pause,
     item_locations,
-    packed_items,
     read_metadata,
 )
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
@@ -42,9 +41,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import load_plain
 from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, set_element
 
-_ZSTD = "stream.zstd/1"  # torch's only extension
 MAX_VALUE = 2**30
-MAX_TENSOR = 2**40
 Chunks = dict[Region, ChunkStorageMetadata]
 
 
@@ -75,9 +72,7 @@ class SafeReader(FileSystemReader):
         wanted = [(_place(self.storage_data[item.storage_index]), item) for item in plan.items]
         wanted.sort(key=_by_place)
         ends = {place.file: place.offset + place.length for place, _ in wanted}
-        infos = map(self.storage_data.__getitem__, (item.storage_index for item in plan.items))
-        packed = frozenset(_place(info) for info in infos if info.transform_descriptors)
-        with DataFiles(Path(self.path), ends, packed) as files:
+        with DataFiles(Path(self.path), ends) as files:
             for place, item in wanted:
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_value_bytes(files, place)))
@@ -98,13 +93,9 @@ def _by_place(entry: tuple[ItemLocation, ReadItem]) -> ItemLocation:
 
 def _value_bytes(files: DataFiles, place: ItemLocation) -> bytes:
     """Return all bytes of an item that is not a tensor."""
-    try:
-        length = files.window(place, MAX_VALUE).length
-    except InvalidFileError as problem:
-        raise _unreadable(files, place, str(problem)) from None
-    if length > MAX_VALUE:
-        raise _unreadable(files, place, f"{length} bytes are more than a value is expected to need")
-    return files.read_inside(place, 0, length)
+    if place.length > MAX_VALUE:
+        raise _unreadable(files, place, f"{place.length} bytes are more than a value is expected to need")
+    return files.read(place, 0, place.length)
 
 
 def read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
@@ -114,10 +105,10 @@ def read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
         CheckpointError: It is damaged, or no tensor.
     """
     try:
-        item = parse_item(files.window(place, MAX_TENSOR))[0]
+        item = parse_item(files.window(place))[0]
     except (InvalidFileError, UnicodeDecodeError) as problem:
         raise _unreadable(files, place, str(problem)) from None
-    data = bytearray(files.read_inside(place, item.data_offset, item.data_length))
+    data = bytearray(files.read(place, item.data_offset, item.data_length))
     if item.crc is not None and crc32(data, 0) != item.crc:
         raise _unreadable(files, place, "its bytes do not match their checksum")
     found = item.description
@@ -186,11 +177,9 @@ class _StorageData(dict[MetadataIndex, StorageInfo]):
         super().__init__()
         self._locations = item_locations(records, where)
         check_places(records, self._locations, where)
-        self._packed = packed_items(records)
 
     def __missing__(self, key: MetadataIndex) -> StorageInfo:
-        location = self._locations[ItemKey(key.fqn, key.offset)]
-        return StorageInfo(*location, transform_descriptors=[_ZSTD] if location in self._packed else None)
+        return StorageInfo(*self._locations[ItemKey(key.fqn, key.offset)])
 
 
 class SafePlanner(DefaultLoadPlanner):

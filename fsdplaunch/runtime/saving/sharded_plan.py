@@ -11,63 +11,55 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 
 Numbers = tuple[int, ...]
+Held = tuple[int, Numbers | None, Numbers]
+"""A rank, and offsets and sizes of a chunk that it has; None and () for a value that is not a tensor."""
 
 
 class UnknownLayoutError(Exception):
     """Not every rank can know where the shards of a tensor are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of a tensor.
-
-    Attributes:
-        offsets: Its first element's place in the tensor; None for a value that is not a tensor.
-        sizes: Its shape.
-        holders: The ranks that have it, in their order.
-    """
-
-    offsets: Numbers | None
-    sizes: Numbers
-    holders: tuple[int, ...]
-
-
 class Layout:
     """The chunks of a tensor.
 
+    Args:
+        held: All that ranks have, in the order of the ranks.
+        world: How many ranks there are.
+
     Attributes:
-        chunks: Each once, in the order of the ranks.
+        chunks: As torch's index lists them; None for a value.
+        holders: The ranks that have each chunk.
         by_rank: The numbers of each rank's chunks.
-        copies: Which chunks more than one rank has.
     """
 
-    __slots__ = ("by_rank", "chunks", "copies")
+    __slots__ = ("by_rank", "chunks", "holders")
 
-    def __init__(self, held: Iterable[tuple[int, Numbers | None, Numbers]], world: int) -> None:
-        """Sort chunks that are given as rank, offsets and sizes, in the order of ranks.
-
-        Chunks that begin at the same place are one, as for torch: those that are empty, at a tensor's end.
-        """
-        places: dict[Numbers | None, tuple[Numbers, list[int]]] = {}
+    def __init__(self, held: Iterable[Held], world: int) -> None:
+        # Chunks that begin at the same place are one, as for torch: those that are empty, at a tensor's end.
         numbers: dict[Numbers | None, int] = {}
-        by_rank: list[list[int]] = [[] for _ in range(world)]
+        self.chunks: list[ChunkStorageMetadata | None] = []
+        self.holders: list[list[int]] = []
+        self.by_rank: list[list[int]] = [[] for _ in range(world)]
         for rank, offsets, sizes in held:
-            places.setdefault(offsets, (sizes, []))[1].append(rank)
-            by_rank[rank].append(numbers.setdefault(offsets, len(numbers)))
-        self.chunks = tuple(Chunk(offsets, sizes, tuple(ranks)) for offsets, (sizes, ranks) in places.items())
-        self.by_rank = [tuple(each) for each in by_rank]
-        self.copies = frozenset(number for number, each in enumerate(self.chunks) if len(each.holders) > 1)
+            number = numbers.setdefault(offsets, len(numbers))
+            if number == len(self.chunks):
+                is_value = offsets is None
+                chunk = None if is_value else ChunkStorageMetadata(torch.Size(offsets or ()), torch.Size(sizes))
+                self.chunks.append(chunk)
+                self.holders.append([])
+            self.holders[number].append(rank)
+            self.by_rank[rank].append(number)
 
 
-def _describe(value: Any, world: int) -> tuple[Any, Callable[[], Iterable[tuple[int, Numbers | None, Numbers]]]]:
-    """Return what is equal for values of one layout on all ranks, and what yields rank, place and sizes of chunks.
+def _describe(value: Any, world: int) -> tuple[Any, Callable[[], Iterable[Held]]]:
+    """Return what is equal for values of one layout on all ranks, and what yields the chunks.
 
     Raises:
         UnknownLayoutError: This rank cannot know what the others hold of it.
@@ -107,11 +99,9 @@ def _splits(tensor: DTensor) -> tuple[int | None, ...]:
     return tuple(splits)
 
 
-def _of_mesh(
-    shape: Numbers, ranks: torch.Tensor, splits: Sequence[int | None]
-) -> list[tuple[int, Numbers, Numbers]]:
+def _of_mesh(shape: Numbers, ranks: torch.Tensor, splits: Sequence[int | None]) -> list[Held]:
     """Return each rank's chunk, split as `torch.chunk` does."""
-    held = []
+    held: list[Held] = []
     coordinates = itertools.product(*map(range, ranks.shape))
     for place, rank in zip(coordinates, ranks.flatten().tolist(), strict=True):
         offsets, sizes = [0] * len(shape), list(shape)
@@ -124,13 +114,13 @@ def _of_mesh(
     return sorted(held)
 
 
-def _shards(tensor: ShardedTensor) -> tuple[tuple[int, Numbers, Numbers], ...]:
-    """Return rank, offsets and sizes of each shard of FSDP1's tensors.
+def _shards(tensor: ShardedTensor) -> tuple[Held, ...]:
+    """Return each shard of FSDP1's tensors.
 
     Raises:
         UnknownLayoutError: A shard has no rank.
     """
-    shards = []
+    shards: list[Held] = []
     for shard in tensor.metadata().shards_metadata:
         rank = None if shard.placement is None else shard.placement.rank()
         if rank is None:
@@ -149,18 +139,16 @@ class Entry:
         layout: Where its chunks are.
         size: Its full shape; None for a value.
         properties: Its dtype and the like; None for a value.
-        nbytes: Bytes of the full tensor, at least 1: what it weighs when copies are shared out.
     """
 
     name: str
     layout: Layout
     size: torch.Size | None
     properties: TensorProperties | None
-    nbytes: int
 
 
 class SharedPlan:
-    """Which rank writes which chunk, found by every rank alone: what torch decides with all plans at hand.
+    """Which rank writes which chunk, found by every rank alone.
 
     Args:
         state: Flattened, as this rank has it.
@@ -180,58 +168,22 @@ class SharedPlan:
             key, held = _describe(value, world)
             if key not in layouts:
                 layouts[key] = Layout(held(), world)
-            entry = _entry(name, value, layouts[key])
-            digest.update(repr((name, type(value).__name__ if entry.size else "", entry.properties, key)).encode())
-            self.entries.append(entry)
+            size, properties = _properties(value)
+            digest.update(repr((name, type(value).__name__ if size else "", properties, key)).encode())
+            self.entries.append(Entry(name, layouts[key], size, properties))
         self.digest = digest.digest()
-        self._writers = self._share_out()
-        self._orders: dict[int, list[int]] = {}
 
-    def _share_out(self) -> dict[tuple[int, int], int]:
-        """Return who writes each chunk that several ranks have: the one with the least until then.
+    def _is_written(self, rank: int, number: int, chunk: int) -> bool:
+        """Say whether a rank writes a chunk that it has: copies go round, by the entry's number."""
+        holders = self.entries[number].layout.holders[chunk]
+        return holders[number % len(holders)] == rank
 
-        Chunks come in the order in which the ranks, one after the other, list them.
-        """
-        loads = [0] * self.world
-        writers: dict[tuple[int, int], int] = {}
-        left = sum(len(entry.layout.copies) for entry in self.entries)
-        for rank in range(self.world):
-            if not left:
-                break
-            for number, entry in enumerate(self.entries):
-                for chunk in entry.layout.by_rank[rank]:
-                    if chunk not in entry.layout.copies:
-                        loads[rank] += entry.nbytes
-                    elif (number, chunk) not in writers:
-                        holders = set(entry.layout.chunks[chunk].holders)  # torch takes the first in a set's order
-                        chosen = min(holders, key=loads.__getitem__)
-                        loads[chosen] += entry.nbytes
-                        writers[number, chunk] = chosen
-                        left -= 1
-        return writers
-
-    def writer(self, entry: int, chunk: int) -> int:
-        """Return the rank that writes a chunk."""
-        writer = self._writers.get((entry, chunk))
-        return self.entries[entry].layout.chunks[chunk].holders[0] if writer is None else writer
-
-    def written_by(self, rank: int) -> Iterator[tuple[int, int]]:
+    def written_by(self, rank: int) -> Iterator[tuple[Entry, int]]:
         """Yield the entry and the chunk of each item that a rank writes, in the order of its plan."""
-        writers = self._writers
         for number, entry in enumerate(self.entries):
             for chunk in entry.layout.by_rank[rank]:
-                if chunk not in entry.layout.copies or writers[number, chunk] == rank:
-                    yield number, chunk
-
-    def order(self, entry: int) -> Sequence[int]:
-        """Return the chunks of an entry in the order of the ranks that write them: so the index lists them."""
-        layout = self.entries[entry].layout
-        numbers = range(len(layout.chunks))
-        if not layout.copies:
-            return numbers
-        if entry not in self._orders:
-            self._orders[entry] = sorted(numbers, key=lambda chunk: (self.writer(entry, chunk), chunk))
-        return self._orders[entry]
+                if self._is_written(rank, number, chunk):
+                    yield entry, chunk
 
     def own_plan(self, local: SavePlan, rank: int) -> SavePlan:
         """Return what is left of a rank's local plan.
@@ -247,32 +199,29 @@ class SharedPlan:
             raise UnknownLayoutError(msg)
         items = []
         for (number, chunk), item in zip(listed, local.items, strict=True):
-            self._check(number, chunk, item)
-            if self.writer(number, chunk) == rank:
-                items.append(item if item.tensor_data is None else replace(item, index=self._index(number, chunk)))
+            index = index_of(self.entries[number], chunk)
+            _check(self.entries[number], chunk, index, item)
+            if self._is_written(rank, number, chunk):
+                items.append(replace(item, index=index))
         return replace(local, items=items)
 
-    def _index(self, entry: int, chunk: int) -> MetadataIndex:
-        place = chunk if not self.entries[entry].layout.copies else self.order(entry).index(chunk)
-        return MetadataIndex(self.entries[entry].name, self.entries[entry].layout.chunks[chunk].offsets, place)
 
-    def _check(self, entry: int, chunk: int, item: WriteItem) -> None:
-        known, planned = self.entries[entry], self.entries[entry].layout.chunks[chunk]
-        offsets = None if item.index.offset is None else tuple(item.index.offset)
-        data = item.tensor_data
-        sizes = () if data is None else tuple(data.chunk.sizes)
-        is_value = item.type is WriteItemType.BYTE_IO
-        if (item.index.fqn, offsets, sizes, is_value) != (
-            known.name,
-            planned.offsets,
-            planned.sizes,
-            known.size is None,
-        ):
-            msg = f"this rank has another part of {known.name} than planned"
-            raise UnknownLayoutError(msg)
+def index_of(entry: Entry, chunk: int) -> MetadataIndex:
+    """Return what torch's index calls an item."""
+    place = entry.layout.chunks[chunk]
+    return MetadataIndex(entry.name) if place is None else MetadataIndex(entry.name, place.offsets, chunk)
 
 
-def _entry(name: str, value: Any, layout: Layout) -> Entry:
+def _check(entry: Entry, chunk: int, index: MetadataIndex, item: WriteItem) -> None:
+    planned = entry.layout.chunks[chunk]
+    sizes = None if item.tensor_data is None else item.tensor_data.chunk.sizes
+    if item.index != index or sizes != (None if planned is None else planned.sizes):
+        msg = f"this rank has another part of {entry.name} than planned"
+        raise UnknownLayoutError(msg)
+
+
+def _properties(value: Any) -> tuple[torch.Size | None, TensorProperties | None]:
+    """Return a tensor's full size and what its index says of it besides; nothing for other values."""
     if isinstance(value, ShardedTensor):
         found = value.metadata().tensor_properties
         properties = TensorProperties(
@@ -282,13 +231,8 @@ def _entry(name: str, value: Any, layout: Layout) -> Entry:
             memory_format=found.memory_format,
             pin_memory=found.pin_memory,
         )
-        return Entry(name, layout, value.metadata().size, properties, _nbytes(value.metadata().size, found.dtype))
+        return value.metadata().size, properties
     if isinstance(value, torch.Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value
-        properties = TensorProperties.create_from_tensor(local)
-        return Entry(name, layout, value.size(), properties, _nbytes(value.size(), value.dtype))
-    return Entry(name, layout, None, None, 1)
-
-
-def _nbytes(size: torch.Size, dtype: torch.dtype) -> int:
-    return size.numel() * dtype.itemsize or 1
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return value.size(), TensorProperties.create_from_tensor(local)
+    return None, None

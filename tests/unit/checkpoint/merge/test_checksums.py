@@ -29,7 +29,7 @@ def stored(tmp_path):
 
 def _piece(start: int, data: bytes) -> Piece:
     region, place = Region((0,), (len(data),)), ItemLocation("f", start, len(data))
-    return Piece(region, place, start, len(data), (1,), 0, zlib.crc32(data), 0, True, 0, len(data), False)
+    return Piece(region, place, start, len(data), (1,), 0, zlib.crc32(data), 0, True, 0, len(data))
 
 
 def _open_files() -> int:

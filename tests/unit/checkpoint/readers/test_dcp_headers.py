@@ -32,7 +32,7 @@ def parsed_alone(folder):
     index = read_index(folder)
     with open_data_files(folder, index) as sources:
         return {
-            chunk.place: parse_item(sources.window(chunk.place, 2**30))[0]
+            chunk.place: parse_item(sources.window(chunk.place))[0]
             for tensor in index.tensors
             for chunk in tensor.chunks
         }
