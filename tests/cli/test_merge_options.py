@@ -70,3 +70,68 @@ def test_wrong_merge_options_end_with_2_and_write_nothing(cli, checkpoint, tmp_p
     for text in said:
         assert text in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_dry_run_checks_the_output_and_writes_nothing(cli, checkpoint, tmp_path):
+    done = cli("merge-weights", "ckpt", "out", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors" in done.stdout
+    done = cli("merge-weights", "ckpt", "ckpt/out", "--dry-run")
+    assert done.returncode == 2
+    assert "lies inside the checkpoint" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def several(folder: Path) -> None:
+    for number in (900, 1000):
+        state = {"w": torch.full((2,), float(number))}
+        dcp.save(
+            {"model": state}, checkpoint_id=folder / f"run/checkpoint-{number}/pytorch_model_fsdp_0", no_dist=True
+        )
+
+
+def test_several_models_are_a_usage_error_when_nobody_can_be_asked(cli, tmp_path):
+    several(tmp_path)
+    done = cli("merge-weights", "run", "out")
+    assert done.returncode == 2
+    assert "run holds 2 models: run/checkpoint-900/" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("answer", "status"), [("2", 0), ("7", 2), ("", 2)])
+def test_several_models_are_asked_about_on_a_terminal(answer, status, tmp_path):
+    several(tmp_path)
+    env = {key: value for key, value in os.environ.items() if key != "CI"}
+    command = ["-m", "fsdplaunch", "merge-weights", "run", "out"]
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    child = pexpect.spawn(sys.executable, command, cwd=tmp_path, env=env, timeout=60, encoding="utf-8")
+    child.expect(r"1  run/checkpoint-900/.*2  run/checkpoint-1000/")
+    child.expect("which one")
+    child.sendline(answer)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == status
+    if not status:
+        assert load_file(tmp_path / "out/model.safetensors")["w"].tolist() == [1000, 1000]
+
+
+def test_format_torch_writes_a_file_that_loads_without_running_code(cli, checkpoint, tmp_path):
+    done = cli("merge-weights", "ckpt", "out", "--format", "torch")
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert found["layers.0.w"].tolist() == [1.5, 1.5, 1.5]
+    assert cli("merge-weights", "ckpt", "other", "--format", "onnx").returncode == 2
+
+
+def test_removal_is_said(cli, checkpoint, tmp_path):
+    done = cli("merge-weights", "ckpt", "out", "--remove-checkpoint-dir", "--json")
+    assert json.loads(done.stdout)["removed"] is True
+    assert not checkpoint.exists()
+
+
+def test_what_it_takes_is_said_before_the_merge(cli, checkpoint, tmp_path):
+    done = cli("merge-weights", "ckpt", "out")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "ckpt: 3 tensors in 1 file"
+    assert re.fullmatch(rf"{tmp_path}/out: \d+ bytes of [\d.]+ .iB free, memory at most 76.3 MiB", lines[1])
+    assert lines[2].startswith("merged 3 tensors")

@@ -414,7 +414,7 @@ def test_file_per_tensor_and_several_threads_are_read(tmp_path):
 def test_checkpoint_that_torch_compressed_is_refused_by_name(tmp_path):
     writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()])
     dcp.save({"model": {"w": values(4, 2)}}, storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointError, match="model.w' is stored through 'stream.zstd"):
+    with pytest.raises(CheckpointError, match="is stored through"):
         merge(tmp_path / "ckpt", tmp_path / "out")
 
 
