@@ -2,7 +2,6 @@
 
 import _thread
 import errno
-import io
 import os
 import sys
 import threading
@@ -54,10 +53,13 @@ def run(argv: list[str]) -> int:
 
 
 def _show(error: Any) -> int:
-    """Print what typer says of a command line, with what was written there made safe; return its status."""
-    text = io.StringIO()
-    error.show(file=text)
-    Output().say(text.getvalue().rstrip("\n"))
+    """Print what typer says of a command line, in the words of our own errors; return its status."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        Output().say(error.format_message())
+    else:
+        message = error.format_message().rstrip(".")
+        hint = f"{error.ctx.command_path} -h" if getattr(error, "ctx", None) else None
+        Output().error(LaunchError(message[:1].lower() + message[1:], hint=hint))
     return int(error.exit_code)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import (
-    LaunchOptions,
     announce,
     check_script,
     pass_checks,
@@ -105,7 +104,7 @@ def check(
     rehearsed = {**plan.env, REHEARSAL_STEPS: str(steps or (5 if compare else 2))}
     plan = replace(plan, env=rehearsed, notes=(*plan.notes, *changed))
     plan = plan if comparison is None else comparison.prepared(plan)
-    if status := pass_checks(plan, hardware, LaunchOptions(as_json=as_json), out):
+    if status := pass_checks(plan, hardware, out, as_json=as_json):
         return status
     announce(plan, loaded, out)
     if comparison is not None:

@@ -43,11 +43,7 @@ RunArgument = Annotated[str, Argument(metavar="ID", help="The run, or as much of
 ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 # What follows SCRIPT belongs to the script.
-SCRIPT_SETTINGS = {
-    "allow_extra_args": True,
-    "allow_interspersed_args": False,
-    "help_option_names": ["--help", "-h"],
-}
+SCRIPT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 CHECK_EPILOG = (
     "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
     "everything after it belongs to the script."
@@ -109,6 +105,7 @@ app = group(
     name="fsdplaunch",
     epilog="Start: fsdplaunch config, then fsdplaunch launch train.py",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = group("Write, show, check and convert the configuration file.")
 runs_app = group("List runs, show their output, cancel one.")
@@ -513,9 +510,6 @@ def config(
     precision: Annotated[str | None, _answer("DTYPE", "bf16, fp16 or no")] = None,
     wrap: Annotated[str | None, _answer("UNITS", "auto, CLASS,..., size:N or none")] = None,
     checkpoint_dir: Annotated[str | None, _answer("FOLDER", "Folder for checkpoints")] = None,
-    script: Annotated[
-        str | None, Option(metavar="'FILE ARGS'", help="Offer to measure this script at the end")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""

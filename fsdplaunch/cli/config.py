@@ -1,7 +1,6 @@
 """What `fsdplaunch config` and its commands do."""
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config import docs
 from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate, to_fsdp2
-from fsdplaunch.config.layers import read_assignments
+from fsdplaunch.config.layers import file_layer, read_assignments
 from fsdplaunch.config.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.problems import ConfigError, Problem, in_order
 from fsdplaunch.config.render import (
@@ -22,7 +21,7 @@ from fsdplaunch.config.render import (
     set_keys,
     write_text_atomically,
 )
-from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.config.schema.config import KeySpec, all_keys, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
@@ -37,11 +36,10 @@ def write_config(
     no_input: bool,
     overwrite: bool,
     as_json: bool,
-    script: str | None,
     out: Output,
     **answers: str | None,
 ) -> int:
-    """Write a configuration file, asking for what options do not say; then offer to measure a script with it.
+    """Write a configuration file, asking for what options do not say.
 
     `answers` are options that answer one question each.
 
@@ -52,7 +50,6 @@ def write_config(
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
-    words = _script_words(script)
     start_from = _starting_point(preset, source)
     if source is not None:
         _note_ineffective_keys(source, out)
@@ -77,44 +74,7 @@ def write_config(
     if as_json:
         out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
     out.say(closing_words(result.path, result.command))
-    if words and not yes and _can_ask(no_input=no_input or as_json):
-        return _offer_to_measure(words, result.path, out)
     return 0
-
-
-def _script_words(text: str | None) -> list[str]:
-    """Return `--script`'s script and its arguments; none where it was left out."""
-    from fsdplaunch.cli.single_node import check_script
-
-    try:
-        words = shlex.split(text or "")
-    except ValueError as error:
-        msg = f"--script {text!r}: {str(error).lower()}"
-        raise UsageError(msg, hint="write it as --script 'train.py --lr 3e-4'") from error
-    if words:
-        check_script(words[0])
-    return words
-
-
-def _offer_to_measure(words: Sequence[str], path: Path, out: Output) -> int:
-    """Ask whether to measure the script now, and do; the file that was written then says what was best."""
-    from fsdplaunch.wizard.conversation import Prompts
-    from fsdplaunch.wizard.question import Choice
-
-    choices = [
-        Choice(value="yes", title="Yes", consequence=f"fsdplaunch tune; {path} then says what was fastest"),
-        Choice(value="no", title="No", consequence="at any time: fsdplaunch tune"),
-    ]
-    try:
-        answer = Prompts().select(f"Measure {words[0]}? About 3 minutes.", choices, default="no")
-    except KeyboardInterrupt:
-        return 0
-    if answer != "yes":
-        return 0
-    from fsdplaunch.cli.tune import TuneOutputs, TuneRequest, tune
-
-    request = TuneRequest(script=words[0], arguments=tuple(words[1:]), file=str(path))
-    return tune(request, resume=None, outputs=TuneOutputs(write=path, overwrite=True), out=out)
 
 
 def _starting_point(preset: str | None, source: Path | None) -> Path | None:
@@ -183,10 +143,14 @@ def _origin_lines(loaded: LoadedConfig) -> list[str]:
 
 
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
-    """Change keys in the file; comments and layout stay. Nothing is written when the result would be wrong."""
+    """Change keys in the file, and those that follow them; comments and layout stay.
+
+    Nothing is written when the result would be wrong.
+    """
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
     changes = read_assignments(assignments)
+    changes += _followers(text, path, assignments)
     changed = set_keys(text, changes, source=str(path))
     stack(read_text(changed, str(path)), path=path)
     if changed != text:
@@ -195,6 +159,16 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) ->
         f"{path}: {', '.join(spec.dotted for spec, _ in changes)}" + ("" if changed != text else " (no change)")
     )
     return 0
+
+
+def _followers(text: str, path: Path, assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
+    """Return the keys of the file that follow one that is set, each with its new value; None takes it out."""
+    read = read_text(text, str(path))
+    loaded = stack(read, path=path, overrides=assignments)
+    version = loaded.config.fsdp_config.fsdp_version
+    taken_back = [one for one in file_layer(read).values if loaded.origins[one].layer == "default"]
+    specs = [keys_by_path()[one] for one in taken_back if keys_by_path()[one].key.follows]
+    return [(spec, value_at(loaded.config, spec.path) if version in spec.key.pinned else None) for spec in specs]
 
 
 def _text_of(path: Path) -> str:

@@ -92,7 +92,7 @@ class Handoff:
         if not self._request.starts_nothing:
             return False
         path = self._request.loaded.path
-        if self._request.options.as_json:
+        if self._request.as_json:
             self._out.json({"config": str(path) if path else None, **plan.to_dict()})
             return True
         for note in plan.notes:
@@ -130,12 +130,12 @@ class Handoff:
             shown: What the scheduler knows the run by.
             more: What else is noted of it.
         """
-        options = self._request.options
+        request = self._request
         write_job(self.run_dir, route=route, **shown, **more)
-        if options.as_json and not options.follow:
+        if request.as_json and not request.follow:
             self._out.json({"run_id": self.run_id, "run_dir": str(self.run_dir), "route": route, **shown})
         self._out.say(words)
-        if not options.follow:
+        if not request.follow:
             return 0
         from fsdplaunch.cli.runs import follow_run
 
@@ -221,7 +221,7 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     Raises:
         LaunchError: Before anything was started, or when a node could not be started.
     """
-    config, options, handoff = request.config, request.options, Handoff(request, out)
+    config, handoff = request.config, Handoff(request, out)
     hosts = read_hosts(config.ssh)
     check_list(config, hosts, request.loaded.origins)
     check_client()
@@ -236,7 +236,7 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
             task=_task(placed, host, rank, request, handoff.run_id),
             secrets=secrets,
             # Of all nodes that end with a JSON object, node 0's alone is shown.
-            output=subprocess.DEVNULL if options.as_json and rank > 0 else None,
+            output=subprocess.DEVNULL if request.as_json and rank > 0 else None,
         )
         for rank, host in enumerate(hosts)
     ]
@@ -278,7 +278,7 @@ def _task(config: Config, host: SshHost, rank: int, request: LaunchRequest, run_
     if host.slots:
         env[variable_of("launch.workers_per_node")] = str(host.slots)
     return {
-        "argv": request.words([], file, as_json=request.options.as_json),
+        "argv": request.words([], file, as_json=request.as_json),
         "folder": config.ssh.remote_dir or str(Path.cwd()),
         "env": env,
         "config_file": file,

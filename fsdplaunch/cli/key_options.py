@@ -14,6 +14,7 @@ from fsdplaunch.config.names import (
     LETTERS,
     ForeignOption,
     closest,
+    foreign_option,
     key_prefix,
     spellings,
 )
@@ -93,8 +94,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
                 done.append(rest.pop(0))
         elif name == "fsdp_config":
             done += ["--config", _file(value if has_value else _take(option, rest))]
-        elif written and name in FOREIGN_OPTIONS:
-            foreign = FOREIGN_OPTIONS[name]
+        elif written and name not in table and (foreign := foreign_option(name)):
             value = value if has_value or not foreign.has_value else _take(option, rest)
             done += _foreign(option, foreign, value, setting)
         elif written and name in table:
@@ -149,10 +149,11 @@ def _words(option: str, foreign: ForeignOption, text: str) -> list[str]:
 def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
     """Return the notes about options that change nothing, by the names they were written with."""
     place = TextPosition(source="command line")
-    texts = {option: FOREIGN_OPTIONS[option.removeprefix("--").replace("-", "_")].text for option in options}
+    found = {option: foreign_option(option.removeprefix("--").replace("-", "_")) for option in options}
     return tuple(
-        Problem(id="option-without-effect", key=option, message=text, place=place)
-        for option, text in texts.items()
+        Problem(id="option-without-effect", key=option, message=foreign.text, place=place)
+        for option, foreign in found.items()
+        if foreign
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import (
-    LaunchOptions,
     LaunchRequest,
     check_script,
     pass_checks,
@@ -31,12 +30,15 @@ def launch_script(
     *,
     file: Path | None,
     overrides: Sequence[str],
+    module: bool,
+    no_python: bool,
     slurm: bool,
     kubernetes: bool,
+    noted: Sequence[str],
     out: Output,
     **options: Any,
 ) -> int:
-    """Run a script on every worker, or show what would be run; `options` are those of `LaunchOptions`.
+    """Run a script on every worker, or show what would be run; `options` go to `LaunchRequest`.
 
     Returns:
         0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
@@ -45,22 +47,15 @@ def launch_script(
         LaunchError: Before anything was started.
     """
     route = _route(slurm=slurm, kubernetes=kubernetes, follow=options["follow"])
-    launch_options = LaunchOptions(**options, route=route)
-    is_python = not launch_options.no_python
-    target = LaunchTarget(
-        name=check_script(script, is_file=is_python and not launch_options.module),
-        arguments=tuple(arguments),
-        is_module=launch_options.module,
-        is_python=is_python,
-    )
-    submitting = launch_options.route is not None
-    assumed = () if submitting else assumed_settings(os.environ)
-    noted = option_notes(launch_options.noted)
-    loaded = load_config(file, overrides=overrides, assumed=assumed, noted=noted)
-    if not submitting and (pod := _assumed_of_pod(loaded)):
-        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=noted)
-    request = LaunchRequest(loaded=loaded, target=target, options=launch_options, overrides=overrides)
-    if submitting or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
+    name = check_script(script, is_file=not (no_python or module))
+    target = LaunchTarget(name=name, arguments=tuple(arguments), is_module=module, is_python=not no_python)
+    assumed = () if route else assumed_settings(os.environ)
+    notes = option_notes(noted)
+    loaded = load_config(file, overrides=overrides, assumed=assumed, noted=notes)
+    if not route and (pod := _assumed_of_pod(loaded)):
+        loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=notes)
+    request = LaunchRequest(loaded=loaded, target=target, overrides=overrides, route=route, **options)
+    if route or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         return _launch_elsewhere(request, out)
     hardware = read_hardware(os.environ)
     place = find_placement(loaded.config, os.environ)
@@ -68,16 +63,15 @@ def launch_script(
         from fsdplaunch.cli.multi_node import NodeLaunch, launch_on_node
 
         return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
-    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=launch_options.allow_unsharded)
+    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=request.allow_unsharded)
     plan = with_verdict(plan, loaded)
-    if launch_options.dry_run:
-        show_plan(plan, loaded, as_json=launch_options.as_json, out=out)
+    if request.dry_run:
+        show_plan(plan, loaded, as_json=request.as_json, out=out)
         return 0
-    if status := pass_checks(plan, hardware, launch_options, out):
+    status = pass_checks(plan, hardware, out, as_json=request.as_json, check_only=request.check_only)
+    if status or request.check_only:
         return status
-    if launch_options.check_only:
-        return 0
-    return run_and_report(plan, loaded, as_json=launch_options.as_json, out=out)
+    return run_and_report(plan, loaded, as_json=request.as_json, out=out)
 
 
 def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
@@ -109,19 +103,13 @@ def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
 
 def _launch_elsewhere(request: LaunchRequest, out: Output) -> int:
     """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
-    ssh, route = request.config.ssh, request.options.route
-    if route is not None and (ssh.hosts or ssh.hostfile):
+    from fsdplaunch.cli.handoff import launch_on_kubernetes, launch_on_slurm, launch_over_ssh
+
+    ssh, route = request.config.ssh, request.route
+    if route is None:
+        return launch_over_ssh(request, out)
+    if ssh.hosts or ssh.hostfile:
         named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
         msg = f"--{route} hands the run over, and {named} names nodes to start it on"
         raise UsageError(msg, hint=f"leave out --{route}, or {named}")
-    if route == "kubernetes":
-        from fsdplaunch.cli.handoff import launch_on_kubernetes
-
-        return launch_on_kubernetes(request, out)
-    if route is None:
-        from fsdplaunch.cli.handoff import launch_over_ssh
-
-        return launch_over_ssh(request, out)
-    from fsdplaunch.cli.handoff import launch_on_slurm
-
-    return launch_on_slurm(request, out)
+    return (launch_on_slurm if route == "slurm" else launch_on_kubernetes)(request, out)

@@ -53,18 +53,18 @@ def launch_on_node(part: NodeLaunch, out: Output) -> int:
         LaunchError: Before anything was started.
     """
     request, place = part.request, part.place
-    config, options = request.config, request.options
+    config = request.config
     if in_job() and not is_step(os.environ) and not request.starts_nothing:
         return _start_on_every_node(part, out)
     is_first = is_coordinator(place)
     address = network.own_address() if is_first and place.host is None else place.host or ""
     before = provisional_config(config, place, address=address)
     plan = _plan(part, replace(request.loaded, config=before), rank=before.machine_rank or 0)
-    if options.dry_run:
-        single_node.show_plan(plan, request.loaded, as_json=options.as_json, out=out)
+    if request.dry_run:
+        single_node.show_plan(plan, request.loaded, as_json=request.as_json, out=out)
         return 0
-    if options.check_only:
-        return single_node.pass_checks(plan, part.hardware, options, out)
+    if request.check_only:
+        return single_node.pass_checks(plan, part.hardware, out, as_json=request.as_json, check_only=True)
     if not config.launch.meeting:
         return _run_without_joining(part, plan, out)
     secret = find_secret(config, place, os.environ, address=address)
@@ -90,7 +90,7 @@ def _start_on_every_node(part: NodeLaunch, out: Output) -> int:
     sys.stderr.flush()
     open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), request.config)
     program, overrides = [sys.executable, *PROGRAM], open_ones
-    words = request.words(program, _file(request), overrides=overrides, as_json=request.options.as_json)
+    words = request.words(program, _file(request), overrides=overrides, as_json=request.as_json)
     os.environ.update({SECRET: make_secret(), **secrets, **os.environ})  # srun hands the environment on
     os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
 
@@ -110,7 +110,7 @@ def _plan(
         loaded,
         part.hardware,
         part.request.target,
-        allow_unsharded=part.request.options.allow_unsharded,
+        allow_unsharded=part.request.allow_unsharded,
         run_id=run_id,
         folder=node_folder(home, rank),
         ranks=assignment.world if assignment else None,
@@ -133,10 +133,10 @@ def _run_without_joining(part: NodeLaunch, plan: LaunchPlan, out: Output) -> int
         what = "which node this is" if part.place.rank is None else "where node 0 is"
         msg = f"launch.meeting is false, and nothing says {what}"
         raise UsageError(msg, hint="set main_process_ip, and --machine-rank on each node")
-    options = part.request.options
-    if status := single_node.pass_checks(plan, part.hardware, options, out):
+    as_json = part.request.as_json
+    if status := single_node.pass_checks(plan, part.hardware, out, as_json=as_json):
         return status
-    return single_node.run_and_report(plan, part.request.loaded, as_json=options.as_json, out=out)
+    return single_node.run_and_report(plan, part.request.loaded, as_json=as_json, out=out)
 
 
 def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first: bool, out: Output) -> RunControl:
@@ -214,7 +214,7 @@ def _progress(out: Output) -> JoinProgress:
 
 
 def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, part: NodeLaunch, out: Output) -> int:
-    assignment, as_json = control.assignment, part.request.options.as_json
+    assignment, as_json = control.assignment, part.request.as_json
     is_first = assignment.rank == 0
     for note in assignment.notes:
         out.note(note)

@@ -27,42 +27,30 @@ class OptionError(LaunchError):
 
 def whole(option: str, least: int, most: int) -> Callable[[Any], int]:
     """Return a parser of whole numbers for an option."""
-    return _within("parse_whole", option, "a whole number", least, most)
+
+    def parse(value: Any) -> int:
+        from fsdplaunch.config.schema.kinds import whole as kind  # --help reads no number
+
+        return int(kind(least, most).parse(value))
+
+    return _checked(option, f"a whole number from {least} to {most}", parse)
 
 
 def number(option: str, least: float, most: float) -> Callable[[Any], float]:
     """Return a parser of numbers for an option."""
-    return _within("parse_number", option, "a number", least, most)
 
+    def parse(value: Any) -> float:
+        from fsdplaunch.config.schema.kinds import parse_number
 
-def _within(parser: str, option: str, kind: str, least: float, most: float) -> Callable[[Any], Any]:
-    def parsed(value: Any) -> Any:
-        from fsdplaunch.config.schema import kinds  # --help reads no number
+        return _within(least, parse_number(value), most)
 
-        parse: Callable[[Any], Any] = getattr(kinds, parser)
-        shown = str(value) if len(str(value)) <= len(str(most)) else quoted(str(value))
-        try:
-            found = parse(value)
-        except (ValueError, OverflowError):
-            msg = f"{option} must be {kind}, got {quoted(str(value))}"
-            raise OptionError(msg) from None
-        if not least <= found <= most:
-            limit = f"at least {least}" if found < least else f"at most {most}"
-            msg = f"{option} must be {limit}, got {shown}"
-            raise OptionError(msg)
-        return found
-
-    return parsed
+    return _checked(option, f"a number from {least} to {most}", parse)
 
 
 _MOST_BYTES = 2**60
-_UNITS = {
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {f"{name}B": factor for name, factor in _DECIMAL.items()} | {
     "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
@@ -72,19 +60,28 @@ _UNITS = {
 def size(option: str) -> Callable[[Any], int]:
     """Return a parser of sizes for an option, such as `5GB`, `500 MB` or `2GiB`, in bytes."""
 
-    def parsed(value: Any) -> int:
-        from fsdplaunch.config.schema.kinds import check_digits  # --help reads no size
+    def parse(value: Any) -> int:
+        from fsdplaunch.config.schema.kinds import parse_number
 
         word = str(value).strip().upper().replace(" ", "")
         digits = word.rstrip("KMGTIB")
+        return int(_within(1, parse_number(digits) * _UNITS[word[len(digits) :]], _MOST_BYTES))
+
+    return _checked(option, "a size such as 5GB, 500MB or 2GiB", parse)
+
+
+def _within(least: float, found: float, most: float) -> float:
+    if not least <= found <= most:
+        raise ValueError(found)
+    return found
+
+
+def _checked(option: str, expects: str, parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def parsed(value: Any) -> Any:
         try:
-            check_digits(digits)
-            found = int(float(digits) * _UNITS[word[len(digits) :]])
+            return parse(value)
         except (ValueError, KeyError, OverflowError):
-            found = 0
-        if not 0 < found <= _MOST_BYTES:
-            msg = f"{option} {quoted(str(value))} is not a size"
-            raise OptionError(msg, hint="write it as 5GB, 500MB or 2GiB")
-        return found
+            msg = f"{option} must be {expects}, got {quoted(str(value))}"
+            raise OptionError(msg) from None
 
     return parsed

@@ -34,47 +34,30 @@ PROGRAM = ("-P", "-m", "fsdplaunch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """The command line's own options, beside the configuration.
-
-    Attributes:
-        module: The target is a module, as in `python -m`.
-        no_python: The target is a program of its own.
-        dry_run: Print the plan; start nothing.
-        check_only: Check this machine; start nothing.
-        allow_unsharded: Accept a script that never shards a model.
-        as_json: Print one JSON object on stdout, and nothing else there.
-        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
-        follow: Show the submitted run's output until it ends.
-        noted: Options of accelerate or torchrun that were given and change nothing.
-    """
-
-    module: bool = False
-    no_python: bool = False
-    dry_run: bool = False
-    check_only: bool = False
-    allow_unsharded: bool = False
-    as_json: bool = False
-    route: str | None = None
-    follow: bool = False
-    noted: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
     """One launch, as it was requested.
 
     Attributes:
         loaded: The configuration and where it comes from.
         target: What every rank runs.
-        options: The command line's own options.
         overrides: `KEY=VALUE` texts of the command line.
+        dry_run: Print the plan; start nothing.
+        check_only: Check this machine; start nothing.
+        allow_unsharded: Accept a script that never shards a model.
+        as_json: Print one JSON object on stdout, and nothing else there.
+        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
+        follow: Show the submitted run's output until it ends.
     """
 
     loaded: LoadedConfig
     target: LaunchTarget
-    options: LaunchOptions
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str]
+    dry_run: bool
+    check_only: bool
+    allow_unsharded: bool
+    as_json: bool
+    route: str | None
+    follow: bool
 
     @property
     def config(self) -> Config:
@@ -84,15 +67,19 @@ class LaunchRequest:
     @property
     def starts_nothing(self) -> bool:
         """Return whether the launch only shows or checks something."""
-        return self.options.dry_run or self.options.check_only
+        return self.dry_run or self.check_only
 
     def words(
         self, program: Sequence[str], config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
     ) -> list[str]:
         """Return the same launch as a command line for another launcher; see `launch_words`."""
-        loose = self.options.allow_unsharded
         return launch_words(
-            program, self.target, config=config, overrides=overrides, allow_unsharded=loose, as_json=as_json
+            program,
+            self.target,
+            config=config,
+            overrides=overrides,
+            allow_unsharded=self.allow_unsharded,
+            as_json=as_json,
         )
 
 
@@ -202,12 +189,14 @@ def torch_notes() -> list[str]:
     return [found.note] if found else []
 
 
-def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOptions, out: Output) -> int:
+def pass_checks(
+    plan: LaunchPlan, hardware: Hardware, out: Output, *, as_json: bool, check_only: bool = False
+) -> int:
     """Say what would stop the run here, one line each, and return the status to end with; 0 when it may start."""
     findings = find_obstacles(plan, hardware.gpus)
     fatal = [finding for finding in findings if finding.fatal]
     status = max((finding.error.exit_code for finding in fatal), default=0)
-    if launch_options.as_json and (launch_options.check_only or fatal):
+    if as_json and (check_only or fatal):
         out.json(
             {
                 "stage": "preflight",
@@ -220,7 +209,7 @@ def pass_checks(plan: LaunchPlan, hardware: Hardware, launch_options: LaunchOpti
             out.error(finding.error)
         else:
             out.note(f"{finding.message}; {finding.hint}")
-    if launch_options.check_only and not fatal:
+    if check_only and not fatal:
         elsewhere = "PyTorch/XLA" if plan.device == "xla" else "the CPU"
         place = f"{len(plan.gpus)} GPUs" if plan.gpus else elsewhere
         out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")

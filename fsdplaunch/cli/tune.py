@@ -14,7 +14,6 @@ from typing import Any
 
 from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.cli.single_node import (
-    LaunchOptions,
     check_script,
     pass_checks,
     plan_for_this_node,
@@ -154,7 +153,7 @@ class TuneJob:
         script = request.script or ""
         target = LaunchTarget(name=script, arguments=request.arguments, is_module=request.module)
         plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
-        if status := pass_checks(plan, hardware, LaunchOptions(), out):
+        if status := pass_checks(plan, hardware, out, as_json=False):
             raise SystemExit(status)
         return cls(request=request, loaded=loaded, hardware=hardware, target=target, plan=plan, tries=tries)
 

@@ -4,37 +4,46 @@ Every key travels under the name its schema field gives; `decode(encode(config))
 Config. Runs in the CLI (encode) and in every worker (decode).
 """
 
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.resolve import has_one_axis, resolve, uses_xla
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import UsageError
+from fsdplaunch.run_dir import PLAN
 
+# Contract variables, not keys.
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
-"""Contract variable, not a key: the run's folder, where each rank writes its files."""
+"""The run's folder, where each rank writes its files."""
 ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
-"""Contract variable, not a key: `1` when a script may end without having sharded a model."""
+"""`1` when a script may end without having sharded a model."""
 REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
-"""Contract variable, not a key: end the script after so many optimizer steps and a checkpoint there and back."""
-
+"""End the script after so many optimizer steps and a checkpoint there and back."""
 COMPARED = "FSDPLAUNCH_COMPARED"
-"""Contract variable, not a key: whether this script with this configuration was compared with one process."""
+"""Whether this script with this configuration was compared with one process."""
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
-"""Contract variable, not a key: where each process of `fsdplaunch check --compare` writes what it computed."""
+"""Where each process of `fsdplaunch check --compare` writes what it computed."""
 COMPARE_CHANGED = "FSDPLAUNCH_COMPARE_CHANGED"
-"""Contract variable, not a key: `1` where one process of a comparison changes its weights in their last digits."""
+"""`1` where one process of a comparison changes its weights in their last digits."""
 MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
-"""Contract variable, not a key: end the script after so many optimizer steps, and write down what they took."""
+"""End the script after so many optimizer steps, and write down what they took."""
 MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"
-"""Contract variable, not a key: the folder that a measured script may write to."""
+"""The folder that a measured script may write to."""
 MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"
-"""Contract variable, not a key: the user's folder, in which a measured script writes nothing."""
+"""The user's folder, in which a measured script writes nothing."""
+_CONTRACT = (
+    *(RUN_DIR, ALLOW_UNSHARDED, REHEARSAL_STEPS, COMPARED, COMPARE_DIR, COMPARE_CHANGED),
+    *(MEASURE_STEPS, MEASURE_SCRATCH, MEASURE_SOURCE),
+)
 _WITH_PARALLELISM = ("FSDP", "MULTI_GPU")
 """Types under which accelerate's launcher hands parallelism_config on to a script's Accelerator."""
+_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""What accelerate and transformers look at before they read any other variable."""
 _FLOAT8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
 """What accelerate reads fp8_config.override_linear_precision from, where TransformerEngine computes."""
 
@@ -62,7 +71,6 @@ def encode(config: Config) -> dict[str, str]:
 
 
 def _switches(config: Config) -> dict[str, str]:
-    """Return the on/off variables accelerate and transformers look at before they read any other."""
     switches: dict[str, str] = {}
     if config.mixed_precision == "fp8":
         given = zip(_FLOAT8_OVERRIDES, config.fp8_config.override_linear_precision, strict=True)
@@ -70,10 +78,31 @@ def _switches(config: Config) -> dict[str, str]:
     if uses_xla(config):  # it shards in its own way, and has no mesh of theirs
         return switches
     if config.distributed_type == "FSDP":
-        switches["ACCELERATE_USE_FSDP"] = "true"
+        switches[_SWITCHES[0]] = "true"
     if config.distributed_type in _WITH_PARALLELISM and not has_one_axis(config):
-        switches["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        switches[_SWITCHES[1]] = "true"
     return switches
+
+
+def without_run(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that carry a run's configuration to its workers."""
+    carriers = {*_CONTRACT, *_SWITCHES, *_FLOAT8_OVERRIDES, *(variable for _, variable in _variables())}
+    return {name: value for name, value in environ.items() if name not in carriers}
+
+
+def outside_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return an environment as it was before the run that this process belongs to, if it does, set its variables.
+
+    Those that somebody has changed since stay: a script that launches another run may set them for that one.
+    """
+    if RUN_DIR not in environ:
+        return environ
+    try:
+        plan = json.loads((Path(environ[RUN_DIR]) / PLAN).read_text(encoding="utf-8"))["env"]
+    except (OSError, ValueError, KeyError):
+        plan = {}
+    changed = {name: value for name, value in environ.items() if plan.get(name, value) != value}
+    return without_run(environ) | changed
 
 
 def raw_values(environ: Mapping[str, str]) -> dict[KeyPath, str]:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.names import (
     AUTO_WRAP,
-    UnknownKey,
     closest,
     find_bare,
     find_former,
@@ -18,7 +17,7 @@ from fsdplaunch.config.names import (
 )
 from fsdplaunch.config.problems import MOST_SHOWN, ConfigError, Problem, TextPosition
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, keys_by_path, section_classes
-from fsdplaunch.config.schema.kinds import FLAG, PORT, TEXT, NotedValueError
+from fsdplaunch.config.schema.kinds import PORT, TEXT, NotedValueError, parse_flag
 from fsdplaunch.config.yaml_text import UnreadableValueError, YamlEntry, YamlText, read_scalar
 
 LayerName = Literal["default", "file", "env", "flag"]
@@ -87,7 +86,7 @@ class Layer:
         except ValueError as error:
             if (
                 value == "" and spec.default is None and spec.key.kind in (TEXT, PORT)
-            ):  # some writers leave it out so
+            ):  # so some tools leave it out
                 self.note("empty-value", spec.dotted, "says nothing: it is empty", place)
             elif spec.key.noise:  # whatever it says, no run reads it
                 message = f"has no effect here, whatever it says: {shown(value)}"
@@ -131,13 +130,18 @@ def _value_hint(spec: KeySpec, value: Any) -> str | None:
     return "leave the key out to get the default" if value == "" else None
 
 
-def env_layer(environ: Mapping[str, str]) -> Layer:
-    """Read the variables that carry keys, in the encodings accelerate uses."""
+OWN_VARIABLES = "FSDPLAUNCH_"
+"""What our own variables begin with; the others are those that accelerate and transformers read."""
+
+
+def variables_layer(environ: Mapping[str, str], *, own: bool) -> Layer:
+    """Read the variables that carry keys: our own, or those of accelerate, in the encodings that it uses."""
     layer = Layer("env")
     for path, value in raw_values(environ).items():
         spec = keys_by_path()[path]
-        layer.take(spec, value, TextPosition(source=f"env {spec.env}"))
-    for name, meant in _strangers(environ).items():
+        if spec.env.startswith(OWN_VARIABLES) == own:
+            layer.take(spec, value, TextPosition(source=f"env {spec.env}"))
+    for name, meant in _strangers(environ).items() if own else ():
         layer.note(
             "unread-variable", "", f"is not read; did you mean {meant}?", TextPosition(source=f"env {name}")
         )
@@ -173,11 +177,9 @@ class _FileReader:
             place = TextPosition(source=text.source)
             layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
         found = list(self._placed("fsdp_config" if self._bare else "", entries))
-        for section, entry in found:
-            if find_former(section, entry.name) is None:
-                self._entry(section, entry)
-        for section, entry in found:
-            self._former_entry(section, entry)  # last: what a key's own place says is known then
+        # What a key's own place says is known when its former places are read.
+        for section, entry in sorted(found, key=lambda one: find_former(one[0], one[1].name) is not None):
+            self._entry(section, entry)
         layer.problems[:0] = text.problems
         return layer
 
@@ -194,72 +196,53 @@ class _FileReader:
                 yield from ((entry.name, one) for one in self._text.entries(entry.node, entry.name))
 
     def _entry(self, section: str, entry: YamlEntry) -> None:
-        layer, dotted = self._layer, _dotted(section, entry.name)
-        found = find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
-        if isinstance(found, UnknownKey):
-            if found.meant is None or not found.meant.key.pending:
-                layer.reject(found.id, dotted, found.message, entry.place, found.hint)
-            if found.meant is None:
-                return
-            found = found.meant
-        if entry.is_null:
+        layer, dotted, place = self._layer, _dotted(section, entry.name), entry.place
+        former = find_former(section, entry.name)
+        spec = former[0] if former else self._key_named(section, entry, dotted)
+        if spec is None or (entry.is_null and not former):
             return
-        if found.path in layer.values:
-            self._second_spelling(found, dotted, entry)
-            return
-        if entry.name != found.name:
-            layer.aliases[dotted] = found.name
-            if not (self._bare and key_prefix(section) + entry.name == found.name):  # so such files write it
-                layer.note("other-spelling", dotted, f"is read as {found.name}", entry.place)
         try:
-            layer.take(found, self._text.value(entry.node, verbatim=found.key.kind.verbatim), entry.place)
-        except UnreadableValueError as error:
-            layer.broken.add(found.path)
-            layer.reject("wrong-value", dotted, str(error), entry.place)
-
-    def _second_spelling(self, found: KeySpec, dotted: str, entry: YamlEntry) -> None:
-        """Judge a key that the file has set under another spelling: the same value says nothing new."""
-        earlier = self._layer.values[found.path]
-        try:
-            value = found.key.kind.parse(self._text.value(entry.node, verbatim=found.key.kind.verbatim))
-        except ValueError:  # UnreadableValueError is one
-            value = None
-        if value == earlier.value:
-            self._layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", entry.place)
-            return
-        message = f"sets {found.name} again (first on line {earlier.place.line})"
-        self._layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
-
-    def _former_entry(self, section: str, entry: YamlEntry) -> None:
-        """Take a key from where older files say it; what its own place says must agree."""
-        found = find_former(section, entry.name)
-        if found is None:
-            return
-        (spec, former), layer, dotted = found, self._layer, _dotted(section, entry.name)
-        given = value = None
-        try:
-            given = None if entry.is_null else self._text.value(entry.node, verbatim=False)
-            if given is not None and former.means is None:
-                value = spec.key.kind.parse(given)
-            elif given is not None:
-                value = former.means if FLAG.parse(given) else None
+            value = self._text.value(entry.node, verbatim=spec.key.kind.verbatim)
+            if former and former[1].means is not None and value is not None:
+                value = former[1].means if parse_flag(value) else None
         except ValueError as error:  # UnreadableValueError is one
-            if former.means is None and given is not None:
-                layer.refuse(spec, given, entry.place, error)
-            else:
-                layer.broken.add(spec.path)
-                words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
-                layer.reject("wrong-value", dotted, words, entry.place)
+            layer.broken.add(spec.path)
+            words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
+            layer.reject("wrong-value", dotted, words, place)
             return
         earlier = layer.values.get(spec.path)
-        if value is None:
-            layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", entry.place)
-        elif earlier is not None and earlier.value != value:
-            message = f"means {value}, but {spec.dotted} is {earlier.value} on line {earlier.place.line}"
-            layer.reject("duplicate-key", dotted, message, entry.place, "keep one of them")
+        if former and value is None:
+            layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", place)
+        elif earlier is not None:
+            self._say_again(spec, value, earlier, dotted, place)
         else:
-            layer.note("former-place", dotted, f"is read as {spec.dotted}: {value}", entry.place)
-            layer.take(spec, value, earlier.place if earlier else entry.place)
+            if former:
+                layer.note("former-place", dotted, f"is read as {spec.dotted}: {shown(value)}", place)
+            elif entry.name != spec.name:
+                layer.aliases[dotted] = spec.name
+                if not (self._bare and key_prefix(section) + entry.name == spec.name):  # so such files write it
+                    layer.note("other-spelling", dotted, f"is read as {spec.name}", place)
+            layer.take(spec, value, place)
+
+    def _key_named(self, section: str, entry: YamlEntry, dotted: str) -> KeySpec | None:
+        found = find_key(section, entry.name, guess=len(self._layer.problems) < MOST_SHOWN)
+        if isinstance(found, KeySpec):
+            return found
+        if found.meant is None or not found.meant.key.pending:
+            self._layer.reject(found.id, dotted, found.message, entry.place, found.hint)
+        return found.meant
+
+    def _say_again(self, spec: KeySpec, value: Any, earlier: SetValue, dotted: str, place: TextPosition) -> None:
+        """Judge a key that the file has set in other words: the same value says nothing new."""
+        try:
+            is_same = spec.key.kind.parse(value) == earlier.value
+        except ValueError:
+            is_same = False
+        if is_same:
+            self._layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", place)
+        else:
+            message = f"sets {spec.name} again (first on line {earlier.place.line})"
+            self._layer.reject("duplicate-key", dotted, message, place, "keep one of them")
 
 
 def _dotted(section: str, name: str) -> str:

@@ -1,23 +1,26 @@
 """Find the file, stack the layers, check everything: text -> Config, or every problem at once.
 
-Layers, later ones win: defaults, file, environment, command line.
+Layers, later ones win: defaults, variables that accelerate reads, file, FSDPLAUNCH_ variables, command line. A key
+that is derived from another, or says the same in other words, follows it: what a higher layer sets takes back what
+lower ones say there. So a contradiction is only what one layer says twice.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from fsdplaunch.config.environment import outside_of_run
 from fsdplaunch.config.layers import (
     BY_WORD,
     POLICY,
     Layer,
     SetValue,
     ValueOrigin,
-    env_layer,
     file_layer,
     flag_layer,
+    variables_layer,
 )
 from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_order, note_lines
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
@@ -27,8 +30,9 @@ from fsdplaunch.config.rules.base import (
     find_notes,
     find_violations,
     rule_context,
+    shown_value,
 )
-from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path
+from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import MAX_BYTES, YamlText, read_text
 
 DEFAULT_FILE = "fsdp.yaml"
@@ -98,7 +102,7 @@ def load_config(
     Raises:
         ConfigError: With every problem of every layer.
     """
-    environ = os.environ if environ is None else environ
+    environ = outside_of_run(os.environ if environ is None else environ)
     cwd = Path.cwd() if cwd is None else cwd
     path = find_file(file, environ, cwd)
     text = YamlText("defaults") if path is None else read_file(path, cwd)
@@ -119,15 +123,22 @@ def stack(
     Raises:
         ConfigError: With every problem of every layer.
     """
-    layers = [file_layer(text), env_layer(environ or {}), flag_layer(overrides)]
-    values, problems = _merge([flag_layer(assumed, name="env", source="scheduler"), *layers])
+    environ = environ or {}
+    theirs, file = variables_layer(environ, own=False), file_layer(text)
+    scheduler = flag_layer(assumed, name="env", source="scheduler")
+    layers = [scheduler, theirs, file, variables_layer(environ, own=True), flag_layer(overrides)]
+    values, problems, followers = _merge(layers)
     broken = set().union(*(layer.broken for layer in layers))
     if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_units(_with_version(values)).items()})
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
-    notes = tuple(note for layer in layers for note in layer.notes)
+    notes = (
+        *(note for layer in layers for note in layer.notes),
+        *_told_followers(followers, context.config),
+        *_told_variables(theirs, values),
+    )
     if not unread:
         problems += _located(find_violations(context), values, text, broken)
         notes = in_order([*notes, *_located(find_notes(context), values, text, broken)])
@@ -142,7 +153,7 @@ def stack(
         path=path,
         origins=MappingProxyType(origins),
         notes=notes,
-        aliases=MappingProxyType(layers[0].aliases),
+        aliases=MappingProxyType(file.aliases),
     )
 
 
@@ -166,18 +177,48 @@ def read_file(path: Path, cwd: Path) -> YamlText:
     return text
 
 
-def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Problem]]:
+_Follower = tuple[KeyPath, SetValue, KeyPath, SetValue]
+"""A key and what a lower layer says of it, and the key that it follows, with what a higher layer says."""
+
+
+def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Problem], list[_Follower]]:
+    """Return the values of all layers, their problems, and what was taken back because it follows another key."""
     values: dict[KeyPath, SetValue] = {}
     problems: list[Problem] = []
+    followers: list[_Follower] = []
     for layer in layers:
         problems += layer.problems
-        for path, one in layer.values.items():
-            values.pop(path, None)
-            if one.value is not None:
-                values[path] = one
+        said = {path: one for path, one in layer.values.items() if one.value is not None}
+        for path in set(values) - set(layer.values):
+            leader = next((source for source in leaders(path) if source in said), None)
+            if leader is not None:
+                followers.append((path, values.pop(path), leader, said[leader]))
+        values = {path: one for path, one in values.items() if path not in layer.values} | said
         if layer.variables:
             _add_variables(layer, values, problems)
-    return values, problems
+    return values, problems, followers
+
+
+def leaders(path: KeyPath) -> tuple[KeyPath, ...]:
+    """Return the keys that a key follows."""
+    return tuple(tuple(name.split(".")) for name in keys_by_path()[path].key.follows)
+
+
+def _told_followers(followers: Iterable[_Follower], config: Config) -> Iterator[Problem]:
+    """Yield a note about each value that was taken back and would have been another one."""
+    for path, lost, source, leader in followers:
+        if lost.value not in (keys_by_path()[path].default, value_at(config, path)):
+            name = ".".join(source)
+            message = f"{shown_value(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
+            yield Problem(id="follows", key=".".join(path), message=message, place=lost.place)
+
+
+def _told_variables(theirs: Layer, values: Mapping[KeyPath, SetValue]) -> Iterator[Problem]:
+    """Yield a note about each of accelerate's variables that fills what the file leaves open."""
+    for path, one in theirs.values.items():
+        if values.get(path) is one:
+            message = f"sets {'.'.join(path)}: {shown_value(one.value)}, which nothing else does"
+            yield Problem(id="variable-of-accelerate", key="", message=message, place=one.place)
 
 
 def _add_variables(layer: Layer, values: dict[KeyPath, SetValue], problems: list[Problem]) -> None:

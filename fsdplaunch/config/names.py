@@ -7,11 +7,11 @@ An option that is not a key has one of three answers: it is taken (what stands i
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, own_sections, section_classes
 from fsdplaunch.config.schema.key import FormerPlace
-from fsdplaunch.config.schema.kinds import RUNS_ON, SPLIT_LAYERS
+from fsdplaunch.config.schema.kinds import RUNS_ON, SPLIT_LAYERS, StrategyName
 
 AUTO_WRAP = "auto_wrap"
 """The word of transformers' `--fsdp "full_shard auto_wrap"`: units, by layers or by size."""
@@ -161,81 +161,38 @@ class ForeignOption:
     hint: str = ""
 
 
+def _taken(text: str, **more: Any) -> ForeignOption:
+    return ForeignOption(answer="taken", text=text, **more)
+
+
 def _sets(assignment: str) -> ForeignOption:
-    return ForeignOption(answer="taken", text=f"sets {assignment}", sets=assignment)
-
-
-def _needs_accelerate(what: str) -> str:
-    return f"{what} needs accelerate launch"
+    return _taken(f"sets {assignment}", sets=assignment)
 
 
 def _noted(text: str, *, has_value: bool = True) -> ForeignOption:
     return ForeignOption(answer="noted", text=text, has_value=has_value)
 
 
+def _refused(text: str, hint: str, *, has_value: bool = False) -> ForeignOption:
+    return ForeignOption(answer="refused", text=text, hint=hint, has_value=has_value)
+
+
+def _read_by(what: str) -> str:
+    return f"is read by {what} only, and this run does not use it"
+
+
 _ALWAYS = "is always so"
 _TPU = "says how accelerate finds a TPU pod; here the same command runs on each of its hosts"
 _SAGEMAKER = "is read for SageMaker only, and this run does not use it"
-_DEEPSPEED = "is read by DeepSpeed only, and this run does not use it"
-_MEGATRON = "is read by Megatron-LM only, and this run does not use it"
-_OF_DEEPSPEED = (
-    "deepspeed_config_file",
-    "deepspeed_exclusion_filter",
-    "deepspeed_hostfile",
-    "deepspeed_inclusion_filter",
-    "deepspeed_moe_layer_cls_names",
-    "deepspeed_multinode_launcher",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "zero3_init_flag",
-    "zero3_save_16bit_model",
-    "zero_stage",
-)
-_OF_MEGATRON = (
-    "attention_backend",
-    "attention_dropout",
-    "attention_softmax_in_fp32",
-    "calculate_per_token_loss",
-    "context_parallel_size",
-    "decoder_last_pipeline_num_layers",
-    "eod_mask_loss",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "gradient_clipping",
-    "hidden_dropout",
-    "no_load_optim",
-    "no_save_optim",
-    "num_micro_batches",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pp_degree",
-    "recompute_activations",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "sequence_parallelism",
-    "tp_degree",
-    "use_custom_fsdp",
-    "use_distributed_optimizer",
-    "use_precision_aware_optimizer",
-    "use_rotary_position_embeddings",
-)
+_NO_MEANING = "is torchrun's, and has no meaning here"
 _SEARCH = "search the ranks' files: grep WORD runs/latest/ranks/*/"
-
 _FSDP_WORDS: Mapping[str, str] = {
-    "full_shard": "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
-    "shard_grad_op": "fsdp_config.fsdp_sharding_strategy=SHARD_GRAD_OP",
-    "no_shard": "fsdp_config.fsdp_sharding_strategy=NO_SHARD",
-    "hybrid_shard": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD",
-    "hybrid_shard_zero2": "fsdp_config.fsdp_sharding_strategy=HYBRID_SHARD_ZERO2",
+    **{name.lower(): f"fsdp_config.fsdp_sharding_strategy={name}" for name in get_args(StrategyName)},
     "offload": "fsdp_config.fsdp_offload_params=true",
     "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
 }
 """Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
+_START_METHODS = {"spawn": "launch.preload=none", "fork": "", "forkserver": ""}
 
 FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "use_fsdp": _sets("distributed_type=FSDP"),
@@ -245,79 +202,67 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "bf16": _sets("mixed_precision=bf16"),
     "tpu": _sets("distributed_type=XLA"),
     "standalone": _sets("num_machines=1"),
-    "num_cpu_threads_per_process": ForeignOption(
-        answer="taken",
-        text="sets OMP_NUM_THREADS in launch.env",
-        sets="launch.env.OMP_NUM_THREADS={}",
-        has_value=True,
-    ),
-    "fsdp": ForeignOption(
-        answer="taken", text="sets the keys that its words mean", words=_FSDP_WORDS, has_value=True
-    ),
-    "start_method": ForeignOption(
-        answer="taken",
-        text="spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as ever",
-        words={"spawn": "launch.preload=none", "fork": "", "forkserver": ""},
-        has_value=True,
-    ),
     "no_preload": _sets("launch.preload=none"),
-    "quiet": ForeignOption(answer="taken", text=f"{_ALWAYS}: a failure is reported in a few lines"),
-    "run_path": ForeignOption(answer="taken", text=f"{_ALWAYS}: a script runs inside its worker's interpreter"),
-    "use_parallelism_config": ForeignOption(
-        answer="taken", text="the sizes of parallelism_config count wherever they are set"
+    "num_cpu_threads_per_process": _taken(
+        "sets OMP_NUM_THREADS in launch.env", sets="launch.env.OMP_NUM_THREADS={}", has_value=True
     ),
+    "fsdp": _taken("sets the keys that its words mean", words=_FSDP_WORDS, has_value=True),
+    "start_method": _taken(
+        "spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as ever",
+        words=_START_METHODS,
+        has_value=True,
+    ),
+    "quiet": _taken(f"{_ALWAYS}: a failure is reported in a few lines"),
+    "run_path": _taken(f"{_ALWAYS}: a script runs inside its worker's interpreter"),
+    "use_parallelism_config": _taken("the sizes of parallelism_config count wherever they are set"),
     "use_xpu": _noted("is ignored by accelerate as well", has_value=False),
-    "ipex": _noted("is read by Intel's extension of torch only, and this run does not use it", has_value=False),
+    "ipex": _noted(_read_by("Intel's extension of torch"), has_value=False),
     "tpu_cluster": _noted(_TPU, has_value=False),
     "no_tpu_cluster": _noted(_TPU, has_value=False),
     "vm": _noted(_TPU),
     "aws_access_key_id": _noted(_SAGEMAKER),
     "aws_secret_access_key": _noted(_SAGEMAKER),
-    "mpirun_ccl": _noted("is read by mpirun only, and this run does not use it"),
-    **{name: _noted(_DEEPSPEED) for name in _OF_DEEPSPEED},
-    **{f"megatron_lm_{name}": _noted(_MEGATRON) for name in _OF_MEGATRON},
-    "use_deepspeed": ForeignOption(
-        answer="refused",
-        text=_needs_accelerate("DeepSpeed"),
-        hint="leave it out: FSDP's FULL_SHARD shards what ZeRO-3 shards, SHARD_GRAD_OP what ZeRO-2 shards",
+    "mpirun_ccl": _noted(_read_by("mpirun")),
+    "use_deepspeed": _refused(
+        "DeepSpeed needs accelerate launch",
+        "leave it out: FSDP's FULL_SHARD shards what ZeRO-3 shards, SHARD_GRAD_OP what ZeRO-2 shards",
     ),
-    "use_megatron_lm": ForeignOption(
-        answer="refused", text=_needs_accelerate("Megatron-LM"), hint="leave it out to train with FSDP"
-    ),
-    "mpirun_hostfile": ForeignOption(
-        answer="refused",
-        text=_needs_accelerate("mpirun"),
+    "use_megatron_lm": _refused("Megatron-LM needs accelerate launch", "leave it out to train with FSDP"),
+    "mpirun_hostfile": _refused(
+        "mpirun needs accelerate launch",
+        "--hostfile names nodes that fsdplaunch starts workers on over ssh",
         has_value=True,
-        hint="--hostfile names nodes that fsdplaunch starts workers on over ssh",
     ),
-    "use_tp": ForeignOption(  # accelerate 1.4 to 1.6
-        answer="refused",
-        text=f"is not supported: {SPLIT_LAYERS}",
-        hint="use --use_fsdp --parallelism_config_tp_size N",
+    "use_tp": _refused(  # accelerate 1.4 to 1.6
+        f"is not supported: {SPLIT_LAYERS}", "use --use_fsdp --parallelism_config_tp_size N"
     ),
-    "use_mps_device": ForeignOption(  # accelerate to 0.15
-        answer="refused", text=f"is not supported: {RUNS_ON}", hint="leave it out to run on the CPU"
+    "use_mps_device": _refused(  # accelerate to 0.15
+        f"is not supported: {RUNS_ON}", "leave it out to run on the CPU"
     ),
-    "logs_specs": ForeignOption(
-        answer="refused",
-        text="is torchrun's, and has no meaning here",
+    "logs_specs": _refused(
+        _NO_MEANING,
+        "every rank's output is in the run's folder, in ranks/RANK/; --show-ranks and --tee show it",
         has_value=True,
-        hint="every rank's output is in the run's folder, in ranks/RANK/; --show-ranks and --tee show it",
     ),
-    "duplicate_stdout_filters": ForeignOption(
-        answer="refused",
-        text="is torchrun's, and has no meaning here",
-        has_value=True,
-        hint=f"{_SEARCH}stdout.log",
-    ),
-    "duplicate_stderr_filters": ForeignOption(
-        answer="refused",
-        text="is torchrun's, and has no meaning here",
-        has_value=True,
-        hint=f"{_SEARCH}stderr.log",
-    ),
+    "duplicate_stdout_filters": _refused(_NO_MEANING, f"{_SEARCH}stdout.log", has_value=True),
+    "duplicate_stderr_filters": _refused(_NO_MEANING, f"{_SEARCH}stderr.log", has_value=True),
 }
-"""Every such option by its name without dashes, underscored."""
+"""Such options by their names without dashes, underscored."""
+FOREIGN_PREFIXES: Mapping[str, ForeignOption] = {
+    **dict.fromkeys(
+        ("deepspeed_", "gradient_accumulation_steps", "gradient_clipping", "offload_", "zero3_", "zero_"),
+        _noted(_read_by("DeepSpeed")),
+    ),
+    "megatron_lm_": _noted(_read_by("Megatron-LM")),
+}
+"""What such options of another engine begin with."""
+
+
+def foreign_option(name: str) -> ForeignOption | None:
+    """Return what is known of an option that is not a key, by its name without dashes, underscored."""
+    engine = next((one for prefix, one in FOREIGN_PREFIXES.items() if name.startswith(prefix)), None)
+    return FOREIGN_OPTIONS.get(name, engine)
+
 
 LETTERS: Mapping[str, str] = {"-r": "redirects", "-t": "tee", "-q": "quiet"}
 """Options of one letter, and the name each stands for."""

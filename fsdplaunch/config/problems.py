@@ -27,6 +27,8 @@ TEXT_NOTES = {
     "other-spelling": "The key is written in another way than the reference does.",
     "former-place": "The key stands where older files say it.",
     "bare-section": "The file consists of one section's keys, without its name.",
+    "follows": "A key follows another one, which a higher layer sets.",
+    "variable-of-accelerate": "A variable that accelerate reads sets a key that the file leaves open.",
     "unread-variable": "An environment variable nearly has the name of a key's.",
     "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
 }

@@ -184,12 +184,8 @@ def preset_summary(path: Path) -> str:
     return next((line for line in comments if not line.startswith("yaml-language-server")), "")
 
 
-Splice = tuple[int, int, str]
-"""Where a text begins and ends that is replaced, and by what."""
-
-
 def set_keys(text: str, changes: Sequence[tuple[KeySpec, Any]], *, source: str = "the file") -> str:
-    """Return `text` with keys changed.
+    """Return `text` with keys changed; a text in JSON is written anew.
 
     Args:
         text: A file's text.
@@ -198,16 +194,13 @@ def set_keys(text: str, changes: Sequence[tuple[KeySpec, Any]], *, source: str =
 
     Raises:
         ConfigError: The text is not YAML.
-        UsageError: A value is shared through an anchor.
+        UsageError: A key cannot be changed without touching others, as where a value is shared through an anchor.
     """
     bom = "\ufeff" if text.startswith("\ufeff") else ""
     body = text.removeprefix("\ufeff")
     newline = "\r\n" if "\r\n" in body else "\n"
     for spec, value in changes:
-        splice = _splice(body, spec, value, source)
-        if splice is None:
-            continue
-        start, end, new = splice
+        start, end, new = _splice(body, spec, value, source)
         changed = body[:start] + new.replace("\n", newline) + body[end:]
         if _others(changed, spec, source) != _others(body, spec, source):
             msg = f"{spec.dotted} cannot be changed in {source} without touching other keys"
@@ -223,100 +216,101 @@ def _others(text: str, spec: KeySpec, source: str) -> dict[KeyPath, Any] | None:
     return None if read.problems else {path: one.value for path, one in values.items() if path != spec.path}
 
 
-def _splice(text: str, spec: KeySpec, value: Any, source: str) -> Splice | None:
+_Splice = tuple[int, int, str]
+"""Where a text begins and ends that is replaced, and by what."""
+_NOTHING: _Splice = (0, 0, "")
+
+
+def _splice(text: str, spec: KeySpec, value: Any, source: str) -> _Splice:
     read = read_text(text, source)
+    top = read.entries(read.root)
     if read.problems:
         raise ConfigError(read.problems)
-    top = read.entries(read.root)
     is_bare = is_bare_section(entry.name for entry in top)
     if is_bare and spec.path[0] != "fsdp_config":
         msg = f"{source} holds keys of fsdp_config without that section"
         raise UsageError(msg, hint="put fsdp_config: above them and indent them")
-    if len(spec.path) == 1 or is_bare:
-        return _in_mapping(text, read, read.root, spec, value)
-    section = next((entry for entry in top if entry.name == spec.path[0]), None)
-    if section is None or not isinstance(section.node, MappingNode):
-        return None if value is None else _new_section(text, read.root, section, spec, value)
-    if _is_shared(section) or not _own(read.root, [section]):
-        msg = f"{spec.path[0]} in {source} is shared through an anchor"
-        raise UsageError(msg, hint="change it by hand")
-    return _in_mapping(text, read, section.node, spec, value)
+    home = None if len(spec.path) == 1 or is_bare else spec.path[0]
+    plain = None if value is None else plain_value(spec, value)
+    if read.root is not None and read.root.flow_style:
+        return 0, len(text), json.dumps(_changed(read, read.root, home, spec, plain), indent=2) + "\n"
+    section = next((entry for entry in top if entry.name == home), None)
+    if home is None:
+        return _in_mapping(text, read, read.root, spec, plain)
+    if section is None or section.is_null:
+        return _NOTHING if plain is None else _new_section(text, read.root, section, spec, plain)
+    _refuse_shared(text, section, home)
+    if isinstance(section.node, MappingNode) and section.node.flow_style:
+        lines = block_lines(section.name, _changed(read, section.node, None, spec, plain), 0)
+        return _line_start(text, section.key_node), _line_end(text, _end(section.node)), "\n".join(lines) + "\n"
+    return _in_mapping(text, read, section.node, spec, plain)
+
+
+def _changed(read: YamlText, node: Node, home: str | None, spec: KeySpec, plain: Any) -> dict[str, Any]:
+    """Return a mapping's values with the key changed, which stands in its section `home`."""
+    values: dict[str, Any] = read.value(node)
+    place = values if home is None else (values.get(home) or {})
+    name = next((name for name in place if find_key(".".join(spec.path[:-1]), name) == spec), spec.name)
+    place = {**place, name: plain}
+    if plain is None:
+        del place[name]
+    return place if home is None else {**values, home: place}
 
 
 def _new_section(
-    text: str, root: MappingNode | None, empty: YamlEntry | None, spec: KeySpec, value: Any
-) -> Splice:
+    text: str, root: MappingNode | None, empty: YamlEntry | None, spec: KeySpec, plain: Any
+) -> _Splice:
     """Add a section with one key; `empty` is a section that stands there without keys."""
-    if root is not None and root.flow_style:
-        return _into_flow(text, root, spec.path[0], {spec.name: plain_value(spec, value)})
+    column = root.value[0][0].start_mark.column if root is not None else 0
+    lines = "\n".join(block_lines(spec.name, plain, column + 2))
     if empty is not None:
-        lines = _lines(spec, value, empty.key_node.start_mark.column + 2)
         start, end = empty.node.start_mark.index, empty.node.end_mark.index
-        is_spelled = start < end  # a null
-        return (start, end, f"\n{lines}") if is_spelled else _below(text, empty.key_node.end_mark.index, lines)
-    column, end = _foot(root, root.value if root else [], len(text))
-    blank = "\n" if root is not None and root.value else ""
-    return _below(text, end, f"{blank}{' ' * column}{spec.path[0]}:\n" + _lines(spec, value, column + 2))
+        return (start, end, f"\n{lines}") if start < end else _below(text, empty.key_node.end_mark.index, lines)
+    if root is None:
+        return _below(text, len(text), f"{spec.path[0]}:\n{lines}")
+    return _below(text, _end(root), f"\n{' ' * column}{spec.path[0]}:\n{lines}")
 
 
-def _in_mapping(text: str, read: YamlText, node: MappingNode | None, spec: KeySpec, value: Any) -> Splice | None:
-    own = _own(node, read.entries(node))
+def _in_mapping(text: str, read: YamlText, node: Node | None, spec: KeySpec, plain: Any) -> _Splice:
+    """Change a key of a mapping in lines, or add it below the others."""
     section = ".".join(spec.path[:-1])
-    for entry in own:
-        if find_key(section, entry.name) == spec:
-            return _replace(text, entry, spec, value, flow=bool(node and node.flow_style))
-    if value is None:
-        return None
-    if node is not None and node.flow_style:
-        return _into_flow(text, node, spec.name, plain_value(spec, value))
+    entries = read.entries(node)
+    entry = next((entry for entry in entries if find_key(section, entry.name) == spec), None)
+    if entry is not None:
+        return _replace(text, entry, spec, plain)
+    if plain is None:
+        return _NOTHING
     # A new key of the top level goes below its other keys, not below the last section.
-    keys = [(entry.key_node, entry.node) for entry in own if section or not entry.is_mapping]
-    column, end = _foot(node, keys or (node.value if node else []), len(text))
-    return _below(text, end, _lines(spec, value, column))
+    keys = [entry for entry in entries if section or not entry.is_mapping] or entries
+    column = keys[0].key_node.start_mark.column if keys else 0
+    foot = max((_end(entry.node, entry.key_node) for entry in keys), default=len(text))
+    return _below(text, foot, "\n".join(block_lines(spec.name, plain, column)))
 
 
-def _replace(text: str, entry: YamlEntry, spec: KeySpec, value: Any, *, flow: bool) -> Splice:
-    if _is_shared(entry) or text[entry.node.start_mark.index : entry.node.start_mark.index + 1] in ("&", "*"):
-        msg = f"{spec.dotted} is shared through an anchor"
-        raise UsageError(msg, hint="change it by hand")
-    key_start, key_end = entry.key_node.start_mark.index, entry.key_node.end_mark.index
+def _replace(text: str, entry: YamlEntry, spec: KeySpec, plain: Any) -> _Splice:
+    _refuse_shared(text, entry, spec.dotted)
     end = _end(entry.node, entry.key_node)
-    colon = text.index(":", key_end) + 1
-    if value is None and not flow:
-        return text.rfind("\n", 0, key_start) + 1, _line_end(text, end), ""
-    plain = None if value is None else plain_value(spec, value)
-    words = json.dumps(plain, ensure_ascii=False) if text[key_end - 1] == '"' else flow_text(plain)
-    end = max(colon, len(text[:end].rstrip()))
-    return colon, end, f" {words}"
+    if plain is None:
+        return _line_start(text, entry.key_node), _line_end(text, end), ""
+    colon = text.index(":", entry.key_node.end_mark.index) + 1
+    return colon, max(colon, len(text[:end].rstrip())), f" {flow_text(plain)}"
 
 
-def _into_flow(text: str, node: MappingNode, name: str, value: Any) -> Splice:
-    """Add an entry to a mapping in braces, in words that JSON has as well."""
-    words = f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
-    if not node.value:
-        return node.end_mark.index - 1, node.end_mark.index - 1, words
-    key, last = node.value[-1]
-    before = text[: key.start_mark.index]
-    gap = before[len(before.rstrip(" \r\n")) :]
-    end = _end(last, key)
-    return end, end, "," + (gap.replace("\r\n", "\n") if "\n" in gap else " ") + words
+def _refuse_shared(text: str, entry: YamlEntry, key: str) -> None:
+    start = entry.node.start_mark.index
+    if start < entry.key_node.start_mark.index or text[start : start + 1] in ("&", "*"):
+        msg = f"{key} is shared through an anchor"
+        raise UsageError(msg, hint="change it by hand")
 
 
-def _lines(spec: KeySpec, value: Any, indent: int) -> str:
-    return "\n".join(block_lines(spec.name, plain_value(spec, value), indent))
-
-
-def _foot(node: Node | None, keys: Sequence[tuple[Node, Node]], empty: int) -> tuple[int, int]:
-    """Return the column of a mapping's keys, and where the text of the last of `keys` ends."""
-    if node is None or not keys:
-        return 0, empty
-    return int(keys[0][0].start_mark.column), max(_end(value, key) for key, value in keys)
-
-
-def _below(text: str, index: int, lines: str) -> Splice:
+def _below(text: str, index: int, lines: str) -> _Splice:
     """Insert whole lines below the line that holds `index`."""
     at = _line_end(text, index)
     return at, at, ("" if at == 0 or text[at - 1] == "\n" else "\n") + lines + "\n"
+
+
+def _line_start(text: str, node: Node) -> int:
+    return text.rfind("\n", 0, node.start_mark.index) + 1
 
 
 def _line_end(text: str, index: int) -> int:
@@ -327,23 +321,9 @@ def _line_end(text: str, index: int) -> int:
     return len(text) if found < 0 else found + 1
 
 
-def _own(node: Node | None, entries: list[YamlEntry]) -> list[YamlEntry]:
-    """Return the entries that stand in the mapping itself, not in one that `<<` names."""
-    keys = {id(key) for key, _ in node.value} if node is not None else set()
-    return [entry for entry in entries if id(entry.key_node) in keys]
-
-
-def _is_shared(entry: YamlEntry) -> bool:
-    """Return whether the value is an alias: its text then stands somewhere before its key."""
-    return bool(entry.node.start_mark.index < entry.key_node.start_mark.index)
-
-
-def _end(node: Node, key: Node) -> int:
+def _end(node: Node, key: Node | None = None) -> int:
     """Return where a value's own text ends; block collections end with their last item, not at the next token."""
-    if node.start_mark.index < key.start_mark.index:
-        return int(key.end_mark.index)
     if isinstance(node, CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        inner_key, inner = last if isinstance(node, MappingNode) else (last, last)
-        return _end(inner, inner_key)
-    return max(int(node.end_mark.index), int(key.end_mark.index))
+        return _end(last[1], last[0]) if isinstance(node, MappingNode) else _end(last)
+    return max(int(node.end_mark.index), 0 if key is None else int(key.end_mark.index))

@@ -2,8 +2,8 @@
 
 PyYAML's node tree is read, not its objects: it has the place of every key, shows keys that are set twice, and
 nothing in a file can make it run code. Plain scalars mean what YAML 1.2's core schema says (`no` is a text,
-`1e-5` a number). Merge keys (`<<`) work as in YAML 1.1, because accelerate reads them so. What is written is
-quoted so that readers of either version understand it alike.
+`1e-5` a number). Merge keys (`<<`), which are YAML 1.1's, are refused. What is written is quoted so that readers
+of either version understand it alike.
 """
 
 import re
@@ -82,74 +82,45 @@ class YamlText:
     def entries(self, node: Node | None, section: str = "") -> list[YamlEntry]:
         """List a mapping's keys, each once; reports those that are set twice."""
         found: dict[str, YamlEntry] = {}
-        merged: list[YamlEntry] = []
         for key_node, value in node.value if isinstance(node, MappingNode) else ():
+            mark = key_node.start_mark
             if not isinstance(key_node, ScalarNode):
-                self.report("not-a-key", "a key must be a word", key_node.start_mark, key=section)
-            elif key_node.value == "<<" and key_node.style is None:
-                merged += self._merged(value, section)
-            else:
-                self._add(
-                    found, YamlEntry(key_node.value, self.place(key_node.start_mark), value, key_node), section
-                )
-        for entry in merged:
-            found.setdefault(entry.name, entry)
+                self.report("not-a-key", "a key must be a word", mark, key=section)
+                continue
+            if key_node.value == "<<" and key_node.style is None:
+                self.report("not-a-key", "<< is not read here", mark, key=section, hint="write the keys out")
+                continue
+            entry = YamlEntry(key_node.value, self.place(mark), value, key_node)
+            first = found.setdefault(entry.name, entry)
+            if first is not entry:
+                key = f"{section}.{entry.name}" if section else entry.name
+                message = f"is set twice (first on line {first.place.line})"
+                self.report("duplicate-key", message, mark, key=key, hint="keep one of them")
         return list(found.values())
 
-    def _add(self, found: dict[str, YamlEntry], entry: YamlEntry, section: str) -> None:
-        first = found.setdefault(entry.name, entry)
-        if first is not entry:
-            key = f"{section}.{entry.name}" if section else entry.name
-            message = f"is set twice (first on line {first.place.line})"
-            self.report("duplicate-key", message, entry.key_node.start_mark, key=key, hint="keep one of them")
-
-    def _merged(self, node: Node, section: str, depth: int = 0) -> list[YamlEntry]:
-        """Return the keys that `<<` brings in: from one mapping or from a list of them, earlier ones first."""
-        maps = node.value if isinstance(node, SequenceNode) else [node]
-        self._left -= sum(len(item.value) for item in maps)
-        if self._left < 0 or depth > MAX_DEPTH:
-            self.report("too-large", f"<< stands for more than {MAX_VALUES} values", node.start_mark, key=section)
-            return []
-        found: list[YamlEntry] = []
-        for item in maps:
-            if not isinstance(item, MappingNode):
-                self.report("not-a-mapping", "<< must name a mapping", node.start_mark, key=section)
-                continue
-            inherited: list[YamlEntry] = []
-            for key, value in item.value:
-                if isinstance(key, ScalarNode) and key.value == "<<" and key.style is None:
-                    inherited += self._merged(value, section, depth + 1)
-                elif isinstance(key, ScalarNode):
-                    found.append(YamlEntry(key.value, self.place(key.start_mark), value, key))
-            found += inherited
-        return found
-
-    def value(self, node: Node, *, verbatim: bool = False) -> Any:
+    def value(self, node: Node, *, verbatim: bool = False, depth: int = 0) -> Any:
         """Return a node's value as plain Python data.
 
         Args:
             node: From an `YamlEntry`.
             verbatim: Leave numbers as they are spelled.
+            depth: How far inside of the entry's value it stands.
 
         Raises:
             UnreadableValueError: An unknown tag, a number out of range, or more values than any file needs.
         """
-        return self._build(node, verbatim=verbatim, depth=0)
-
-    def _build(self, node: Node, *, verbatim: bool, depth: int) -> Any:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             msg = "holds too many values"
             raise UnreadableValueError(msg)
         if isinstance(node, ScalarNode):
             return _scalar(node, verbatim=verbatim)
+        inside = depth + 1
         if isinstance(node, SequenceNode) and node.tag == TAG + "seq":
-            return [self._build(item, verbatim=verbatim, depth=depth + 1) for item in node.value]
+            return [self.value(item, verbatim=verbatim, depth=inside) for item in node.value]
         if isinstance(node, MappingNode) and node.tag == TAG + "map":
-            return {
-                entry.name: self._build(entry.node, verbatim=verbatim, depth=depth + 1)
-                for entry in self.entries(node)
-            }
+            entries = self.entries(node)
+            return {entry.name: self.value(entry.node, verbatim=verbatim, depth=inside) for entry in entries}
         raise UnreadableValueError(_tag_text(node))
 
 
@@ -228,33 +199,25 @@ def read_text(data: str | bytes, source: str) -> YamlText:
         return text
     try:
         decoded = data.decode("utf-8-sig") if isinstance(data, bytes) else data.removeprefix("\ufeff")
+        root = _Loader(decoded).get_single_node()
     except UnicodeDecodeError as error:
         text.report("not-utf-8", f"byte {error.start} is not UTF-8", hint="save the file as UTF-8")
-        return text
-    _compose(text, decoded)
-    return text
-
-
-def _compose(text: YamlText, decoded: str) -> None:
-    try:
-        root = _Loader(decoded).get_single_node()
     except _TooDeepError as error:
         text.report("too-deep", str(error.problem), error.problem_mark)
     except yaml.MarkedYAMLError as error:
         message, hint = _syntax(error, decoded)
         text.report("syntax", message, error.problem_mark or error.context_mark, hint=hint)
     except yaml.reader.ReaderError as error:
-        line = decoded.count("\n", 0, error.position) + 1
-        col = error.position - decoded.rfind("\n", 0, error.position)
-        place = TextPosition(source=text.source, line=line, col=col)
-        message = f"the character U+{int(error.character):04X} is not allowed in YAML"
-        text.problems.append(Problem(id="syntax", key="", message=message, place=place))
+        before = decoded[: error.position]
+        mark = yaml.Mark("", 0, before.count("\n"), len(before) - before.rfind("\n") - 1, None, 0)
+        text.report("syntax", f"the character U+{int(error.character):04X} is not allowed in YAML", mark)
     else:
         if isinstance(root, MappingNode):
             text.root = root
         elif root is not None and root.tag != TAG + "null":
             kind = "a list" if isinstance(root, SequenceNode) else "a single value"
             text.report("not-a-mapping", f"holds {kind}, not keys", root.start_mark, hint="write key: value lines")
+    return text
 
 
 def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]:
@@ -318,24 +281,18 @@ def plain_value(spec: KeySpec, value: Any) -> Any:
     return value
 
 
+def _dump(value: Any, *, flow: bool) -> str:
+    shape: dict[str, Any] = {"default_flow_style": flow, "width": float("inf"), "sort_keys": False}
+    return str(yaml.dump(value, Dumper=_Dumper, allow_unicode=True, **shape))
+
+
 def flow_text(value: Any) -> str:
     """Return a value in one line, as it stands to the right of `key: ` or inside brackets."""
-    text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False
-    )
-    return text.removesuffix("\n").removesuffix("\n...")
+    return _dump(value, flow=True).removesuffix("\n").removesuffix("\n...")
 
 
 def block_lines(name: str, value: Any, indent: int) -> list[str]:
     """Return the lines of `name: value`, mappings over several lines."""
     if isinstance(value, dict) and value:
-        text = yaml.dump(
-            {name: value},
-            Dumper=_Dumper,
-            default_flow_style=False,
-            allow_unicode=True,
-            width=float("inf"),
-            sort_keys=False,
-        )
-        return [" " * indent + line for line in text.splitlines()]
+        return [" " * indent + line for line in _dump({name: value}, flow=False).splitlines()]
     return [f"{' ' * indent}{name}: {flow_text(value)}"]

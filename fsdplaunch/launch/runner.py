@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, without_run
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
@@ -130,7 +130,7 @@ def run_plan(
     open_missing_streams()
     _prepare_run_dir(plan)
     start = time.monotonic()
-    environ = {**os.environ, **plan.env, LAUNCHER: str(os.getpid())}
+    environ = {**without_run(os.environ), **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
     held_port = control.assignment.held_port if control is not None else None

@@ -106,6 +106,7 @@ def closing_words(path: FilePath, command: str) -> str:
         f"Wrote {path}\n"
         f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing\n"
         f"        fsdplaunch launch{option} train.py\n"
+        f"        fsdplaunch tune{option} train.py    measures which configuration is fastest\n"
         f"Same again without questions:\n"
         f"        {command}"
     )

@@ -230,7 +230,6 @@ def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
         ("--fsdp_min_num_parms", "--fsdp_min_num_params"),
         ("--use_fdsp", "--use_fsdp"),
         ("--fp8-backends", "--fp8-backend"),
-        ("--zero-stages", "--zero-stage"),
         ("--tp_size", "--parallelism_config_tp_size"),  # so named in Python
     ],
 )

@@ -241,3 +241,16 @@ def test_a_source_that_is_not_there_is_a_problem_with_its_name(folder, out):
         config.convert(
             folder / "none.yaml", folder / "x.yaml", to="fsdp2", overwrite=False, as_json=False, out=out
         )
+
+
+def test_set_changes_what_follows_a_key_too(cli, tmp_path):
+    assert cli("config", "--yes").returncode == 0
+    for words in (["config", "set"], ["launch", "--dry-run", "--set"]):
+        script = [] if words[0] == "config" else ["t.py"]
+        (tmp_path / "t.py").write_text("")
+        for strategy, reshard in (("SHARD_GRAD_OP", "false"), ("FULL_SHARD", "true")):
+            done = cli(*words, f"fsdp_sharding_strategy={strategy}", *script)
+            assert done.returncode == 0, done.stderr
+            shown = (tmp_path / "fsdp.yaml").read_text() if not script else done.stdout.lower()
+            assert f"reshard_after_forward{'=' if script else ': '}{reshard}" in shown
+    assert cli("config", "validate", "--strict").returncode == 0

@@ -51,7 +51,7 @@ def test_text_is_a_command_that_a_shell_reads_back(cli, tmp_path):
     assert words[-3:] == ["my script.py", "$(touch hacked)", "a'b\nc"]
 
 
-def test_command_line_beats_environment_beats_file(cli, tmp_path):
+def test_command_line_beats_file_beats_accelerates_variables(cli, tmp_path):
     (tmp_path / "fsdp.yaml").write_text(YAML)
     (tmp_path / "t.py").write_text("")
 
@@ -60,7 +60,7 @@ def test_command_line_beats_environment_beats_file(cli, tmp_path):
         return json.loads(done.stdout)["env"]["ACCELERATE_MIXED_PRECISION"]
 
     assert precision() == "bf16"
-    assert precision(ACCELERATE_MIXED_PRECISION="fp16") == "fp16"
+    assert precision(ACCELERATE_MIXED_PRECISION="fp16") == "bf16"
     assert precision("--mixed-precision", "no", ACCELERATE_MIXED_PRECISION="fp16") == "no"
 
 

@@ -45,14 +45,3 @@ def test_a_search_goes_on_with_its_own_options_only(cli, tmp_path):
     broken = cli("tune", "--resume", "2026")
     assert broken.returncode == 2
     assert "is not the file of a search" in broken.stderr
-
-
-def test_the_wizard_offers_it_to_a_person_only(cli, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = cli("config", "--yes", "--script", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "Measure" not in done.stderr
-    assert not (tmp_path / "runs").exists()
-    missing = cli("config", "--yes", "--overwrite", "--script", "nothing.py")
-    assert missing.returncode == 2
-    assert "error: script not found: nothing.py" in missing.stderr

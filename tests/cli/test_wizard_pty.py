@@ -113,19 +113,3 @@ def test_wizard_no_input_on_a_terminal_never_prompts(start):
     child.expect_exact("cannot answer without asking: Where will this run?")
     assert ended(child) == 2
     assert list(Path().iterdir()) == []
-
-
-def test_a_script_that_was_named_is_offered_to_be_measured(start):
-    Path("train.py").write_text("print('not run')")
-    answers = ("--where", "cpu", "--workers-per-node", "2", "--model", "124m", "--goal", "balanced")
-    others = ("--precision", "no", "--wrap", "auto", "--checkpoint-dir", "checkpoints")
-    child = start(*answers, *others, "--script", "train.py --lr 1")
-    child.expect_exact("Any other setting?")
-    child.send(ENTER)
-    child.expect_exact("Write it?")
-    child.send(ENTER)
-    child.expect_exact("Wrote fsdp.yaml")
-    child.expect_exact("Measure train.py? About 3 minutes.")
-    child.send(ENTER)
-    assert ended(child) == 0
-    assert not Path("runs").exists()

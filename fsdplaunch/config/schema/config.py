@@ -80,8 +80,16 @@ class Config:
         "Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).",
         question="How many workers in all?",
         per_node=True,
+        follows=("launch.workers_per_node",),
     )
-    num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
+    num_machines: int = key(
+        v.COUNT,
+        1,
+        "Nodes that take part.",
+        question="How many nodes?",
+        aliases=("nnodes",),
+        follows=("launch.nodes",),
+    )
     machine_rank: int | None = key(
         v.WHOLE,
         None,
@@ -89,13 +97,21 @@ class Config:
         aliases=("node_rank",),
         per_node=True,
     )
-    main_process_ip: str | None = key(v.TEXT, None, "Address of node 0.", aliases=("master_addr",), per_node=True)
+    main_process_ip: str | None = key(
+        v.TEXT,
+        None,
+        "Address of node 0.",
+        aliases=("master_addr",),
+        per_node=True,
+        follows=("launch.rendezvous_endpoint",),
+    )
     main_process_port: int | None = key(
         v.PORT,
         None,
         "Port of node 0. Left out or 0 on one node, a free one.",
         aliases=("master_port",),
         per_node=True,
+        follows=("launch.rendezvous_endpoint",),
     )
     rdzv_backend: v.RendezvousName = key(
         v.RENDEZVOUS,
@@ -139,6 +155,7 @@ class Config:
         False,
         "accelerate's word for launch.numa_binding: node.",
         env="ACCELERATE_CPU_AFFINITY",
+        follows=("launch.numa_binding",),
     )
     main_training_function: str = key(
         v.TEXT,

@@ -64,6 +64,8 @@ class Key:
         pending: Why a value other than the default is refused for now, or None.
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
         per_node: Whether the nodes of one run may set it differently.
+        follows: Other keys, dotted, that it is derived from or that say the same in other words. Set on a higher
+            layer, such as the command line, they take back what lower layers say here.
         tunable: What `fsdplaunch tune` measures of it; None: nothing unless named with `--try`.
     """
 
@@ -79,6 +81,7 @@ class Key:
     pending: str | None = None
     pinned: tuple[int, ...] = ()
     per_node: bool = False
+    follows: tuple[str, ...] = ()
     tunable: Tunable | None = None
 
     @property

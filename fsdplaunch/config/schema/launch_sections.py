@@ -19,12 +19,14 @@ class LaunchSection:
         aliases=("nproc_per_node",),
         question="How many workers on each node?",
         per_node=True,
+        follows=("num_processes",),
     )
     nodes: str | None = key(
         v.NODE_RANGE,
         None,
         """MIN:MAX nodes for an elastic run, which starts with MIN and takes in more up to MAX. Nodes that
         come or go have all workers start again from the last checkpoint. Left out, exactly num_machines.""",
+        follows=("num_machines",),
     )
     shard: v.ShardName = key(
         v.SHARD,
@@ -64,6 +66,7 @@ class LaunchSection:
         "HOST:PORT where the nodes meet. Left out on one node, a free local port.",
         aliases=("rdzv_endpoint",),
         per_node=True,
+        follows=("main_process_ip", "main_process_port"),
     )
     rendezvous_id: str | None = key(
         v.TEXT,
@@ -131,17 +134,20 @@ class LaunchSection:
         "Ranks whose output reaches this node's terminal, counted on each node. Goes before show_ranks.",
         aliases=("local_ranks_filter",),
         per_node=True,
+        follows=("launch.show_ranks",),
     )
     redirects: str | None = key(
         v.STREAMS,
         None,
         """Output that goes to the files only, as torchrun's option says it: 1 stdout, 2 stderr, 3 both, for all
         workers of a node or for some, `0:3,1:2`. Goes before show_ranks.""",
+        follows=("launch.show_ranks",),
     )
     tee: str | None = key(
         v.STREAMS,
         None,
         "Output that reaches the terminal as well as the files, written as in redirects. Goes before show_ranks.",
+        follows=("launch.show_ranks",),
     )
     preload: tuple[str, ...] = key(
         v.MODULES,
@@ -162,6 +168,7 @@ class LaunchSection:
         None,
         """Bind each worker to the CPUs near its GPU: to its node, its socket, its share of the node's cores
         (exclusive), or one core complex. Left out, the system decides.""",
+        follows=("enable_cpu_affinity",),
     )
     virtual_local_rank: bool = key(
         v.FLAG, False, "Show each worker only its own GPU, as number 0, and give all of them LOCAL_RANK 0."
@@ -194,7 +201,10 @@ class PrecisionSection:
     """Dtypes, each on its own. Left out, mixed_precision decides."""
 
     param: v.DtypeName | None = key(
-        v.DTYPE, None, "Format parameters are gathered and computed in. Left out, that of mixed_precision."
+        v.DTYPE,
+        None,
+        "Format parameters are gathered and computed in. Left out, that of mixed_precision.",
+        follows=("mixed_precision",),
     )
     reduce: v.DtypeName | None = key(
         v.DTYPE,
@@ -212,6 +222,7 @@ class PrecisionSection:
         None,
         "Dtype of buffers in forward (FSDP1). Left out, that of mixed_precision.",
         versions=(1,),
+        follows=("mixed_precision",),
     )
     master: v.DtypeName | None = key(
         v.DTYPE,

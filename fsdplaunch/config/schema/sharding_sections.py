@@ -185,6 +185,7 @@ class FsdpConfig:
             versions=(1,),
             follow=("fsdp_config.fsdp_reshard_after_forward",),
         ),
+        follows=("fsdp_config.fsdp_reshard_after_forward",),
     )
     fsdp_reshard_after_forward: v.Reshard | None = key(
         v.RESHARD,
@@ -200,6 +201,7 @@ class FsdpConfig:
             follow=("fsdp_config.fsdp_sharding_strategy",),
             sharded=True,
         ),
+        follows=("fsdp_config.fsdp_sharding_strategy",),
     )
     fsdp_offload_params: bool = key(
         v.FLAG,
@@ -288,12 +290,14 @@ class FsdpConfig:
         Saves host memory with transformers' from_pretrained. Left out, true unless fsdp_sync_module_states is
         false. Turn off for scripts that use a pretrained model without preparing it.""",
         pinned=(1, 2),
+        follows=("fsdp_config.fsdp_sync_module_states",),
     )
     fsdp_sync_module_states: bool | None = key(
         v.FLAG,
         None,
         """Send rank 0's parameters and buffers to every rank before sharding. Turn off only when every rank builds
         the same values itself. Left out, true.""",
+        follows=("fsdp_config.fsdp_cpu_ram_efficient_loading",),
     )
     fsdp_activation_checkpointing: bool = key(
         v.FLAG,
@@ -301,6 +305,7 @@ class FsdpConfig:
         """Recompute each block's activations in backward instead of keeping them: much less memory, about a third
         more compute.""",
         tunable=Tunable(values=(True, False)),
+        follows=("fsdp_config.xla_fsdp_grad_ckpt",),
     )
     fsdp_activation_checkpointing_offload: bool = key(
         v.FLAG, False, "Also move the checkpointed blocks' inputs to host memory until backward.", versions=(2,)
@@ -342,6 +347,7 @@ class FsdpConfig:
         "Under xla, recompute each unit's activations in backward; fsdp_activation_checkpointing means the same.",
         env="FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_GRAD_CKPT",
         former=(FormerPlace(path=("xla_fsdp_grad_ckpt",)),),
+        follows=("fsdp_config.fsdp_activation_checkpointing",),
     )
 
 
@@ -391,12 +397,14 @@ class ParallelismConfig:
         tunable=Tunable(
             divisors="through", versions=(2,), follow=("parallelism_config.parallelism_config_dp_shard_size",)
         ),
+        follows=("fsdp_config.fsdp_sharding_strategy", "num_machines"),
     )
     parallelism_config_dp_shard_size: int | None = key(
         v.MESH_SIZE,
         None,
         """Number of ranks that read different data and share one replica's shards. Left out, all that the other
         sizes leave. With cp_size the shards are spread over the product of both.""",
+        follows=("fsdp_config.fsdp_sharding_strategy", "num_machines", "num_processes", "launch.workers_per_node"),
     )
     parallelism_config_tp_size: int = key(
         v.MESH_SIZE,

@@ -1,5 +1,6 @@
 """From text to a Config: layers, aliases, notes, and every problem at once."""
 
+import json
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load import find_file, load_config, stack
 from fsdplaunch.config.problems import ConfigError
-from fsdplaunch.config.schema.config import all_keys
+from fsdplaunch.config.schema.config import all_keys, keys_by_path
 from fsdplaunch.config.yaml_text import read_text
 
 
@@ -31,13 +32,89 @@ def test_load_without_any_file_gives_the_defaults(tmp_path):
 
 
 def test_later_layers_win_and_say_so(tmp_path):
-    path = write(tmp_path, "mixed_precision: bf16\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n")
-    loaded = load_config(path, environ={"ACCELERATE_MIXED_PRECISION": "fp16"}, overrides=["num-processes=8"])
-    assert loaded.config.mixed_precision == "fp16"
-    assert loaded.config.num_processes == 8
-    assert loaded.origins["fsdp_config", "fsdp_version"].text == f"{path}:4"
-    assert loaded.origins["mixed_precision",].text == "env ACCELERATE_MIXED_PRECISION"
+    path = write(tmp_path, "mixed_precision: bf16\nnum_processes: 4\nlaunch: {max_restarts: 1}\n")
+    variables = {"ACCELERATE_MIXED_PRECISION": "fp16", "FSDP_VERSION": "2", "FSDPLAUNCH_LAUNCH_MAX_RESTARTS": "2"}
+    loaded = load_config(path, environ=variables, overrides=["num-processes=8"])
+    assert (loaded.config.mixed_precision, loaded.config.num_processes) == ("bf16", 8)
+    assert loaded.config.launch.max_restarts == 2
+    assert loaded.origins["mixed_precision",].text == f"{path}:1"
+    assert loaded.origins["fsdp_config", "fsdp_version"].text == "env FSDP_VERSION"
     assert loaded.origins["num_processes",].layer == "flag"
+    assert [note.as_note() for note in loaded.notes] == [
+        "env FSDP_VERSION: sets fsdp_config.fsdp_version: 2, which nothing else does"
+    ]
+
+
+SETTINGS = {
+    "fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_config.fsdp_reshard_after_forward": "true",
+    "num_processes": "4",
+    "launch.workers_per_node": "2",
+    "main_process_ip": "n1",
+    "main_process_port": "1",
+    "launch.rendezvous_endpoint": "n2:2",
+    "num_machines": "2",
+    "launch.nodes": "1:3",
+    "enable_cpu_affinity": "true",
+    "launch.numa_binding": "exclusive",
+    "launch.show_ranks": "1",
+    "launch.show_local_ranks": "0",
+    "launch.redirects": "3",
+    "launch.tee": "3",
+    "mixed_precision": "bf16",
+    "precision.param": "fp16",
+    "precision.buffer": "fp16",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "true",
+    "fsdp_config.fsdp_sync_module_states": "false",
+    "fsdp_config.fsdp_activation_checkpointing": "false",
+    "fsdp_config.xla_fsdp_grad_ckpt": "true",
+    "parallelism_config.parallelism_config_dp_shard_size": "3",
+    "parallelism_config.parallelism_config_dp_replicate_size": "2",
+}
+"""A value for each key that follows another, or that others follow."""
+
+
+@pytest.mark.parametrize(
+    ("key", "leader"), [(spec.dotted, leader) for spec in all_keys() for leader in spec.key.follows]
+)
+def test_a_key_follows_what_a_higher_layer_sets_and_contradicts_only_its_own(tmp_path, key, leader):
+    def text(*names):
+        sections: dict[str, str] = {}
+        for name in names:
+            home, _, last = name.rpartition(".")
+            sections[home] = sections.get(home, "") + f"{'  ' if home else ''}{last}: {SETTINGS[name]}\n"
+        return "".join((f"{home}:\n" if home else "") + lines for home, lines in sorted(sections.items()))
+
+    path = write(tmp_path, text(key))
+    loaded = load_config(path, environ={}, overrides=[f"{leader}={SETTINGS[leader]}"])
+    spec = keys_by_path()[tuple(key.split("."))]
+    assert loaded.origins[spec.path].layer == "default"
+    alone = load_config(write(tmp_path, text(leader), "alone.yaml"), environ={})
+    assert loaded.config == alone.config
+    both = load_config(path, environ={}, overrides=[f"{leader}={SETTINGS[leader]}", f"{leader}="])
+    assert both.origins[spec.path].layer == "file"  # a leader that is taken back leads nobody
+
+
+def test_a_value_that_follows_is_named_where_it_would_have_been_another(tmp_path):
+    path = write(tmp_path, "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n")
+    changed = load_config(path, environ={}, overrides=["fsdp_sharding_strategy=SHARD_GRAD_OP"])
+    assert changed.config.fsdp_config.fsdp_reshard_after_forward is False
+    (note,) = changed.notes
+    assert note.as_note() == (
+        f"{path}:3:3: fsdp_config.fsdp_reshard_after_forward: true is taken back: "
+        "it follows fsdp_config.fsdp_sharding_strategy, which is set by command line"
+    )
+    assert load_config(path, environ={}, overrides=["fsdp_sharding_strategy=FULL_SHARD"]).notes == ()
+
+
+def test_variables_of_a_run_around_this_one_do_not_count_unless_changed_since(tmp_path):
+    plan = {"FSDP_VERSION": "1", "FSDPLAUNCH_LAUNCH_MAX_RESTARTS": "3", "FSDPLAUNCH_LAUNCH_ROLE": "outer"}
+    write(tmp_path, json.dumps({"env": plan}), "plan.json")
+    inside = plan | {"FSDPLAUNCH_RUN_DIR": str(tmp_path), "ACCELERATE_USE_FSDP": "true"}
+    path = write(tmp_path, "num_processes: 4\n")
+    assert load_config(path, environ=inside).config == load_config(path, environ={}).config
+    changed = load_config(path, environ=inside | {"FSDPLAUNCH_LAUNCH_ROLE": "inner"}).config
+    assert (changed.launch.role, changed.launch.max_restarts) == ("inner", 0)
 
 
 def test_an_empty_override_takes_back_what_the_file_says(tmp_path):

@@ -119,7 +119,6 @@ def test_a_converted_json_file_is_json():
     text = '{\n  "fsdp_config": {\n    "fsdp_version": 1,\n    "fsdp_sharding_strategy": 2\n  }\n}\n'
     assert json.loads(to_fsdp2(text).text)["fsdp_config"] == {
         "fsdp_version": 2,
-        "fsdp_sharding_strategy": None,
         "fsdp_reshard_after_forward": False,
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     }
