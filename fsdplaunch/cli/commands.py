@@ -504,7 +504,6 @@ def config(
     workers_per_node: Annotated[str | None, _answer("N", "Workers on each node, or auto")] = None,
     xla: Annotated[str | None, _answer("WAY", "On TPUs: wrapper, or spmd for xla_fsdp_v2")] = None,
     xla_grad_ckpt: Annotated[str | None, _answer("yes|no", "On TPUs: gradient checkpointing")] = None,
-    xla_settings: Annotated[str | None, _answer("NAME=VALUE,...", "On TPUs: xla_fsdp_settings")] = None,
     model: Annotated[str | None, _answer("MODEL", "Model folder, or a size such as 8b; not stored")] = None,
     goal: Annotated[str | None, _answer("GOAL", "balanced, fastest, hybrid or biggest")] = None,
     precision: Annotated[str | None, _answer("DTYPE", "bf16, fp16 or no")] = None,

@@ -67,8 +67,8 @@ def write_config(
         overwrite=overwrite,
     )
     write_text_atomically(result.path, result.text)
-    for key, reason in result.reasons.items():
-        out.say(out.dim(f"  {key}: {reason}"))
+    for reason in result.reasons:
+        out.say(out.dim(f"  {reason}"))
     for note in result.notes:
         out.note(note)
     if as_json:
@@ -86,9 +86,9 @@ def _starting_point(preset: str | None, source: Path | None) -> Path | None:
 
 
 def _note_ineffective_keys(source: Path, out: Output) -> None:
-    """Name every key of an accelerate file that `accelerate launch` ignores; from now on it takes effect."""
-    for line in keys_ignored_by_accelerate(stack(read_file(source, Path.cwd()), path=source)):
-        out.note(f"{source}: without effect under accelerate launch: {line}")
+    """Name the keys of an accelerate file that `accelerate launch` ignores; from now on they take effect."""
+    if keys := keys_ignored_by_accelerate(stack(read_file(source, Path.cwd()), path=source)):
+        out.note(f"{source}: accelerate launch ignores {', '.join(keys)}; here they take effect")
 
 
 def _can_ask(*, no_input: bool) -> bool:

@@ -12,6 +12,7 @@ from fsdplaunch.config.names import key_prefix
 from fsdplaunch.config.render import render_values, set_keys, values_to_write
 from fsdplaunch.config.resolve import KEEPS_GATHERED, REST, has_one_axis, mesh_sizes, resolve, world_size
 from fsdplaunch.config.rules.base import fsdp, mesh, shown_value
+from fsdplaunch.config.rules.sharding import LEFT_OVER
 from fsdplaunch.config.schema.config import (
     Config,
     KeyPath,
@@ -71,7 +72,9 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
     if loaded.config.distributed_type != "FSDP":
         msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
         raise UsageError(msg, hint="set distributed_type: FSDP first")
-    steps = list(_steps(loaded) if loaded.config.fsdp_config.fsdp_version == 1 else _leftovers(loaded))
+    steps = [*_dropped(loaded)]
+    if loaded.config.fsdp_config.fsdp_version == 1:
+        steps += _steps(loaded)
     converted = set_keys(text, [(keys_by_path()[path], value) for path, value, _ in steps], source=source)
     stack(read_text(converted, source))  # raises where the result breaks a rule
     return Conversion(text=converted, changes=tuple(_change(loaded, *step) for step in steps))
@@ -81,31 +84,13 @@ _Step = tuple[KeyPath, Any, str]
 """A key, its new value (None takes it out), and what that means for a run."""
 _VERSION, _STRATEGY, _RESHARD = fsdp("version"), fsdp("sharding_strategy"), fsdp("reshard_after_forward")
 _STATE_DICT, _REPLICAS, _SHARDS = fsdp("state_dict_type"), mesh("dp_replicate"), mesh("dp_shard")
-_DROPPED: Mapping[KeyPath, tuple[Any, str, str]] = {
-    fsdp("backward_prefetch"): (
-        "BACKWARD_PRE",
-        "FSDP2 always does so",
-        "{}; FSDP2 gathers the next unit ahead: more memory, faster",
-    ),
-    fsdp("use_orig_params"): (
-        True,
-        "FSDP2 always does so",
-        "{}; the optimizer sees the model's own parameters, its old checkpoints must be re-keyed",
-    ),
-    fsdp("limit_all_gathers"): (
-        True,
-        "FSDP2 always does so",
-        "{}; FSDP2 always limits how many units are gathered at once",
-    ),
-    fsdp("forward_prefetch"): (
-        False,
-        "false, the default",
-        "{}; accelerate's FSDP2 has it not, fsdplaunch's has: add it where it was faster",
-    ),
-    fsdp("sync_module_states"): (True, "FSDP2 always does so", "{}; rank 0's values are sent to all ranks"),
-    ("precision", "buffer"): (None, "", "FSDP2 leaves buffers in their own dtype"),
+_DROPPED: Mapping[KeyPath, str] = {
+    **LEFT_OVER,
+    fsdp("forward_prefetch"): "accelerate's FSDP2 does not have it, fsdplaunch's has: add it where it was faster",
+    fsdp("sync_module_states"): "rank 0's values are sent to all ranks",
+    ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
 }
-"""Keys that only FSDP1 has: the value under which nothing changes, what that means, what any other one does."""
+"""Keys that only FSDP1 has, there or in accelerate, and what FSDP2 does whatever they say."""
 
 
 def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
@@ -132,10 +117,6 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
         yield _SHARDS, 1, "1: nothing is sharded (NO_SHARD)"
     elif strategy.startswith("HYBRID") and not has_mesh and nodes > 1:
         yield _REPLICAS, nodes, f"{nodes}: one replica per node ({strategy})"
-    for path, (usual, same, other) in _DROPPED.items():
-        value = value_at(loaded.config, path)
-        if _is_set(loaded, path):
-            yield path, None, same if value == usual else other.format(shown_value(value))
     if loaded.config.fsdp_config.fsdp_state_dict_type == "LOCAL_STATE_DICT":
         message = "SHARDED_STATE_DICT; FSDP2 has no local flat shards, old checkpoints must be merged first"
         yield _STATE_DICT, "SHARDED_STATE_DICT", message
@@ -144,11 +125,12 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
         yield _STATE_DICT, "FULL_STATE_DICT", message
 
 
-def _leftovers(loaded: LoadedConfig) -> Iterator[_Step]:
-    """Take keys of FSDP1 out of a file for FSDP2."""
-    for path in _DROPPED:
-        if keys_by_path()[path].key.versions == (1,) and _is_set(loaded, path):
-            yield path, None, "a key of FSDP1, without effect under FSDP2"
+def _dropped(loaded: LoadedConfig) -> Iterator[_Step]:
+    """Yield the keys that are taken out: all in a file for FSDP1, else those that are without effect."""
+    of_version_1 = loaded.config.fsdp_config.fsdp_version == 1
+    for path, what in _DROPPED.items():
+        if _is_set(loaded, path) and (of_version_1 or keys_by_path()[path].key.versions == (1,)):
+            yield path, None, f"{shown_value(value_at(loaded.config, path))}; {what}" if of_version_1 else what
 
 
 _ALWAYS_WRITTEN = {
@@ -175,27 +157,28 @@ def _accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChan
     """Return the values of a file for accelerate, in the schema's order, and what it cannot say."""
     changes: list[KeyChange] = []
     values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
-    values = {**_ALWAYS_WRITTEN, **values, **_workers(config, changes), **_rendezvous(config)}
+    values = {**_ALWAYS_WRITTEN, **values, ("num_processes",): world_size(config), **_rendezvous(config)}
+    if world_size(config) is None:
+        message = "auto; accelerate needs --num_processes on its command line"
+        changes.append(KeyChange(key="num_processes", action="dropped", message=message))
     values = _sharding(config, values, changes)
     return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
 
 
-def _workers(config: Config, changes: list[KeyChange]) -> dict[KeyPath, Any]:
-    world = world_size(config)
-    if world is None:
-        message = "auto; accelerate needs --num_processes on its command line"
-        changes.append(KeyChange(key="num_processes", action="dropped", message=message))
-    return {("num_processes",): world}
-
-
 def _rendezvous(config: Config) -> dict[KeyPath, Any]:
     """Return the address of node 0, from whichever key names it."""
-    endpoint = config.launch.rendezvous_endpoint
-    host, _, port = endpoint.rpartition(":") if endpoint else ("", "", "")
+    host, _, port = (config.launch.rendezvous_endpoint or "").rpartition(":")
     return {
         ("main_process_ip",): config.main_process_ip or host or None,
         ("main_process_port",): config.main_process_port or (int(port) if port else None),
     }
+
+
+_UNSAID: Mapping[KeyPath, str] = {
+    fsdp("forward_prefetch"): "accelerate ignores it under FSDP2; blocks are gathered when they are needed",
+    fsdp("sync_module_states"): "accelerate's FSDP2 sends rank 0's weights by fsdp_cpu_ram_efficient_loading only",
+}
+"""Keys that our FSDP2 has, and what accelerate's does without them."""
 
 
 def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChange]) -> dict[KeyPath, Any]:
@@ -212,14 +195,11 @@ def _sharding(config: Config, values: dict[KeyPath, Any], changes: list[KeyChang
     reshard = config.fsdp_config.fsdp_reshard_after_forward
     if not isinstance(reshard, bool):
         message = f"true instead of groups of {reshard}; accelerate knows true and false only"
-        changes.append(KeyChange(key="fsdp_config.fsdp_reshard_after_forward", action="changed", message=message))
-        values[fsdp("reshard_after_forward")] = True
-    if values.pop(fsdp("forward_prefetch"), None):
-        message = "accelerate ignores it under FSDP2; blocks are gathered when they are needed"
-        changes.append(KeyChange(key="fsdp_config.fsdp_forward_prefetch", action="dropped", message=message))
-    if values.pop(fsdp("sync_module_states"), None) is not None:
-        message = "accelerate's FSDP2 sends rank 0's weights only with fsdp_cpu_ram_efficient_loading"
-        changes.append(KeyChange(key="fsdp_config.fsdp_sync_module_states", action="dropped", message=message))
+        changes.append(KeyChange(key=".".join(_RESHARD), action="changed", message=message))
+        values[_RESHARD] = True
+    for path, message in _UNSAID.items():
+        if values.pop(path, None):
+            changes.append(KeyChange(key=".".join(path), action="dropped", message=message))
     return values | _mesh_in_numbers(config)
 
 
@@ -263,23 +243,15 @@ def to_accelerate(loaded: LoadedConfig) -> Conversion:
 
 
 def keys_ignored_by_accelerate(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Name every key of a file that has no effect under `accelerate launch`, with the reason."""
-    lines = [
-        f"{written}: accelerate does not know this spelling of {canonical}"
+    """Return the keys of a file that have no effect under `accelerate launch`, as the file spells them."""
+    lost = [
+        written
         for written, canonical in loaded.aliases.items()
         if key_prefix("fsdp_config") + written.rpartition(".")[2] != canonical
     ]
-    in_file = {path for path, origin in loaded.origins.items() if origin.layer == "file"}
-    lines += [
-        f"{name}: accelerate takes it from its command line only"
-        for name in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
-        if (name,) in in_file
+    ignored: list[KeyPath] = [
+        (name,) for name in ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
     ]
-    version = loaded.config.fsdp_config.fsdp_version
-    if version == 1 and fsdp("reshard_after_forward") in in_file:
-        lines.append("fsdp_reshard_after_forward: accelerate runs FULL_SHARD whatever strategy is named here")
-    if version != 1 and fsdp("sharding_strategy") in in_file:
-        lines.append("fsdp_sharding_strategy: accelerate reads fsdp_reshard_after_forward only")
-    if version != 1 and value_at(loaded.config, fsdp("forward_prefetch")):
-        lines.append("fsdp_forward_prefetch: accelerate ignores it under FSDP2")
-    return tuple(lines)
+    of_version_1 = loaded.config.fsdp_config.fsdp_version == 1
+    ignored += [_RESHARD] if of_version_1 else [_STRATEGY, fsdp("forward_prefetch")]
+    return (*lost, *(".".join(path) for path in ignored if loaded.origins[path].layer == "file"))

@@ -13,11 +13,13 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import questionary
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 
 from fsdplaunch.config.layers import flag_layer
+from fsdplaunch.config.names import closest
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, build_config, keys_by_path
@@ -71,7 +73,6 @@ class Prompts:
         *,
         default: str | None = None,
         marks: dict[str, str] | None = None,
-        filtered: bool = False,
     ) -> str | PromptRequest:
         """Let one of the choices be chosen.
 
@@ -80,47 +81,68 @@ class Prompts:
             choices: At least one of them not disabled.
             default: Where the cursor starts.
             marks: Words behind a choice's title, by its value.
-            filtered: Whether typing narrows the list.
         """
         shown = [self._shown(choice, (marks or {}).get(choice.value, "")) for choice in choices]
         start = next((choice for choice in shown if choice.value == default and not choice.disabled), None)
-        how = "(type to search, Shift-Tab: back)" if filtered else HOW_TO
         question = questionary.select(
-            printable(text),
+            self._fitted(text, HOW_TO),
             shown,
             default=start,
-            instruction=how,
-            use_search_filter=filtered,
+            instruction=HOW_TO,
             use_jk_keys=False,
             output=self._output,
         )
-        return self._ask(question, explains=not filtered)
+        return self._ask(question, explains=True)
 
     def line(
-        self, text: str, *, default: str = "", remark: str = "", problem: Callable[[str], str | None]
+        self,
+        text: str,
+        *,
+        default: str = "",
+        remark: str = "",
+        problem: Callable[[str], str | None],
+        words: Sequence[str] = (),
     ) -> str | PromptRequest:
         """Let a line be typed.
 
         Args:
             text: The question.
-            default: What already stands there.
+            default: What an empty line means; shown behind the question.
             remark: Shown behind the question.
             problem: What is wrong with a line, or None; `?` alone always asks for the explanation.
+            words: What the line can be completed to.
         """
 
         def accepts(answer: str) -> bool | str:
-            return True if answer.strip() == "?" else printable(problem(answer) or "") or True
+            return True if answer.strip() == "?" else printable(problem(answer.strip() or default) or "") or True
 
+        shown = printable(" ".join(filter(None, [remark, f"[{default}]" if default else ""])))
+        completer = WordCompleter([*words], match_middle=True, sentence=True) if words else None
         question = questionary.text(
-            printable(text),
-            default=default,
-            instruction=printable(remark) or None,
+            self._fitted(text, shown),
+            instruction=f"{shown} " if shown else None,
             validate=accepts,
             validate_while_typing=False,
+            completer=completer,
             output=self._output,
         )
         answer = self._ask(question, explains=False)
-        return EXPLAIN if answer == "?" else answer
+        return EXPLAIN if answer == "?" else answer or default
+
+    def wrapped(self, text: str) -> str:
+        """Return text for people in lines that fit the terminal, each further one indented as the first."""
+        width = min(self._output.get_size().columns, _WIDEST)
+        lines = text.splitlines()
+        indents = [line[: len(line) - len(line.lstrip())] for line in lines]
+        return "\n".join(
+            textwrap.fill(line, width, subsequent_indent=indent)
+            for line, indent in zip(lines, indents, strict=True)
+        )
+
+    def _fitted(self, text: str, instruction: str) -> str:
+        """Return a question's text; what stands behind it begins a line where both do not fit into one."""
+        text = printable(text)
+        return text if len(text) + len(instruction) + _EDGE <= self._output.get_size().columns else f"{text}\n "
 
     def _ask(self, question: questionary.Question, *, explains: bool) -> str | PromptRequest:
         own = question.application.key_bindings
@@ -163,9 +185,6 @@ def _ways_out(explains: bool) -> KeyBindings:
     if explains:
         bindings.add("?", eager=True)(leave(EXPLAIN))
     return bindings
-
-
-_DONE = "done"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,23 +231,24 @@ class Conversation:
     def _ask_about_file(self) -> None:
         """Ask what to do about the file that is there."""
         values = self._values_of_file()
+        unread = "it cannot be read" if values is None else None
         choices = (
-            Choice(
-                value="edit", title=f"Edit {self.path}", disabled="it cannot be read" if values is None else None
-            ),
+            Choice(value="edit", title=f"Edit {self.path}", disabled=unread),
             Choice(value="new", title="Start over", consequence="replaces it when you choose to write"),
             Choice(value="other", title="Write to another file"),
         )
-        answer: str | PromptRequest = BACK
-        while isinstance(answer, PromptRequest):
+        while True:
             answer = self.prompts.select(f"{self.path} exists. What now?", choices)
+            if answer == "other":
+                name = self.prompts.line("Which file?", problem=_file_problem)
+                if isinstance(name, str):
+                    self.path = FilePath(name)
+                    return
+            elif isinstance(answer, str):
+                break
         if answer == "edit" and values is not None:
             self.state = replace(self.state, base=values, editing=True)
             self.edited = self.path.read_text(encoding="utf-8")
-        name: str | PromptRequest = BACK
-        while answer == "other" and isinstance(name, PromptRequest):
-            name = self.prompts.line("Which file?", problem=_file_problem)
-        self.path = self.path if isinstance(name, PromptRequest) else FilePath(name)
 
     def _values_of_file(self) -> dict[KeyPath, Any] | None:
         try:
@@ -291,14 +311,21 @@ class Conversation:
         while True:
             answer = self._prompt(question, before, default)
             if answer == EXPLAIN:
-                self.out.say(explanation(question))
+                self.out.say(self.prompts.wrapped(explanation(question)))
             elif isinstance(answer, PromptRequest):
                 return answer
-            else:
-                problem = self._problem(question, before, answer)
-                if problem is None:
-                    return question.accept(answer, before)
+            elif problem := self._problem(question, before, answer):
                 self.out.say(f"  {problem}")
+            else:
+                answer = question.accept(answer, before)
+                if self._is_sure(question, before, answer):
+                    return answer
+
+    def _is_sure(self, question: Question, before: WizardState, answer: str) -> bool:
+        """Ask again about an answer that something speaks against."""
+        doubt = None if answer == question.proposed(before) else question.doubt(answer, before)
+        choices = (Choice(value="no", title="No, another answer"), Choice(value="yes", title="Yes"))
+        return doubt is None or self.prompts.select(f"{doubt}. Is that meant?", choices) == "yes"
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
         choices = list(question.choices(before))
@@ -347,17 +374,34 @@ class Conversation:
         if isinstance(first, PromptRequest):
             return False
         while first == "yes":
-            keys = _key_choices(self.state, settings)
-            chosen = self.prompts.select("Which key?", keys, default=_DONE, filtered=True)
-            if chosen == _DONE or isinstance(chosen, PromptRequest):
+            spec = self._ask_for_key()
+            if spec is None:
                 break
-            spec = next(spec for spec in all_keys() if spec.dotted == chosen)
-            self.out.say(f"  {spec.key.text}")
+            now = (compose(self.state) | settings).get(spec.path, spec.default)
+            self.out.say(self.prompts.wrapped(f"  {spec.key.text} Now: {_shown(spec.path, now)}"))
             answer = self._ask_value(spec)
             if isinstance(answer, str):
                 settings[spec.path] = read_setting(spec, answer)
         self.state = replace(self.state, settings=settings)
         return True
+
+    def _ask_for_key(self) -> KeySpec | None:
+        """Ask which key is to be set; None when no further one is."""
+        keys = {spec.dotted: spec for spec in further_keys(self.state)}
+
+        def named(text: str) -> list[str]:
+            return [text] if text in keys else [name for name in keys if text in name]
+
+        def problem(text: str) -> str | None:
+            found = named(text) if text else []
+            if text and not found:
+                near = closest(text, [spec.name for spec in keys.values()])
+                return f"no key has {text} in its name" + (f"; is {near[0]} meant?" if near else "")
+            return f"{len(found)} keys have it in their names, such as {found[0]}" if len(found) > 1 else None
+
+        remark = "(a part of its name, Tab completes; Enter: that is all)"
+        name = self.prompts.line("Which key?", remark=remark, problem=problem, words=[*keys])
+        return keys[named(name)[0]] if isinstance(name, str) and name else None
 
     def _ask_value(self, spec: KeySpec) -> str | PromptRequest:
         """Ask for a key's value, straight from the schema: a choice of its names, or a line."""
@@ -450,15 +494,6 @@ def read_setting(spec: KeySpec, text: str) -> Any:
         problem = layer.problems[0]
         raise ValueError(problem.message + (f" ({problem.hint})" if problem.hint else ""))
     return layer.values[spec.path].value
-
-
-def _key_choices(state: WizardState, settings: Mapping[KeyPath, Any]) -> list[Choice]:
-    values = compose(state) | dict(settings)
-    choices = [Choice(value=_DONE, title="That is all")]
-    for spec in further_keys(state):
-        now = _shown(spec.path, values.get(spec.path, spec.default))
-        choices.append(Choice(value=spec.dotted, title=spec.dotted, consequence=now, detail=spec.key.text))
-    return choices
 
 
 def _shown(path: KeyPath, value: Any) -> str:

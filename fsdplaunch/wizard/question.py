@@ -54,6 +54,7 @@ class Question:
         write: The keys' values for an answer.
         read: The answer that a configuration holds; None when no answer says it.
         check: Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
+        doubt: What speaks against an answer that is possible, or None; a person is then asked again.
         applies: Whether the answer matters.
         asked: Whether it is asked when it matters; otherwise the suggestion is taken.
         choices: What can be chosen; none for a line of text.
@@ -72,6 +73,7 @@ class Question:
     write: Callable[[str, WizardState], Mapping[KeyPath, Any]] | None = None
     read: Callable[[Config, WizardState], str | None] | None = None
     check: Callable[[str, WizardState], str] | None = None
+    doubt: Callable[[str, WizardState], str | None] = lambda answer, state: None  # noqa: ARG005
     applies: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
     asked: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
     choices: Callable[[WizardState], tuple[Choice, ...]] = lambda state: ()  # noqa: ARG005

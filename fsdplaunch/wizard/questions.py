@@ -4,7 +4,6 @@ A question that only decides one key comes from the schema: its words, what it m
 say here what they need beyond that.
 """
 
-import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path as FilePath
@@ -12,8 +11,7 @@ from typing import Any
 
 from fsdplaunch.config.resolve import CPU_WORKERS, strategy_named, uses_xla
 from fsdplaunch.config.schema.config import Config, KeyPath
-from fsdplaunch.config.schema.kinds import ENDPOINT, NAMES, join_endpoint, write
-from fsdplaunch.config.schema.sharding_sections import parse_xla_settings
+from fsdplaunch.config.schema.kinds import ENDPOINT, NAMES, join_endpoint
 from fsdplaunch.display_text import GIB
 from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
@@ -161,6 +159,13 @@ def _check_workers(text: str, state: WizardState) -> str:
     return str(number)
 
 
+def _doubt_workers(answer: str, state: WizardState) -> str | None:
+    processors = state.facts.hardware.cpu_count
+    if state.answers.get("where") in ("here", "cpu") and answer.isdecimal() and int(answer) > processors:
+        return f"{answer} workers share {processors} processors here"
+    return None
+
+
 def _read_workers(config: Config, state: WizardState) -> str | None:
     if config.launch.workers_per_node is not None:
         return str(config.launch.workers_per_node)
@@ -185,6 +190,7 @@ WORKERS = Question(
     write=_write_workers,
     read=_read_workers,
     check=_check_workers,
+    doubt=_doubt_workers,
     applies=lambda state: not state.on_tpus,  # PyTorch/XLA has one process per chip or per host
     asked=lambda state: state.facts.gpus_per_node != 1 or state.answers.get("where") != "here",
     remark=_workers_remark,
@@ -228,47 +234,15 @@ XLA_GRAD_CKPT = Question(
     applies=lambda state: state.on_tpus,
 )
 
-_SETTINGS: KeyPath = ("fsdp_config", "xla_fsdp_settings")
-SETTINGS_FORM = "must be name=value, separated by commas, such as compute_dtype=bfloat16,flatten_parameters=true"
-
-
-def _settings_table(text: str) -> dict[str, Any]:
-    """Read arguments as they are typed: name=value, separated by commas, or JSON."""
-    try:
-        if text.startswith("{"):
-            return parse_xla_settings(json.loads(text))
-    except json.JSONDecodeError:
-        raise ValueError(SETTINGS_FORM) from None
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals for _, equals, _ in pairs):
-        raise ValueError(SETTINGS_FORM)
-    return parse_xla_settings({name.strip(): value.strip() for name, _, value in pairs})
-
-
-def _settings_text(settings: Mapping[str, Any]) -> str:
-    if any(isinstance(value, list) or "," in write(value) for value in settings.values()):
-        return json.dumps(dict(settings))
-    return ",".join(f"{name}={write(value)}" for name, value in settings.items())
-
-
-XLA_SETTINGS = Question(
-    name="xla-settings",
-    text="Arguments of XlaFullyShardedDataParallel",
-    help="On TPUs, for --xla wrapper: xla_fsdp_settings as name=value,..., such as compute_dtype=bfloat16.",
-    metavar="NAME=VALUE,...",
-    keys=(_SETTINGS,),
-    write=lambda answer, state: {_SETTINGS: _settings_table(answer)} if answer else {},  # noqa: ARG005
-    read=lambda config, state: _settings_text(config.fsdp_config.xla_fsdp_settings),  # noqa: ARG005
-    check=lambda text, state: _settings_text(_settings_table(text)),  # noqa: ARG005
-    applies=lambda state: state.on_tpus and state.answers.get("xla") == "wrapper",
-    decided_by=lambda state: "xla" if state.on_tpus else "where",
-    remark=lambda state: "(name=value, separated by commas; Enter: none)",  # noqa: ARG005
-)
+_FEWEST_PARAMETERS = 1_000_000
 
 
 def _check_model(text: str, _: WizardState) -> str:
-    if not text:
+    if not text or text.lower() == "none":
         return ""
+    if text.isdecimal() and int(text) < _FEWEST_PARAMETERS:
+        msg = f"{text} needs a unit, as in {text}b or {text}m"
+        raise ValueError(msg)
     try:
         parse_count(text)
     except ValueError:
@@ -281,7 +255,7 @@ def _check_model(text: str, _: WizardState) -> str:
 def _model_remark(state: WizardState) -> str:
     model = state.facts.model
     known = f"; {short_count(model.parameters)} parameters found" if model and model.parameters else ""
-    return f"(a size such as 8b will do; Enter skips{known})"
+    return f"(a size such as 8b will do, none skips{known})"
 
 
 MODEL = Question(
@@ -522,7 +496,7 @@ CHECKPOINTS = Question(
 )
 
 QUESTIONS = (
-    *(WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT, XLA_SETTINGS),
+    *(WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT),
     *(MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS),
 )
 """Everything that may be asked, besides one for all further keys."""

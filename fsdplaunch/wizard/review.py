@@ -1,7 +1,7 @@
 """What the wizard comes to: the text to write or its changes, memory, notes, the command that repeats it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path as FilePath
@@ -12,10 +12,10 @@ from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.answers import answer_all, compose
+from fsdplaunch.wizard.answers import compose
 from fsdplaunch.wizard.question import KEEP
 from fsdplaunch.wizard.questions import GOAL, QUESTIONS, memory_words
-from fsdplaunch.wizard.state import NEWEST, VERSION, WizardState
+from fsdplaunch.wizard.state import WizardState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class WizardResult:
         text: Its whole text.
         config: What it says, not resolved.
         answers: Every answer by question name.
-        reasons: Why a suggested value is what it is, by dotted key.
+        reasons: Each suggested value that was taken, and why.
         notes: What the reader should know and no key can say.
-        command: The command that writes the same file without questions.
+        command: The command that writes the same file without questions; "" where it began with another file.
     """
 
     path: FilePath
     text: str
     config: Config
     answers: Mapping[str, str]
-    reasons: Mapping[str, str]
+    reasons: Sequence[str]
     notes: tuple[str, ...]
     command: str
 
@@ -59,10 +59,14 @@ def conclude(
         text=new_text(state, edited),
         config=build_config(values),
         answers=dict(state.answers),
-        reasons={".".join(path): suggestion.reasons[".".join(path)] for path in taken},
+        reasons=[_reason(path, values[path], suggestion.reasons[".".join(path)]) for path in taken],
         notes=_notes(state),
         command=_repeat_command(state, path, overwrite=overwrite),
     )
+
+
+def _reason(path: KeyPath, value: Any, why: str) -> str:
+    return f"{'.'.join(path)}: {flow_text(plain_value(keys_by_path()[path], value))} ({why})"
 
 
 def new_text(state: WizardState, edited: str | None) -> str:
@@ -102,48 +106,27 @@ def _notes(state: WizardState) -> tuple[str, ...]:
 def closing_words(path: FilePath, command: str) -> str:
     """Return what to print once the file is written; `command` writes it again."""
     option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
-    return (
-        f"Wrote {path}\n"
-        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing\n"
-        f"        fsdplaunch launch{option} train.py\n"
-        f"        fsdplaunch tune{option} train.py    measures which configuration is fastest\n"
-        f"Same again without questions:\n"
-        f"        {command}"
-    )
+    lines = [
+        f"Wrote {path}",
+        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing",
+        f"        fsdplaunch launch{option} train.py",
+        f"        fsdplaunch tune{option} train.py    measures which configuration is fastest",
+        *(("Same again without questions:", f"        {command}") if command else ()),
+    ]
+    return "\n".join(lines)
 
 
 def _repeat_command(state: WizardState, file: FilePath, *, overwrite: bool) -> str:
-    answers, settings = _repeatable_answers(state)
+    """Return the command that writes the same file without questions; "" where it began with another file."""
+    if state.editing:
+        return ""
     words = ["fsdplaunch", "config"]
     for question in QUESTIONS:
-        if answers.get(question.name):
-            words += [question.flag, answers[question.name]]
-    for path, spec in keys_by_path().items():
-        if path in settings:
-            value = settings[path]
-            words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
+        by_key = state.settings.keys() & {*question.keys}  # an option and a key that decide the same are refused
+        if state.answers.get(question.name) and not by_key:
+            words += [question.flag, state.answers[question.name]]
+    for path, value in state.settings.items():
+        spec = keys_by_path()[path]
+        words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
     words += ["--output", str(file)] if str(file) != DEFAULT_FILE else []
     return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])
-
-
-def _repeatable_answers(state: WizardState) -> tuple[dict[str, str], dict[KeyPath, Any]]:
-    """Return the options and `--set`s that lead to the same values without questions and without a file."""
-    answers = {name: text for name, text in state.answers.items() if text != KEEP}
-    settings: dict[KeyPath, Any] = {} if state.version == NEWEST else {VERSION: state.version}
-    target = compose(state)
-    while True:
-        fresh = WizardState(facts=state.facts, settings=settings)
-        found = compose(answer_all(fresh, answers, yes=True))
-        missed = {  # None takes a key back
-            path: target.get(path)
-            for path, spec in keys_by_path().items()
-            if found.get(path, spec.default) != target.get(path, spec.default)
-        }
-        if not missed:
-            return answers, settings
-        settings |= missed
-        # An option and a key that decide the same are refused together.
-        by_key = {one.name for one in QUESTIONS if settings.keys() & {*one.keys}}
-        answers = {name: text for name, text in answers.items() if name not in by_key}
-        left = WizardState(facts=state.facts, answers=answers, settings=settings)
-        answers = {one.name: answers[one.name] for one in QUESTIONS if one.name in answers and one.applies(left)}

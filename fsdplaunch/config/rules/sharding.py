@@ -243,7 +243,7 @@ def _whole_graph(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, message, hint)
 
 
-_LEFT_OVER: dict[KeyPath, str] = {
+LEFT_OVER: dict[KeyPath, str] = {
     fsdp("backward_prefetch"): "FSDP2 gathers the next unit ahead, as BACKWARD_PRE does",
     fsdp("use_orig_params"): "FSDP2 always shows the model's own parameters",
     fsdp("limit_all_gathers"): "FSDP2 always limits gathers",
@@ -260,7 +260,7 @@ _INSTEAD: dict[KeyPath, str] = {
 def _wrong_version(context: RuleContext) -> Iterator[Violation]:
     """Refuse a value of a key of one FSDP version that would be lost under the other."""
     for spec in context.keys_set(lambda spec: context.version not in spec.key.versions):
-        if spec.path not in _LEFT_OVER:
+        if spec.path not in LEFT_OVER:
             value = shown_value(value_at(context.given, spec.path))
             message = f"{value} has no meaning under FSDP{context.version}"
             yield Violation((spec.path, _VERSION), message, _INSTEAD.get(spec.path))
@@ -269,7 +269,7 @@ def _wrong_version(context: RuleContext) -> Iterator[Violation]:
 @note_rule("key-of-fsdp1")
 def _key_of_fsdp1(context: RuleContext) -> Iterator[Violation]:
     """Name a key of FSDP1 in a file for FSDP2, which decides for itself; accelerate drops it as well."""
-    for path, what in _LEFT_OVER.items():
+    for path, what in LEFT_OVER.items():
         value = value_at(context.given, path)
         if context.version != 1 and path in context.set_paths and value is not None:
             yield Violation((path, _VERSION), f"{shown_value(value)} is left out: {what}")

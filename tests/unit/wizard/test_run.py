@@ -11,7 +11,7 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.questions import QUESTIONS, SETTINGS_FORM
+from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import describe_facts, run_wizard
 from fsdplaunch.wizard.state import suggest_for
 
@@ -123,12 +123,8 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
         ("slurm_2x8", {"where": "here", "precision": "no"}, {"num_processes": 8}),
         (
             "eight_h100",
-            {"where": "tpu", "precision": "no", "xla-settings": "compute_dtype=bf16, flatten_parameters=yes"},
-            {
-                "xla": True,
-                "xla_fsdp_settings": {"compute_dtype": "bfloat16", "flatten_parameters": True},
-                "cpu_devices": 1,
-            },
+            {"where": "tpu", "precision": "no"},
+            {"xla": True, "cpu_devices": 1},
         ),
         (
             "laptop",
@@ -159,15 +155,14 @@ CASES = [
     ("slurm_2x8", {"goal": "fastest", "checkpoint-dir": "my ckpt"}, ("launch.env={A: 'x, y'}", "fsdp_version=1")),
     ("small_container", {"model": "70b"}, ("fsdp_ignored_modules=.*[.]head", "show_ranks=0,1")),
     ("eight_h100", {}, ("num_processes=4", "mixed_precision=fp16")),
-    ("slurm_2x8", {"where": "tpu", "xla-settings": '{"sharding_groups": [[0], [1]]}', "goal": "fastest"}, ()),
+    ("slurm_2x8", {"where": "tpu", "goal": "fastest"}, ("xla_fsdp_settings={sharding_groups: [[0], [1]]}",)),
     ("eight_h100", {"where": "tpu", "xla": "spmd", "model": "8b"}, ("xla.cpu_devices=3",)),
 ]
 
 
 def test_run_wizard_on_tpus_prints_its_flags_and_leaves_no_note(machines):
-    answers = {"where": "tpu", "xla-grad-ckpt": "yes", "xla-settings": "compute_dtype=bfloat16"}
-    result = write(machines["eight_h100"], answers)
-    assert "--where tpu --xla wrapper --xla-grad-ckpt yes --xla-settings compute_dtype=bfloat16 " in result.command
+    result = write(machines["eight_h100"], {"where": "tpu", "xla-grad-ckpt": "yes"})
+    assert "--where tpu --xla wrapper --xla-grad-ckpt yes " in result.command
     assert "--workers-per-node" not in result.command
     Path("f.yaml").write_text(result.text)
     assert load_config(Path("f.yaml"), environ={}).notes == ()  # config validate --strict passes it
@@ -206,7 +201,7 @@ def test_run_wizard_command_names_another_file_and_says_overwrite(machines):
 def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
     answers = write(machines[machine]).answers
     several = machine == "slurm_2x8"
-    skipped = {"rendezvous", "xla", "xla-grad-ckpt", "xla-settings"} | (set() if several else {"nodes"})
+    skipped = {"rendezvous", "xla", "xla-grad-ckpt"} | (set() if several else {"nodes"})
     assert set(answers) == {question.name for question in QUESTIONS} - skipped
 
 
@@ -216,16 +211,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
         ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, tpu, got 'moon'"),
         ("laptop", {"nodes": "2"}, "--nodes has no meaning with --where cpu"),
         ("laptop", {"xla": "spmd"}, "--xla has no meaning with --where cpu"),
-        (
-            "laptop",
-            {"where": "tpu", "xla": "spmd", "xla-settings": "compute_dtype=bf16"},
-            "--xla-settings has no meaning with --xla spmd",
-        ),
-        (
-            "laptop",
-            {"where": "tpu", "xla-settings": "compute_dtype"},
-            f"--xla-settings {SETTINGS_FORM}",
-        ),
         (
             "laptop",
             {"where": "tpu", "workers-per-node": "4"},
@@ -246,6 +231,7 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
             {"workers-per-node": "0"},
             "--workers-per-node must be a whole number from 1, or auto, got '0'",
         ),
+        ("eight_h100", {"model": "4"}, "--model 4 needs a unit, as in 4b or 4m"),
         ("eight_h100", {"model": "nowhere"}, "--model model folder nowhere does not exist"),
         (
             "eight_h100",
@@ -406,16 +392,6 @@ def test_run_wizard_starting_from_a_file_keeps_what_no_answer_changes(machines):
     assert (result.config.num_processes, result.config.mixed_precision) == (4, "bf16")
     assert (fsdp.fsdp_reshard_after_forward, fsdp.fsdp_forward_prefetch) == (2, True)
     assert result.answers["goal"] == "keep"
-
-
-def test_run_wizard_starting_from_a_file_command_needs_the_file_no_more(machines):
-    Path("start.yaml").write_text(
-        "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: 2}\nnum_processes: 8\n"
-    )
-    first = write(machines["eight_h100"], start_from=Path("start.yaml"))
-    again, settings = parse(first.command)
-    assert "fsdp_config.fsdp_reshard_after_forward=2" in settings
-    assert resolve(write(machines["eight_h100"], again, overrides=settings).config) == resolve(first.config)
 
 
 def test_run_wizard_starting_from_an_accelerate_file_stays_version_1(machines):
