@@ -396,7 +396,10 @@ def _is_share(sampler: Any) -> bool:
 
 
 def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
-    sampler = loader.sampler
+    outer = loader if loader.batch_sampler is None else loader.batch_sampler
+    sampler = (
+        outer.sampler
+    )  # a loader that was given its batches has one of its own beside it, which it never asks
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
     if type(sampler) is SequentialSampler or plain_random:
         return EpochSampler(
@@ -404,8 +407,8 @@ def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
             num_replicas=ranks.size,
             rank=ranks.rank,
             shuffle=plain_random,
-            seed=_seed_of_rank_0(loader.generator),
-            drop_last=loader.drop_last,
+            seed=_seed_of_rank_0(loader.generator or getattr(sampler, "generator", None)),
+            drop_last=outer.drop_last,
         )
     messages.say(f"{type(sampler).__name__}: rank 0 draws its order, ranks take turns")
     return SharedOrder(sampler, ranks)
