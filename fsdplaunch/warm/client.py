@@ -30,8 +30,8 @@ from fsdplaunch.warm.identity import (
     surroundings,
 )
 
-SECONDS = 1.0
-"""How long one answer may take; then the launch goes on without it."""
+SECONDS = 3.0
+"""How long one answer may take, on a busy machine too; then the launch goes on without it."""
 _WORD_SECONDS = 5.0
 """How long the interpreter may take to say how an agent ended."""
 _log = logging.getLogger(__name__)

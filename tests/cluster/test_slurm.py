@@ -41,15 +41,6 @@ def test_batch_script_without_srun_starts_a_launcher_on_every_machine(slurm: Slu
     assert not (folder / "evaluated").exists()
 
 
-@campaign
-def test_srun_says_everything_inside_an_allocation(slurm: Slurm, folder: Path):
-    program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *ALL, "sum.py"]
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *program, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2 on host0 sum 3.0" in done.stdout
-    assert "rank 1 of 2 on host1 sum 3.0" in done.stdout
-
-
 def test_launcher_per_worker_is_refused(slurm: Slurm, folder: Path):
     program = [sys.executable, "-P", "-m", "fsdplaunch", "launch", *PLAIN, "sum.py"]
     done = slurm.run("srun", "-N2", "--ntasks-per-node=2", *program, cwd=folder)
@@ -82,16 +73,6 @@ def test_run_that_fails_gives_its_own_code_and_report(slurm: Slurm, folder: Path
     assert "ValueError: no such luck" in done.stdout
     assert "on host1" in done.stdout
     assert "failed (1)" in done.stderr
-
-
-def test_dry_run_prints_the_script_that_would_be_submitted(slurm: Slurm, folder: Path):
-    words = ["--slurm", "--dry-run", *PLAIN, "--launch.nodes", "2:4", "--slurm.gpus-per-node", "h100:8"]
-    done = slurm.fsdplaunch("launch", *words, "--set", "slurm.lines=[--exclusive]", "sum.py", "a b", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    for line in ("--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--requeue", "--exclusive"):
-        assert f"#SBATCH {line}\n" in done.stdout
-    assert "'a b' &" in done.stdout
-    assert not (folder / "runs").exists()
 
 
 def test_warned_run_saves_goes_back_into_the_queue_goes_on_and_can_be_cancelled(slurm: Slurm, folder: Path):

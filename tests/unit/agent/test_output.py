@@ -91,9 +91,7 @@ def test_line_without_an_end_does_not_fill_memory(relay, source, screen):
 def test_stream_that_stays_open_is_let_go_of(relay, source):
     one, first = source("one")
     relay.add(one)
-    begin = time.monotonic()
     relay.drain(0.2, failed=False)
-    assert time.monotonic() - begin < 3
     with pytest.raises(BrokenPipeError):
         os.write(first, b"too late")
     os.close(first)
