@@ -479,7 +479,7 @@ def _answer(metavar: str, text: str) -> Any:
 
 @config_app.callback(
     invoke_without_command=True,
-    epilog="Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset cpu_debug --yes; "
+    epilog="Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset laptop_cpu --yes; "
     "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes.",
 )
 @does("config:write_config")

@@ -1,8 +1,7 @@
-"""The command line takes every command that the documents print, with its options and its configuration keys."""
+"""The options, configuration keys, YAML and Python that the documents print are right."""
 
 import json
 import re
-import shlex
 
 import pytest
 import typer.main
@@ -12,7 +11,6 @@ from fsdplaunch.cli.commands import app, expanded
 from fsdplaunch.errors import LaunchError
 from tests.docs.pages import ROOT, blocks, every, spans
 
-_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*=?[A-Z]*")
 _NOT_OF_THE_LINE = {"elastic-run", "wrong-version", "workers-per-machine", "two-addresses"}
 """Rules that need the rest of a configuration, which a line in a document does not show."""
 SECTIONS = {
@@ -21,41 +19,6 @@ SECTIONS = {
     if "properties" in section
 }
 """The keys of each section of the file."""
-
-
-def command_lines() -> list[str]:
-    """Command lines in blocks (after `$`, or at a line's start) and between backticks."""
-    found = []
-    for block in every(blocks):
-        lines = block.text.replace("\\\n", " ").splitlines()
-        found += [match[1] for line in lines if (match := re.match(r"\s*(?:\$ )?(fsdplaunch [a-z-].*)", line))]
-    for span in every(spans):
-        if match := re.search(r"(?:^|\s)(fsdplaunch [a-z-].*)", span.text):
-            found.append(match[1])
-    return sorted(set(found))
-
-
-def words_of(line: str) -> list[str]:
-    """A line's words, without `fsdplaunch`, comments, what stands for something else, and text beside it."""
-    line = re.split(r"\s{3,}| > ", line)[0]
-    return [word for word in shlex.split(re.sub(r"\[[^\]]*\]", "", line), comments=True)[1:] if word != "..."]
-
-
-def parsed(words: list[str]) -> dict[str, object]:
-    """What the command's function would be called with."""
-    root = typer.main.get_command(app)
-    taken: dict[str, object] = {}
-    _record(root, taken)
-    root.main(args=expanded(words), prog_name="fsdplaunch", standalone_mode=False)
-    return taken
-
-
-def _record(command, taken):
-    inner = getattr(command, "commands", {})
-    if command.callback is not None:
-        command.callback = lambda **values: taken.update(values)
-    for one in inner.values():
-        _record(one, taken)
 
 
 @pytest.fixture
@@ -75,26 +38,6 @@ def problems(tmp_path, monkeypatch, capsys):
         ]
 
     return find
-
-
-def test_there_are_command_lines():
-    assert len(command_lines()) > 60
-
-
-@pytest.mark.parametrize("line", command_lines())
-def test_command_line_is_taken(line, problems):
-    taken = parsed(words_of(line))
-    assignments = [*(taken.get("overrides") or []), *(taken.get("assignments") or [])]
-    given = [text for text in assignments if not _PLACEHOLDER.fullmatch(text)]
-    assert problems("show", *(word for text in given for word in ("--set", text))) == []
-
-
-@pytest.mark.parametrize(
-    "line", ["fsdplaunch launch --no-such-key 1 a.py", "fsdplaunch lunch a.py", "fsdplaunch check --dry"]
-)
-def test_wrong_command_lines_are_found(line):
-    with pytest.raises(Exception, match=r"(?i)no such|takes"):
-        parsed(words_of(line))
 
 
 def known_options() -> set[str]:
