@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "scripts" / "programs"
 OWN = Path(__file__).with_name("public_programs")
 
 
@@ -291,9 +290,5 @@ ROWS = (
     *_TRAINERS,
     *_BIG,
     *_PLAIN,
-    Row("accelerate loop", str(OWN / "accelerate_loop.py"), saves="out-accelerate/model.safetensors"),
     Row("lightning plain", str(OWN / "lightning_plain.py")),
-    Row("peft lora", str(OWN / "peft_lora.py"), saves="out-peft/adapter_model.safetensors"),
-    Row("transformers trainer", str(OWN / "transformers_trainer.py"), saves="out-trainer/model.safetensors"),
-    *(Row(f"shape of {path.stem}", str(path)) for path in sorted(PROGRAMS.glob("*.py"))),
 )
