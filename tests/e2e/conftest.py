@@ -26,17 +26,40 @@ def clean_environ() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def warm_environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The variables of launches that find torch imported: tests that are not about a start need not wait."""
+def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The runtime folder of warm interpreters, which end with the tests."""
     folder = tmp_path_factory.mktemp("warm")
     folder.chmod(0o700)
+    yield folder
+    warm(folder, "--stop")
+
+
+def warm(folder: Path, *options: str) -> dict[str, str]:
+    """Run `fsdplaunch warm OPTIONS`; return the variables of launches that find what it leaves."""
     environ = clean_environ() | {"XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-m", "fsdplaunch", "warm"]
-    start = [*command, "--start", "--set", "launch.keep_warm_seconds=1800"]
-    options = {"cwd": folder, "check": True, "capture_output": True}
-    subprocess.run([*start, "--set", "num_processes=2", "--set", "use_cpu=true"], env=environ, **options)
-    yield environ
-    subprocess.run([*command, "--stop"], env=environ, **options)
+    command = [sys.executable, "-m", "fsdplaunch", "warm", *options]
+    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)
+    return environ
+
+
+SHARDED = ("--set", "use_cpu=true")
+PLAIN = ("--set", "distributed_type=MULTI_CPU")
+
+
+def start_warm(folder: Path, *options: str) -> dict[str, str]:
+    return warm(folder, "--start", "--set", "launch.keep_warm_seconds=1800", "--set", "num_processes=2", *options)
+
+
+@pytest.fixture(scope="session")
+def warm_environ(warm_folder: Path) -> dict[str, str]:
+    """The variables of launches that find torch imported: tests that are not about a start need not wait."""
+    return start_warm(warm_folder, *SHARDED)
+
+
+@pytest.fixture(scope="session")
+def warm_plain_environ(warm_folder: Path) -> dict[str, str]:
+    """The same for launches that shard nothing, whose workers import less."""
+    return start_warm(warm_folder, *PLAIN)
 
 
 @pytest.fixture
@@ -125,7 +148,7 @@ def begin(
     """Start `fsdplaunch launch OPTIONS t.py ARGUMENTS` in a folder; t.py gets the text, unless that is None."""
     if text is not None:
         (folder / "t.py").write_text(text)
-    environ = clean_environ() | popen.pop("env", {})
+    environ = popen.pop("environ", clean_environ()) | popen.pop("env", {})
     defaults = ("--distributed-type", "MULTI_CPU", "--num-processes", "2") if plain else ()
     defaults += ("--keep-warm", "600") if WARM else ()
     # -P: like the installed command, and unlike `python -m`, leave the current folder out of the module path.
@@ -144,12 +167,12 @@ def run_to_the_end(start: Callable[..., "Launched"], _folder: Path, *args: Any, 
 
 
 @contextmanager
-def starting(folder: Path) -> Iterator[Callable[..., Launched]]:
+def starting(folder: Path, environ: Mapping[str, str] | None = None) -> Iterator[Callable[..., Launched]]:
     """Give a function that does that in this folder; what it started does not outlive the block."""
     runs: list[Launched] = []
 
     def start(*args: Any, **kwargs: Any) -> Launched:
-        runs.append(begin(folder, *args, **kwargs))
+        runs.append(begin(folder, *args, **({"environ": environ} if environ else {}), **kwargs))
         return runs[-1]
 
     try:
@@ -161,15 +184,26 @@ def starting(folder: Path) -> Iterator[Callable[..., Launched]]:
                 run.process.wait()
 
 
+@pytest.fixture(scope="module")
+def launch_environ(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The variables of a module's launches: they find torch imported, unless the module is COLD."""
+    if getattr(request.module, "COLD", False):
+        return clean_environ()
+    environ: dict[str, str] = request.getfixturevalue("warm_plain_environ")
+    return environ
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def start(tmp_path: Path, launch_environ: dict[str, str]) -> Iterator[Callable[..., Launched]]:
     """Return a function that starts `fsdplaunch launch ARGS SCRIPT`; SCRIPT's text is given, its name is t.py."""
-    with starting(tmp_path) as function:
+    with starting(tmp_path, launch_environ) as function:
         yield function
 
 
 @pytest.fixture(scope="module")
-def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Future[Any]]]:
+def side_by_side(
+    tmp_path_factory: pytest.TempPathFactory, launch_environ: dict[str, str]
+) -> Callable[..., dict[str, Future[Any]]]:
     """Return a function that runs a job for each of several cases, a few at a time, each in a folder of its own.
 
     A launch is busy on one processor for most of its time, and the rest of it waits. Each test asks for its own
@@ -178,7 +212,7 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict
 
     def run(job: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Future[Any]]:
         def one(folder: Path, *case: Any) -> Any:
-            with starting(folder) as function:
+            with starting(folder, launch_environ) as function:
                 return job(function, folder, *case)
 
         folders = {name: tmp_path_factory.mktemp("case") for name in cases}  # not in threads: a race

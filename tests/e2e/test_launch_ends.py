@@ -9,6 +9,13 @@ from tests.e2e.conftest import run_to_the_end
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK'])\n"
 KILL = RANK + "if rank == 1: os.kill(os.getpid(), {number})\ntime.sleep(60)\n"
 
+LATER = """
+while rank == 0 and not os.path.exists("failing"):
+    time.sleep(0.02)
+open("failing", "w").close()
+time.sleep(0.5 * (1 - rank))
+raise ValueError(f"rank {rank}")
+"""
 
 ENDS = {
     "exit-7": ("if rank == 1: sys.exit(7)\ntime.sleep(60)", 7, 1),
@@ -17,7 +24,7 @@ ENDS = {
     "sigsegv": ("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)", 139, 1),
     "os-exit": ("if rank == 1: os._exit(9)\ntime.sleep(60)", 9, 1),
     "exit-text": ("if rank == 0: sys.exit('a text')\ntime.sleep(60)", 1, 0),
-    "two-fail": ("time.sleep(0.1 * (2 - rank)); raise ValueError(f'rank {rank}')", 1, 1),
+    "two-fail": (LATER, 1, 1),
 }
 
 

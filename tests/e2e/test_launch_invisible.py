@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.conftest import clean_environ, run_to_the_end
 
+COLD = True
+"""A worker in an interpreter of its own run: tests/e2e/test_launch_warm.py has the others."""
 PROBE = """
 import gc, importlib, json, locale, multiprocessing, os, resource, signal, sys, threading, time, warnings
 
@@ -56,22 +58,8 @@ with open(f"facts{os.environ['RANK']}.json", "w") as file:
     json.dump(facts, file)
 """
 
-HARD = [
-    "a b",
-    "--config",
-    "x.yaml",
-    "--",
-    "-c",
-    "'",
-    '"',
-    "new\nline",
-    "$HOME $(id) `id`",
-    "$$",
-    "${local_rank}",
-    "ü→",
-    "",
-]
-
+HARD = ["a b", "--config", "x.yaml", "--", "-c", "'", '"', "new\nline", "$HOME $(id) `id`", "$$", "${local_rank}"]
+HARD += ["ü→", ""]
 
 TARGETS = {
     "script": ("", ["t.py"]),
@@ -79,6 +67,7 @@ TARGETS = {
     "module": ("pack", ["-m", "pack.t", "--lr", "1"]),
     "package": ("app", ["-m", "app"]),
     "folder": ("dir", ["dir"]),
+    "link": ("far", ["link.py"]),
     "fresh": ("", ["t.py", *HARD], "--launch.preload", "none"),
 }
 
@@ -89,6 +78,7 @@ def compare(start, home, folder, target, *options) -> tuple[dict, dict]:
     place.mkdir(exist_ok=True)
     name = "__main__.py" if folder in ("app", "dir") else "t.py"
     (place / name).write_text(PROBE)
+    (home / "link.py").symlink_to(place / name)
     is_module = target[0] == "-m"
     (home if is_module else place).joinpath("helper.py").write_text("")
     for module in ("types", "queue", "random", "torch") if folder and not is_module else ():

@@ -13,6 +13,8 @@ from fsdplaunch.parent_death import ORPHAN_SECONDS
 from scripts.campaigns.attack_classes.stores import descendants
 from tests.e2e.conftest import WARM
 
+COLD = True
+"""Which process is whose child is another thing where the agent is forked."""
 SCRIPT = """
 import os, subprocess, sys, time
 rank = os.environ['RANK']

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.e2e.conftest import ROOT, clean_environ
 
+COLD = True
 # Says of itself that it is another version, and is the installed torch otherwise.
 STAND_IN = """
 import importlib, sys
