@@ -586,8 +586,13 @@ def written_and_read(folder: str, version: int, form: str) -> tuple[list[list[st
     theirs.save_fsdp_optimizer(own, acc, optimizer, model, its, 1)
     fsdplaunch.save_fsdp_model(own, acc, model, mine, 1)
     fsdplaunch.save_fsdp_optimizer(own, acc, optimizer, model, mine, optimizer_index=1)
+    theirs.save_fsdp_model(own, acc, model, f"{folder}/first")
+    theirs.save_fsdp_optimizer(own, acc, optimizer, model, f"{folder}/first")
     dist.barrier()
     losses = [train_sharded(model, optimizer, 2, first=2)]
+    model, optimizer, acc = made(7, version, form)
+    fsdplaunch.load_checkpoint(f"{folder}/first", model=model, optimizer=optimizer)
+    losses.append(train_sharded(model, optimizer, 2, first=2))
     model, optimizer, acc = made(7, version, form)
     fsdplaunch.load_fsdp_model(own, acc, model, its, 1)
     fsdplaunch.load_fsdp_optimizer(own, acc, optimizer, model, its, 1)

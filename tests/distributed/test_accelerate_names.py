@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OptimStateKeyType, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
 
 import fsdplaunch
 from fsdplaunch.errors import CheckpointError, UsageError
 from tests.distributed.pool import RankPool
-from tests.distributed.tiny import Block, adamw, build, plugin, train_alone, train_sharded
+from tests.distributed.tiny import adamw, build, plugin, train_alone, train_sharded
 
 KINDS: dict[str, dict[str, Any]] = {
     "1": {"fsdp_version": 1},
@@ -42,99 +41,50 @@ def alone() -> tuple[nn.Module, Any]:
     return model, made[0]
 
 
-def equal_to_alone(fields: dict[str, Any]) -> tuple[float, list[int]]:
-    """Largest difference of a gathered state to an unsharded run's, and the sizes each kind of call returns."""
+def states_of_optimizers(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a gathered state is, and how training goes on from it in other models."""
     model, optimizer = trained(fields)
-    whole = fsdplaunch.full_optim_state_dict(model, optimizer)
+    on_first = fsdplaunch.full_optim_state_dict(model, optimizer)
     everywhere = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain, plain_optimizer = alone()
     named = fsdplaunch.rekey_optim_state_dict(plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain)
     assert set(named["state"]) == set(everywhere["state"])
-    difference = max(
+    apart = max(
         (everywhere["state"][name][key] - value).abs().max().item()
         for name, values in named["state"].items()
         for key, value in values.items()
     )
-    return difference, [len(whole), len(everywhere)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_is_that_of_the_unsharded_run(two_ranks: RankPool, kind: str) -> None:
-    results = two_ranks.run(equal_to_alone, KINDS[kind])
-    assert max(difference for difference, _ in results) < 1e-5
-    assert [sizes for _, sizes in results] == [[2, 2], [0, 2]]
-
-
-def handed_on(fields: dict[str, Any], how: str) -> tuple[list[float], list[float]]:
-    """Go on with a new model and optimizer that got the old ones' full state."""
-    model, optimizer = trained(fields)
-    everywhere = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
-    on_first = fsdplaunch.full_optim_state_dict(model, optimizer)
-    weights = alone()[0].state_dict()
-    fresh = build(seed=7)
-    fresh.load_state_dict(weights)
-    fresh, new = fsdplaunch.prepare(fresh, adamw(fresh.parameters()), plugin=plugin(**fields))
-    if how == "shard":
-        state = fsdplaunch.shard_full_optim_state_dict(everywhere, fresh, optim=new)
-    else:
-        state = fsdplaunch.scatter_full_optim_state_dict(on_first or None, fresh, optim=new)
-    new.load_state_dict(state)
-    return train_sharded(model, optimizer, 4, first=3), train_sharded(fresh, new, 4, first=3)
-
-
-@pytest.mark.parametrize("how", ["shard", "scatter"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_state_goes_on_in_another_sharded_model(two_ranks: RankPool, kind: str, how: str) -> None:
-    kept_on, resumed = two_ranks.run(handed_on, KINDS[kind], how)[0]
-    assert resumed == pytest.approx(kept_on, abs=1e-5)
-
-
-def to_plain(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
-    model, optimizer = trained(fields)
-    named = fsdplaunch.full_optim_state_dict(model, optimizer, rank0_only=False)
-    plain, _ = alone()
+    losses = [train_sharded(model, optimizer, 4, first=3)]
+    for how in ("shard", "scatter"):
+        fresh = build(seed=7)
+        fresh.load_state_dict(alone()[0].state_dict())
+        fresh, new = fsdplaunch.prepare(fresh, adamw(fresh.parameters()), plugin=plugin(**fields))
+        if how == "shard":
+            state = fsdplaunch.shard_full_optim_state_dict(everywhere, fresh, optim=new)
+        else:
+            state = fsdplaunch.scatter_full_optim_state_dict(on_first or None, fresh, optim=new)
+        new.load_state_dict(state)
+        losses.append(train_sharded(fresh, new, 4, first=3))
     moved = adamw(plain.parameters())
-    moved.load_state_dict(fsdplaunch.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, plain))
-    ours = train_alone(plain, 4, make=lambda _: moved, first=3)
-    other, other_optimizer = alone()
-    return ours, train_alone(other, 4, make=lambda _: other_optimizer, first=3)
+    moved.load_state_dict(fsdplaunch.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, plain))
+    losses.append(train_alone(plain, 4, make=lambda _: moved, first=3))
+    return {"apart": apart, "sizes": [len(on_first), len(everywhere)], "losses": losses}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_full_state_goes_on_in_a_plain_model(two_ranks: RankPool, kind: str) -> None:
-    moved, kept_on = two_ranks.run(to_plain, KINDS[kind])[0]
-    assert moved == pytest.approx(kept_on, abs=1e-5)
+def test_full_state_is_that_of_the_unsharded_run_and_goes_on_elsewhere(two_ranks: RankPool, kind: str) -> None:
+    results = two_ranks.run(states_of_optimizers, KINDS[kind])
+    assert [result["sizes"] for result in results] == [[2, 2], [0, 2]]
+    for result in results:
+        assert result["apart"] < 1e-5
+        kept_on, *others = result["losses"]
+        assert others == [pytest.approx(kept_on, abs=1e-5)] * 3  # two sharded models, and a plain one
 
 
 def test_state_of_a_stranger_is_not_rekeyed() -> None:
     state = {"state": {"layers.9.weight": {}}, "param_groups": [{"params": ["layers.9.weight"]}]}
     with pytest.raises(UsageError, match=r"has 'layers\.9\.weight', which TinyLM does not have"):
         fsdplaunch.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, build())
-
-
-def loaded_from_rank_0(how: str) -> float:
-    """Load rank 0's weights into a model of other ones; the largest difference to them."""
-    source = build(3).state_dict()
-    model = build(8)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if how == "apply_fsdp2":
-        fsdplaunch.apply_fsdp2(model, mesh)
-    else:
-        fully_shard(model, mesh=mesh)
-    given = source if dist.get_rank() == 0 else {}
-    if how == "DistModule":
-        keys = fsdplaunch.DistModule(model).load_state_dict(given)
-        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
-    else:
-        fsdplaunch.fsdp2_load_full_state_dict(model, given)
-    assert isinstance(model, FSDPModule)
-    params = dict(model.named_parameters())
-    return max((params[name].full_tensor() - tensor).abs().max().item() for name, tensor in source.items())
-
-
-@pytest.mark.parametrize("how", ["fully_shard", "apply_fsdp2", "DistModule"])
-def test_full_weights_of_rank_0_reach_every_shard(two_ranks: RankPool, how: str) -> None:
-    assert two_ranks.run(loaded_from_rank_0, how) == [0.0, 0.0]
 
 
 def test_dist_module_is_the_wrapped_module_to_its_user() -> None:
@@ -195,27 +145,9 @@ def test_parameter_without_successor_is_a_key_error() -> None:
         fsdplaunch.fsdp2_switch_optimizer_parameters(optimizer, {})
 
 
-def prepared_by_name() -> bool:
-    model = fsdplaunch.fsdp2_prepare_model(build())
-    return isinstance(model, FSDPModule) and isinstance(model.head.weight, DTensor)
-
-
-def test_model_is_prepared_under_the_reference_name(two_ranks: RankPool) -> None:
-    assert two_ranks.run(prepared_by_name) == [True, True]
-
-
 def test_model_is_not_prepared_under_that_name_with_fsdp1() -> None:
     with pytest.raises(UsageError, match="needs fsdp_version 2, the plugin has 1"):
         fsdplaunch.fsdp2_prepare_model(build(), plugin(fsdp_version=1))
-
-
-def test_wrap_policy_is_true_for_units_only() -> None:
-    model = build()
-    policy = fsdplaunch.fsdp2_prepare_auto_wrap_policy(plugin(fsdp_version=2), model)
-    assert policy is not None
-    assert [m for m in model.modules() if policy(m)] == [m for m in model.modules() if isinstance(m, Block)]
-    whole = plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
-    assert fsdplaunch.fsdp2_prepare_auto_wrap_policy(whole, model) is None
 
 
 def test_loading_switches_are_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:

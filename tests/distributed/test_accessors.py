@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import fsdplaunch
-from fsdplaunch.errors import ShardingError, UsageError
+from fsdplaunch.errors import UsageError
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import TinyLM, adamw, batch, build, loss_of, my_part, plugin, train_sharded
 
@@ -117,28 +117,6 @@ def test_function_applied_to_modules_leaves_all_ranks_equal(two_ranks: RankPool,
     assert first[0]
 
 
-def loaded_back(fields: dict[str, Any], kind: str) -> tuple[set[str], float]:
-    """Load one model's state into another of the same sharding; the kinds of tensors in it, and the difference."""
-    options = [FullStateDictConfig(rank0_only=False)] if kind == "full_state_dict" else []
-    source, target = prepared(fields), prepared(fields, seed=9)
-    with fsdplaunch.state_dict_type(source, kind, *options):
-        state = source.state_dict()
-    with fsdplaunch.state_dict_type(target, kind, *options):
-        target.load_state_dict(state)
-    with fsdplaunch.summon_full_params(target, writeback=False):
-        named = dict(fsdplaunch.named_parameters(target))
-        difference = max((named[n] - p).abs().max().item() for n, p in build().named_parameters())
-    return {type(value).__name__ for value in state.values()}, difference
-
-
-@pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
-@pytest.mark.parametrize("model", KINDS)
-def test_state_of_each_kind_goes_back_into_a_model(two_ranks: RankPool, model: str, kind: str) -> None:
-    kinds, difference = two_ranks.run(loaded_back, KINDS[model], kind)[0]
-    assert kinds == {"Tensor" if kind == "full_state_dict" else "DTensor"}
-    assert difference == 0.0
-
-
 def test_state_of_a_plain_model_has_one_kind_only() -> None:
     with pytest.raises(UsageError, match="nothing of this TinyLM is sharded"), fsdplaunch.state_dict_type(build()):
         pass
@@ -209,59 +187,7 @@ def test_methods_beside_forward_compute_with_full_parameters(
     assert forward
 
 
-# fp16 with a scaler, mixed formats, compiling, float8
-
-
-def scaled_down(version: int) -> list[float]:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    model = build()
-    fields = {"fsdp_version": version, "mixed_precision_policy": "fp16"}
-    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
-    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0) if version == 1 else torch.amp.GradScaler("cpu")
-    losses = []
-    for step in range(10):
-        loss = loss_of(model, my_part(batch(step)))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        fsdplaunch.clip_grad_norm_(model, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_fp16_learns_with_a_gradient_scaler(two_ranks: RankPool, version: int) -> None:
-    losses = two_ranks.run(scaled_down, version)[0]
-    assert losses[-1] < losses[0] - 0.1
-
-
-def mixed(version: int, how: str) -> Any:
-    model = build().to(torch.bfloat16)
-    if how == "norms":
-        model.norm.float()
-    else:
-        model.layers[0].attention_norm.register_parameter("bias", nn.Parameter(torch.zeros(3)))
-    try:
-        model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version))
-    except ShardingError as error:
-        return str(error)
-    return [unit.name for unit in fsdplaunch.describe(model).units], fsdplaunch.describe(model).kept
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_modules_of_another_dtype_get_units_of_their_own(two_ranks: RankPool, version: int) -> None:
-    names, kept = two_ranks.run(mixed, version, "norms")[0]
-    assert names == ["layers.0", "layers.1", "layers.2", "norm"]
-    assert kept["float32"] == 16
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_dtypes_mixed_inside_a_module_are_named(two_ranks: RankPool, version: int) -> None:
-    for message in two_ranks.run(mixed, version, "inside"):
-        assert "mixes parameters kept in bfloat16 with attention_norm.bias in float32" in message
+# Compiling
 
 
 COMPILING = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
@@ -307,31 +233,3 @@ def test_copy_of_a_compiled_module_computes_with_its_own_parameters() -> None:
     assert copied(torch.ones(1, 3)).tolist() == [[7.0, 7.0]]
     assert list(signature(copied.forward).parameters) == ["input"]
     assert module(torch.ones(1, 3)).tolist() != [[7.0, 7.0]]
-
-
-def unknown_backend() -> str:
-    try:
-        fsdplaunch.prepare(build())
-    except ShardingError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_backend_that_torch_does_not_have_is_refused(two_ranks: RankPool) -> None:
-    message = two_ranks.run(unknown_backend, env={"ACCELERATE_DYNAMO_BACKEND": "FX2TRT"})[0]
-    assert "dynamo_backend FX2TRT is not one this torch has" in message
-    assert "INDUCTOR" in message
-
-
-def in_float8() -> tuple[int, list[float]]:
-    model = build(width=32)
-    fields = {"fsdp_version": 2, "mixed_precision_policy": "fp8"}
-    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
-    return fsdplaunch.describe(model).float8, train_sharded(model, optimizer, 10)
-
-
-def test_float8_layers_learn(two_ranks: RankPool) -> None:
-    pytest.importorskip("torchao", reason="torchao is an optional dependency (fp8)")
-    layers, losses = two_ranks.run(in_float8, timeout=150)[0]
-    assert layers == 3 * 5 - 1
-    assert losses[-1] < losses[0] - 0.1

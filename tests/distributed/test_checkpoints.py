@@ -4,6 +4,9 @@ import json
 import os
 import pickle
 import re
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,37 +80,29 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}], ids=["untied", "tied"])
-@pytest.mark.parametrize("form", FORMS)
-def test_loaded_run_goes_on_as_the_saved_one(
-    two_ranks: RankPool, tmp_path: Path, form: str, options: dict[str, Any]
-) -> None:
-    kept_on, drawn = two_ranks.run(save_half_way, str(tmp_path), FORMS[form], options)[0]
-    resumed, drawn_again, told = two_ranks.run(go_on, str(tmp_path), FORMS[form], options)[0]
-    assert largest_difference(kept_on, resumed) < 1e-6
-    assert drawn == drawn_again
-    assert told == (HALF, {"tokens": 123, "note": "half"})
+@pytest.fixture(scope="module")
+def saved(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """Return a function that gives a half-way checkpoint, written once for each form, and how its run went on."""
+
+    @cache
+    def save(form: str, tied: bool = False) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("saved")
+        kept_on = two_ranks.run(save_half_way, str(folder), FORMS[form], {"tied": tied})[0]
+        return folder / f"checkpoint-{HALF}", kept_on
+
+    return save
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
-    [("2 sharded", "2 sharded"), ("1 sharded", "2 sharded"), ("2 full", "1 full"), ("2 sharded", "1 sharded")],
+    ("form", "tied"),
+    [*((form, False) for form in FORMS), ("1 full", True), ("1 local", True), ("2 sharded", True)],
 )
-def test_two_ranks_checkpoint_loads_on_four(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, written: str, read: str
-) -> None:
-    kept_on, _ = two_ranks.run(save_half_way, str(tmp_path), FORMS[written], {})[0]
-    resumed, _, _ = four_ranks.run(go_on, str(tmp_path), FORMS[read], {})[0]
-    assert largest_difference(kept_on, resumed) < 1e-5
-
-
-def test_four_ranks_hybrid_checkpoint_loads_on_two(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
-) -> None:
-    fields = {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
-    kept_on, _ = four_ranks.run(save_half_way, str(tmp_path), fields, {})[0]
-    resumed, _, _ = two_ranks.run(go_on, str(tmp_path), {"fsdp_version": 2}, {})[0]
-    assert largest_difference(kept_on, resumed) < 1e-5
+def test_loaded_run_goes_on_as_the_saved_one(two_ranks: RankPool, saved: Any, form: str, tied: bool) -> None:
+    folder, (kept_on, drawn) = saved(form, tied)
+    resumed, drawn_again, told = two_ranks.run(go_on, str(folder), FORMS[form], {"tied": tied})[0]
+    assert largest_difference(kept_on, resumed) < 1e-6
+    assert drawn == drawn_again
+    assert told == (HALF, {"tokens": 123, "note": "half"})
 
 
 LAYOUTS = {
@@ -119,33 +114,28 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("form", LAYOUTS)
-def test_files_have_the_names_accelerate_gives_them(two_ranks: RankPool, tmp_path: Path, form: str) -> None:
-    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
-    names = {path.name for path in (tmp_path / f"checkpoint-{HALF}").iterdir()}
+def test_files_have_the_names_accelerate_gives_them(saved: Any, form: str) -> None:
+    names = {path.name for path in saved(form)[0].iterdir()}
     rest = {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "extra.bin", "fsdplaunch.json"}
     assert names == LAYOUTS[form] | rest
 
 
 @pytest.mark.parametrize("form", ["2 sharded, checkpointed blocks", "1 sharded"])
-def test_tensors_have_the_names_of_the_users_model(two_ranks: RankPool, tmp_path: Path, form: str) -> None:
+def test_tensors_have_the_names_of_the_users_model(saved: Any, form: str) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
-    reader = FileSystemReader(tmp_path / f"checkpoint-{HALF}" / "pytorch_model_fsdp_0")
-    stored = reader.read_metadata().state_dict_metadata
+    stored = FileSystemReader(saved(form)[0] / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     expected = {f"model.{name}": tensor.shape for name, tensor in build().state_dict().items()}
     assert {name: entry.size for name, entry in stored.items()} == expected
 
 
-def test_full_checkpoint_is_the_plain_models_state_dict(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(save_half_way, str(tmp_path), FORMS["1 full, checkpointed blocks"], {})
-    state = torch.load(tmp_path / f"checkpoint-{HALF}" / "pytorch_model_fsdp.bin", weights_only=True)
-    build(3).load_state_dict(state)
+def test_full_checkpoint_is_the_plain_models_state_dict(saved: Any) -> None:
+    folder, _ = saved("1 full, checkpointed blocks")
+    build(3).load_state_dict(torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True))
 
 
-def test_manifest_names_every_file_and_how_the_model_was_sharded(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(save_half_way, str(tmp_path), FORMS["2 sharded"], {"tied": True})
-    folder = tmp_path / f"checkpoint-{HALF}"
+def test_manifest_names_every_file_and_how_the_model_was_sharded(saved: Any) -> None:
+    folder, _ = saved("2 sharded", True)
     manifest = json.loads((folder / "fsdplaunch.json").read_text())
     there = {str(p.relative_to(folder)): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     del there["fsdplaunch.json"]
@@ -296,33 +286,25 @@ def test_empty_folder_is_no_checkpoint(two_ranks: RankPool, tmp_path: Path) -> N
 # Checkpoints that do not fit, or that want to run code
 
 
-def load_other(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> str:
-    model, optimizer, _ = fresh(fields, **options)
-    try:
-        fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
-    except CheckpointError as error:
-        return str(error)
-    return "nothing was raised"
+def load_others(folder: str, fields: dict[str, Any]) -> list[str]:
+    """What loading into models of fewer layers, of more, and of another width says."""
+    said = []
+    for options in ({"layers": 2}, {"layers": 4}, {"width": 32}):
+        model, optimizer, _ = fresh(fields, **options)
+        try:
+            fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.parametrize("form", ["1 full", "1 sharded", "2 full", "2 sharded"])
-@pytest.mark.parametrize(("layers", "words"), [(2, "has "), (4, "lacks ")])
-def test_checkpoint_of_another_model_is_refused_on_all_ranks(
-    two_ranks: RankPool, tmp_path: Path, form: str, layers: int, words: str
-) -> None:
-    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
-    for message in two_ranks.run(load_other, str(tmp_path), FORMS[form], {"layers": layers}):
-        assert "is of another model" in message
-        assert f"{words}layers.{min(layers, 3)}" in message
-
-
-@pytest.mark.parametrize("form", ["1 full", "2 full", "2 sharded"])
-def test_checkpoint_of_other_shapes_is_refused_on_all_ranks(
-    two_ranks: RankPool, tmp_path: Path, form: str
-) -> None:
-    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
-    for message in two_ranks.run(load_other, str(tmp_path), FORMS[form], {"width": 32}):
-        assert "embed.weight" in message
+def test_checkpoint_of_another_model_is_refused_on_all_ranks(two_ranks: RankPool, saved: Any, form: str) -> None:
+    for fewer, more, wider in two_ranks.run(load_others, str(saved(form)[0]), FORMS[form]):
+        for message, words in ((fewer, "has layers.2"), (more, "lacks layers.3")):
+            assert "is of another model" in message
+            assert words in message
+        assert "embed.weight" in wider
 
 
 class Intruder:
@@ -342,11 +324,10 @@ INDEXES = {
 
 @pytest.mark.parametrize("place", [*INDEXES, "full", "scheduler"])
 def test_checkpoint_cannot_run_code_or_take_the_memory(
-    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    two_ranks: RankPool, saved: Any, tmp_path: Path, place: str
 ) -> None:
     form = "2 full" if place == "full" else "2 sharded"
-    two_ranks.run(save_half_way, str(tmp_path), FORMS[form], {})
-    folder = tmp_path / f"checkpoint-{HALF}"
+    folder = shutil.copytree(saved(form)[0], tmp_path / "checkpoint")
     (folder / "fsdplaunch.json").unlink()
     if place in INDEXES:
         (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(INDEXES[place])
@@ -438,34 +419,6 @@ def test_several_models_go_on_as_saved(two_ranks: RankPool, tmp_path: Path, vers
     assert (tmp_path / second).exists()
 
 
-def write_as_accelerate_does(folder: str) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
-
-    model, optimizer, _ = fresh({"fsdp_version": 2}, seed=4)
-    train_sharded(model, optimizer, 1)
-    for name, state in (
-        ("pytorch_model_fsdp_0", {"model": get_model_state_dict(model)}),
-        ("optimizer_0", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
-    ):
-        save_dcp(state, storage_writer=FileSystemWriter(Path(folder) / name))
-
-
-def load_with_optimizer(folder: str) -> tuple[int, float, Any]:
-    model, optimizer, _ = fresh({"fsdp_version": 2}, seed=99)
-    state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
-    moment = optimizer.state[model.head.weight]
-    return int(moment["step"].item()), moment["exp_avg"].full_tensor().abs().sum().item(), state["step"]
-
-
-def test_checkpoint_without_manifest_loads(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(write_as_accelerate_does, str(tmp_path))
-    steps, moment, told = two_ranks.run(load_with_optimizer, str(tmp_path))[0]
-    assert (steps, told) == (1, None)
-    assert moment > 0
-
-
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -529,11 +482,9 @@ def compiled(folder: str, how: str, fields: dict[str, Any]) -> tuple[list[float]
 
 
 COMPILED = {
-    "blocks": {"fsdp_version": 2},
-    "blocks ": {"fsdp_version": 2, "activation_checkpointing": True},
+    "blocks": {"fsdp_version": 2, "activation_checkpointing": True},
     "whole": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
-    "after": {"fsdp_version": 2},
-    "after ": {"fsdp_version": 1},
+    "after": {"fsdp_version": 1},
 }
 
 
@@ -541,6 +492,6 @@ COMPILED = {
 def test_compiled_model_goes_on_as_saved_under_its_own_names(
     two_ranks: RankPool, tmp_path: Path, how: str
 ) -> None:
-    kept_on, resumed, names = two_ranks.run(compiled, str(tmp_path), how.strip(), COMPILED[how])[0]
+    kept_on, resumed, names = two_ranks.run(compiled, str(tmp_path), how, COMPILED[how])[0]
     assert largest_difference(kept_on, resumed) < 1e-5
     assert not names or set(names) == {f"model.{name}" for name in build().state_dict()}

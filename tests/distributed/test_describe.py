@@ -5,9 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
@@ -80,39 +77,3 @@ def test_everything_out_of_the_ordinary_is_described(two_ranks: RankPool, versio
 def test_model_that_was_not_prepared_is_not_described() -> None:
     with pytest.raises(ShardingError, match="this TinyLM was not sharded by prepare"):
         fsdplaunch.describe(build())
-
-
-class Encoder(nn.Module):
-    """Most of its parameters are not where the named blocks are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.small = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.large = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.small[1](self.small[0](x))
-
-
-def refused(kind: str) -> str:
-    models = {"remainder": Encoder, "settings": build}
-    fields: dict[str, Any] = {"fsdp_version": 2}
-    if kind == "settings" and dist.get_rank() == 1:
-        fields["mixed_precision_policy"] = "bf16"
-    try:
-        fsdplaunch.prepare(models[kind](), plugin=plugin(**fields))
-    except ShardingError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_wrap_that_misses_most_of_the_model_is_refused(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(refused, "remainder"):
-        assert "leaves 4.2 k of 4.2 k parameters of Encoder in no unit: it wraps 2 x Linear only" in message
-        assert "the largest left are large.weight, large.bias" in message
-
-
-def test_ranks_that_would_shard_differently_are_refused(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(refused, "settings"):
-        assert "ranks would shard differently: dtypes is" in message
-        assert "on rank 1" in message

@@ -1,14 +1,6 @@
 """Checkpoints written by real torch on gloo ranks, merged and compared bit for bit with torch's own loader."""
 
-import json
-import logging
-import multiprocessing
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,24 +11,22 @@ from torch import nn
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
-from fsdplaunch.errors import CheckpointError
+from fsdplaunch.errors import CheckpointError, LaunchError
+from tests.distributed.pool import RankPool
+from tests.distributed.test_accelerate_functions import accelerator
 
-TIMEOUT = 120
 STRIDED = {"strided_even": 8, "strided": 9}
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -96,31 +86,15 @@ def fsdp2(mesh, dtype: torch.dtype = torch.float32) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def save_full(model: nn.Module, path: Path) -> None:
-    """The whole model as the framework itself gathers it, from rank 0."""
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if dist.get_rank() == 0:
-        torch.save({name: tensor.clone() for name, tensor in full.items()}, path)
-
-
-def save_any(world: int, folder: Path) -> None:
-    """Everything that works on any number of ranks."""
-    mesh = init_device_mesh("cpu", (world,))
-    rows = {f"rows{n}": distribute_tensor(values(n, 3), mesh, [Shard(0)]) for n in (1, 2, 4, 5, 8)}
-    dcp.save({"model": rows}, checkpoint_id=folder / "rows")
-    columns = {f"columns{n}": distribute_tensor(values(5, n), mesh, [Shard(1)]) for n in (1, 2, 4, 7, 33)}
-    columns["last"] = distribute_tensor(values(3, 2, 4), mesh, [Shard(2)])
-    columns["whole"] = distribute_tensor(values(3, 2), mesh, [Replicate()])
-    dcp.save({"model": columns}, checkpoint_id=folder / "columns")
+def save_models(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for dtype, name in ((torch.float32, "fsdp2"), (torch.bfloat16, "fsdp2_bf16")):
-        model = fsdp2(mesh, dtype)
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / name)
-        save_full(model, folder / f"{name}.pt")
+        dcp.save({"model": get_model_state_dict(fsdp2(mesh, dtype))}, checkpoint_id=folder / name)
 
 
-def save_two(world: int, folder: Path) -> None:
-    save_any(world, folder)
-    mesh = init_device_mesh("cpu", (world,))
+def save_two(folder: Path) -> None:
+    save_models(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     odd = {str(dtype).removeprefix("torch."): values(4, 2, dtype=dtype) for dtype in DTYPES}
     halves = {name: tensor.chunk(2, 1)[dist.get_rank()].contiguous() for name, tensor in odd.items()}
     odd |= {f"cut.{name}": DTensor.from_local(half, mesh, [Shard(1)]) for name, half in halves.items()}
@@ -165,29 +139,18 @@ def save_by_accelerate(mesh, folder: Path) -> None:
     """What accelerate's own save functions write."""
     from accelerate.utils import fsdp_utils
 
-    fsdp_utils.logger = logging.getLogger("accelerate")  # its own wants an Accelerator
-    process = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
     for version, model in ((1, fsdp1()), (2, fsdp2(mesh))):
-        plugin = SimpleNamespace(
-            fsdp_version=version,
-            state_dict_type=StateDictType.SHARDED_STATE_DICT,
-            state_dict_config=ShardedStateDictConfig(),
-            optim_state_dict_config=ShardedOptimStateDictConfig(),
-        )
-        fsdp_utils.save_fsdp_model(plugin, process, model, folder / f"accelerate{version}")
+        theirs = accelerator(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+        theirs.num_processes = dist.get_world_size()
+        fsdp_utils.save_fsdp_model(theirs.state.fsdp_plugin, theirs, model, folder / f"accelerate{version}")
         dist.barrier()
 
 
-def save_four(world: int, folder: Path) -> None:
-    save_any(world, folder)
+def save_four(folder: Path) -> None:
+    save_models(folder)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fsdp2(mesh)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "hsdp")
-    save_full(model, folder / "hsdp.pt")
-    grid = {"grid": distribute_tensor(values(6, 10), mesh, [Shard(0), Shard(1)])}
-    grid["uneven"] = distribute_tensor(values(5, 7), mesh, [Shard(0), Shard(1)])
-    grid["twice"] = distribute_tensor(values(9, 2), mesh, [Shard(0), Shard(0)])
-    dcp.save({"model": grid}, checkpoint_id=folder / "grid")
     parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for name, rows in STRIDED.items():
         weight = nn.Parameter(distribute_tensor(values(rows, 6), parts["tp"], [Shard(0)]))
@@ -198,51 +161,24 @@ def save_four(world: int, folder: Path) -> None:
 
 
 TWO = [
-    *("rows", "columns", "fsdp2", "fsdp2_bf16", "odd", "fsdp1_sharded_tensor", "fsdp1_dtensor"),
-    *("run/pytorch_model_fsdp_0", "flat", "accelerate1/pytorch_model_fsdp_0", "accelerate2/pytorch_model_fsdp_0"),
+    *("fsdp2", "fsdp2_bf16", "odd", "fsdp1_sharded_tensor", "fsdp1_dtensor", "run/pytorch_model_fsdp_0", "flat"),
+    *("accelerate1/pytorch_model_fsdp_0", "accelerate2/pytorch_model_fsdp_0"),
 ]
-FOUR = [
-    *("rows", "columns", "fsdp2", "fsdp2_bf16", "hsdp", "grid", "strided_even"),
-    "strided",
-]
-
-
-def run_ranks(world: int, job: Callable[[int, Path], None], folder: Path) -> None:
-    """Run `job(world, folder)` on `world` gloo ranks and fail when one of them does."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
-    ranks = [context.Process(target=_rank, args=(rank, world, job, folder), daemon=True) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT)
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    assert codes == [0] * world
-
-
-def _rank(rank: int, world: int, job: Callable[[int, Path], None], folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        job(world, folder)
-    finally:
-        dist.destroy_process_group()
+FOUR = ["fsdp2", "hsdp", *STRIDED]
+"""Meshes and placements of every kind: tests/distributed/test_merge_generated.py."""
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(two_ranks: RankPool, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    run_ranks(2, save_two, folder)
+    two_ranks.run(save_two, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Path:
+def four(four_ranks: RankPool, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("four")
-    run_ranks(4, save_four, folder)
+    four_ranks.run(save_four, folder)
     return folder
 
 
@@ -276,43 +212,15 @@ def assert_merged(checkpoint: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_merge_of_two_ranks_equals_torch_loader_and_safetensors_bytes(name, two, tmp_path):
-    assert_merged(two / name, tmp_path)
+@pytest.mark.parametrize(("ranks", "name"), [*(("two", name) for name in TWO), *(("four", name) for name in FOUR)])
+def test_merge_equals_torch_loader_and_safetensors_bytes(request, ranks, name, tmp_path):
+    assert_merged(request.getfixturevalue(ranks) / name, tmp_path)
 
 
-@pytest.mark.parametrize("name", FOUR)
-def test_merge_of_four_ranks_equals_torch_loader_and_safetensors_bytes(name, four, tmp_path):
-    assert_merged(four / name, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_bf16", "hsdp"])
-def test_merge_equals_the_gathered_model(name, two, four, tmp_path):
-    for folder in (two, four) if name != "hsdp" else (four,):
-        out = tmp_path / folder.name
-        merge(folder / name, out)
-        assert_same(load_file(out / "model.safetensors"), torch.load(folder / f"{name}.pt"))
-
-
-@pytest.mark.parametrize(
-    "name", ["fsdp1_sharded_tensor", "fsdp1_dtensor", "accelerate1", "accelerate2", "flat", "run"]
-)
-def test_merge_of_any_writer_equals_the_original_model(name, two, tmp_path):
+@pytest.mark.parametrize("name", ["fsdp1_sharded_tensor", "accelerate1", "accelerate2"])
+def test_merge_equals_the_model_that_was_sharded(name, two, tmp_path):
     merge(two / name, tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
-    fresh = Model().state_dict()
-    assert sorted(found) == sorted(fresh)
-    if name in {"flat", "run"}:  # these were trained one step
-        assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in fresh.items()}
-    else:
-        assert_same(found, fresh)
-
-
-def test_merge_rows_equals_what_was_distributed(two, four, tmp_path):
-    for folder in (two, four):
-        merge(folder / "rows", tmp_path / folder.name)
-        wanted = {f"rows{n}": values(n, 3) for n in (1, 2, 4, 5, 8)}
-        assert_same(load_file(tmp_path / folder.name / "model.safetensors"), wanted)
+    assert_same(load_file(tmp_path / "out/model.safetensors"), Model().state_dict())
 
 
 def test_merge_takes_the_model_out_of_an_application_state(two, tmp_path):
@@ -390,18 +298,6 @@ def test_value_that_would_run_code_is_left_out_and_refused_in_torch_format(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
 
 
-def test_every_storage_setting_of_torch_is_read(tmp_path):
-    from torch.utils.serialization import config
-
-    state = {"w": values(40, 3), "b": values(3)}
-    settings = [{"compute_crc32": False}, {"storage_alignment": 4096}, {"storage_alignment": 1}]
-    for number, setting in enumerate(settings):
-        with config.patch({f"save.{name}": value for name, value in setting.items()}):
-            dcp.save({"model": state}, checkpoint_id=tmp_path / f"ckpt{number}", no_dist=True)
-        merge(tmp_path / f"ckpt{number}", tmp_path / f"out{number}", options=MergeOptions(verify=True))
-        assert_same(load_file(tmp_path / f"out{number}/model.safetensors"), state)
-
-
 def test_file_per_tensor_and_several_threads_are_read(tmp_path):
     state = {f"w{n}": values(9, n + 1) for n in range(8)}
     for number, writer in enumerate([{"single_file_per_rank": False}, {"thread_count": 3}]):
@@ -425,40 +321,22 @@ def test_tensor_larger_than_every_buffer_is_exact(tmp_path):
     assert_same(load_file(tmp_path / "out/model.safetensors"), state)
 
 
-def merge_everywhere(world: int, folder: Path) -> None:
+def merge_everywhere(folder: Path) -> str:
     merge_fsdp_weights(folder / "ckpt", folder / "out")
     assert (folder / "out/model.safetensors").is_file()
     try:
         merge_fsdp_weights(folder / "missing", folder / "other")
-    except Exception as error:
-        (folder / f"error{dist.get_rank()}").write_text(str(error))
+    except LaunchError as error:
+        return str(error)
+    return "nothing was raised"
 
 
-def test_merge_fsdp_weights_in_a_job_merges_once_and_fails_everywhere(tmp_path):
+def test_merge_fsdp_weights_in_a_job_merges_once_and_fails_everywhere(two_ranks: RankPool, tmp_path):
     dcp.save({"model": {"w": values(4, 4)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
-    run_ranks(2, merge_everywhere, tmp_path)
+    first, second = two_ranks.run(merge_everywhere, tmp_path)
     assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": values(4, 4)})
-    texts = [(tmp_path / f"error{rank}").read_text() for rank in range(2)]
-    assert texts[0] == texts[1]
-    assert "missing does not exist" in texts[0]
-
-
-def test_merge_never_imports_torch(two, tmp_path):
-    script = (
-        "import json, sys; from pathlib import Path\n"
-        "from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge\n"
-        "merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(verify=True))\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(two / "odd"), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert not {"torch", "numpy", "safetensors", "pickle"} & set(json.loads(run.stdout))
-    assert_same(load_file(tmp_path / "out/model.safetensors"), loaded_by_torch(two / "odd", tmp_path))
+    assert first == second
+    assert "missing does not exist" in first
 
 
 def test_merged_optimizer_of_two_ranks_equals_torch_loader(two, tmp_path):

@@ -1,7 +1,6 @@
 """Sharded safetensors by torch's HuggingFaceStorageWriter, merged and compared with what was distributed."""
 
 import json
-import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.errors import CheckpointError
-from tests.needs import has, lacking
+from tests.distributed.pool import RankPool
 
-WORLD = 3
 PLACED = {
     "model.embed_tokens.weight": (torch.arange(70.0).reshape(10, 7), Shard(0)),
     "model.columns.weight": (torch.arange(55).reshape(5, 11).bfloat16(), Shard(1)),
@@ -31,36 +29,24 @@ PLACED = {
 }
 
 
-def save_rank(rank: int, folder: Path) -> None:
+def save_shards(folder: str) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
         name: value if place is None else distribute_tensor(value, mesh, [place])
         for name, (value, place) in PLACED.items()
     }
     files = {name: 1 + (at % 2) for at, name in enumerate(PLACED)}
     for name, mapping in (("one", None), ("two", files)):
-        writer = HuggingFaceStorageWriter(folder / name, mapping, save_distributed=True)
+        writer = HuggingFaceStorageWriter(f"{folder}/{name}", mapping, save_distributed=True)
         dcp.save(state, storage_writer=writer)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    if not has("torch", "2.9"):
-        pytest.skip(lacking("torch", "2.9", "cannot write sharded safetensors"))
+def saved(four_ranks: RankPool, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
-    ranks = [context.Process(target=save_rank, args=(rank, folder)) for rank in range(WORLD)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0] * WORLD
+    four_ranks.run(save_shards, str(folder))
     return folder
 
 

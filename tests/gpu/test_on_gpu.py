@@ -123,3 +123,18 @@ def test_what_kernels_compute_of_parts_of_the_keys_adds_up(dtype: str) -> None:
     apart = [(result, wanted), (to_query, query.grad), (to_key, key.grad), (to_value, value.grad)]
     tolerance = 1e-2 if dtype == "float32" else 5e-2
     assert all(torch.allclose(one.float(), other.float(), atol=tolerance) for one, other in apart)
+
+
+def test_main_job_on_gpus(tmp_path: Path) -> None:
+    def fsdplaunch(*arguments: str) -> str:
+        command = [sys.executable, "-m", "fsdplaunch", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    fsdplaunch("config", "--yes")
+    said = fsdplaunch("launch", str(ROOT / "scripts/examples/train_lm.py"), "--steps", "60")
+    fsdplaunch("merge-weights", "checkpoints/lm", "merged")
+    assert (tmp_path / "merged/model.safetensors").exists()
+    after = float(said.rpartition("evaluation loss after training: ")[2].split()[0])
+    assert after < 3.5
