@@ -33,7 +33,6 @@ ELSEWHERE = {
     "tune": "tests/e2e/test_tune.py",
     "doctor --network": "tests/e2e/test_check.py",
     "warm --start": "tests/e2e/conftest.py",
-    "merge-weights --parts": "tests/unit/checkpoint/merge/parallel",
 }
 """What takes many seconds, or several processes, and the tests that run it."""
 ASKS = "tests/cli/test_wizard_pty.py"
