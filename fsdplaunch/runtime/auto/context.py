@@ -194,6 +194,12 @@ class HookContext:
         """Return whether every rank runs the script on the global batch, with the model's passes divided."""
         return self.config.launch.keep_global_batch
 
+    def say_once(self, message: str, key: str = "") -> None:
+        """Print a message unless it, or another one with the same key, was printed before."""
+        if (key or message) not in self.printed:
+            self.printed.add(key or message)
+            messages.say(message)
+
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, weakly."""
         self._optimizers.append(weakref.ref(optimizer))

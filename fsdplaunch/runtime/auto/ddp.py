@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
@@ -41,58 +40,21 @@ from fsdplaunch.runtime.torch_internals.modules import (
     BUILTIN_HOOK,
     IGNORED_NAMES,
     compiled_module,
-    joins,
     untraced,
 )
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 from fsdplaunch.standard_streams import flush_both
 
-_PLAIN = ("step", "state_dict", "load_state_dict", "add_param_group")
-"""The methods that divide work over ranks; those of the optimizer's class stand in their place."""
-
 
 def build_zero(
-    original: Any,
-    hook_context: HookContext,
-    zero: Any,
-    params: Any,
-    optimizer_class: type[Optimizer],
-    process_group: Any = None,
-    parameters_as_bucket_view: bool = False,
-    overlap_with_ddp: bool = False,
-    **defaults: Any,
+    original: Any, hook_context: HookContext, zero: Any, params: Any, optimizer_class: Any, **how: Any
 ) -> None:
-    """Stand for the constructor of ZeroRedundancyOptimizer, which becomes the optimizer that it is to wrap.
-
-    It gives each rank some parameters to step and sends them to the others. A rank has a shard of every parameter
-    instead, and its optimizer the state of that shard: nothing is left to divide.
-    """
-    if hook_context.ownership.ours is False:
-        how = (process_group, parameters_as_bucket_view, overlap_with_ddp)
-        original(zero, params, optimizer_class, *how, **defaults)
-        return
-    if overlap_with_ddp:
-        msg = f"{script_line()} builds a ZeroRedundancyOptimizer with overlap_with_ddp: no bucket's hook steps it"
-        raise ShardingError(msg, hint="leave overlap_with_ddp out, and call step() after backward()")
-    zero.__class__ = _plain(type(zero), optimizer_class)
-    optimizer_class.__init__(zero, params, **defaults)
-
-
-def _plain(zero: type[Any], kind: type[Optimizer]) -> type[Any]:
-    """Return a class of both, whose methods are those of `kind`; named as it is, for what goes by names."""
-    return type(
-        kind.__name__,
-        (zero, kind),
-        {
-            **{name: getattr(kind, name) for name in _PLAIN},
-            **{"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__},
-            "optim": property(lambda optimizer: optimizer),  # where the one that steps is
-            "consolidate_state_dict": lambda *_, **__: None,  # a save gathers the state from wherever it is
-            "join_hook": lambda *_, **__: JoinHook(),
-            "join_device": property(lambda optimizer: optimizer.param_groups[0]["params"][0].device),
-            "join_process_group": property(lambda _: dist.group.WORLD),
-        },
-    )
+    """Stand for the constructor of ZeroRedundancyOptimizer: the state of every optimizer is divided already."""
+    if hook_context.ownership.ours is not False:
+        name = getattr(optimizer_class, "__name__", "the optimizer")
+        msg = f"{script_line()} builds a ZeroRedundancyOptimizer: FSDP divides the state of {name} already"
+        raise ShardingError(msg, hint=f"build {name} itself; or launch with --shard off")
+    original(zero, params, optimizer_class, **how)
 
 
 _HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
@@ -358,8 +320,6 @@ class Forward:
         Args:
             ddp: The wrapper, whose `require_backward_grad_sync` the script and `no_sync` set.
         """
-        if joins(ddp):
-            _check_all_go_on(ddp)
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
             passes_of(self.model).turn(self.model)
@@ -447,86 +407,33 @@ def _forward(original: Any) -> Any:
     return forward
 
 
-def _join_hook(original: Any) -> Any:
-    def join_hook(self: Any, **kwargs: Any) -> Any:
-        return _Left() if "fsdplaunch_forward" in self.__dict__ else original(self, **kwargs)
+def _refusing(what: str, hint: str) -> Any:
+    """Return what makes a method that is an error of a wrapper of a sharded model."""
 
-    return join_hook
-
-
-class _Left(JoinHook):
-    """What `join()` calls on a rank that has no batch left, while others have: torch would shadow their passes."""
-
-    def main_hook(self) -> None:
-        """Raise, as the others do."""
-        raise _unequal_batches()
-
-
-def _check_all_go_on(ddp: Any) -> None:
-    """Raise where a rank begins a pass inside of `join()` and another has no batch left. Collective."""
-    going = torch.ones(1, device=ddp.join_device)
-    dist.all_reduce(going, group=ddp.join_process_group)
-    if int(going.item()) < dist.get_world_size(ddp.join_process_group):
-        raise _unequal_batches()
-
-
-def _unequal_batches() -> ShardingError:
-    msg = f"{script_line()}: some ranks have no batch left inside of join(), and others have"
-    hint = "give all ranks as many batches (drop_last=True, DistributedSampler): every pass needs every rank"
-    return ShardingError(msg, hint=hint)
-
-
-_COMPRESSING = (
-    "allreduce_hook",
-    "fp16_compress_hook",
-    "bf16_compress_hook",
-    "powerSGD_hook",
-    "batched_powerSGD_hook",
-)
-"""Torch's hooks for communication that make it cheaper, and mean to compute the same."""
-
-
-def only_compresses(hook: Any) -> bool:
-    """Return whether a hook for communication is one of these."""
-    is_torchs = str(getattr(hook, "__module__", "")).startswith("torch.")
-    return is_torchs and getattr(hook, "__name__", "") in _COMPRESSING
-
-
-def _register_comm_hook(original: Any) -> Any:
-    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
-        if "fsdplaunch_forward" not in self.__dict__:
-            original(self, state, hook)
-            return
-        name = getattr(hook, "__name__", type(hook).__name__)
-        if not only_compresses(hook):
-            msg = f"{script_line()} registers {name}, which changes how gradients are averaged"
-            hint = "leave it out; precision.reduce sets the dtype that gradients are averaged in"
+    def make(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "fsdplaunch_forward" not in self.__dict__:
+                return original(self, *args, **kwargs)
+            msg = f"{script_line()} {what}"
             raise ShardingError(msg, hint=hint)
-        _name_comm_hook(name)
 
-    return register_comm_hook
+        return method
 
-
-def _register_builtin_hook(original: Any) -> Any:
-    def register_builtin_hook(self: Any, kind: Any) -> None:
-        if "fsdplaunch_forward" in self.__dict__:
-            _name_comm_hook(kind.name)
-        else:
-            original(self, kind)
-
-    return register_builtin_hook
+    return make
 
 
-def _name_comm_hook(name: str) -> None:
-    messages.say(
-        f"{script_line()}: {name} has no effect: FSDP averages the gradients, in the dtype of precision.reduce"
-    )
-
-
+_HOOK = (
+    "registers a hook for communication, and FSDP averages the gradients",
+    "leave it out; precision.reduce sets the dtype that gradients are averaged in",
+)
+_JOIN = (
+    "enters join(): every pass needs every rank, also one that has no batch left",
+    "give all ranks as many batches (drop_last=True, DistributedSampler), and leave join() out",
+)
 _METHODS = {
     "forward": _forward,
-    "join_hook": _join_hook,
-    "register_comm_hook": _register_comm_hook,
-    BUILTIN_HOOK: _register_builtin_hook,
+    "join_hook": _refusing(*_JOIN),
+    "register_comm_hook": _refusing(*_HOOK),
+    BUILTIN_HOOK: _refusing(*_HOOK),
 }
 """What stands in the place of the wrapper's own methods, from the first whose model is sharded on."""

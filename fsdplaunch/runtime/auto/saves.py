@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import atomic_file
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.working_tree import path_of, tree
@@ -237,12 +236,8 @@ def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: An
 
 def _name_call_for_shards(hook_context: HookContext) -> None:
     """Name once, where the file asks for states of shards, the call that writes them."""
-    if (
-        hook_context.config.fsdp_config.fsdp_state_dict_type == "SHARDED_STATE_DICT"
-        and "saving" not in hook_context.printed
-    ):
-        hook_context.printed.add("saving")
-        messages.say(
+    if hook_context.config.fsdp_config.fsdp_state_dict_type == "SHARDED_STATE_DICT":
+        hook_context.say_once(
             "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
         )
 
@@ -335,13 +330,13 @@ def _share(hook_context: HookContext, path: str | None, gathering: ShardGatherer
 def _warn_of_shards(hook_context: HookContext, obj: Any) -> None:
     """Print once that a line writes shards, of a script that has sharded its model itself."""
     alone, by_library = hook_context.ownership.ours or hook_context.size == 1, calling_library() is not None
-    if alone or by_library or "shards" in hook_context.printed or not _has_shards(obj):
+    if alone or by_library or not _has_shards(obj):
         return
-    hook_context.printed.add("shards")
-    messages.say(
+    hook_context.say_once(
         f"{script_line()}: torch.save writes each rank's own shards here: those of rank 0 alone are not a model\n"
         "  try  get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of"
-        " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint"
+        " torch.distributed.checkpoint.state_dict on all ranks, or fsdplaunch.save_checkpoint",
+        key="shards",
     )
 
 

@@ -48,7 +48,6 @@ from fsdplaunch.runtime.torch_internals.fsdp import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import (
     TorchDispatchMode,
     exchanges,
-    note_changes,
     operator_name,
     storage_identity,
     tree_leaves,
@@ -258,7 +257,7 @@ class ShardFunctions:
         writes = kind is Kind.UPDATES or _is_write(name)
         result: Any = NotImplemented
         if kind is Kind.LOCAL or kind is Kind.UPDATES:
-            result = _on_shards(func, name, tensors, args, kwargs, updates=kind is Kind.UPDATES)
+            result = _on_shards(func, tensors, args, kwargs, updates=kind is Kind.UPDATES)
         elif args and _is_by_ranks(name, *args, **kwargs):
             result = gathered(func(*args, **kwargs))
         if result is not NotImplemented:
@@ -371,84 +370,44 @@ def _by_rank0_alone(alone: Any, func: Callable[..., Any], args: Any, kwargs: Any
     return func(*args, **kwargs)
 
 
-def _on_shards(
-    func: Callable[..., Any], name: str, tensors: list[Any], args: Any, kwargs: Any, *, updates: bool
-) -> Any:
-    """Compute each rank's own elements; `NotImplemented` where they are not at one place of all tensors.
+def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: Any, *, updates: bool) -> Any:
+    """Compute each rank's own elements by torch's operators of shards; `NotImplemented` where these have no way.
 
     A plain tensor of the full shape is cut where it is written into a shard. With another, the result is plain.
     """
-    differentiable = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    groups = [tensors]
-    if name.startswith("_foreach_"):
-        rows = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
-        rows = [row for row in rows if any(isinstance(each, torch.Tensor) for each in row)]
-        if len({len(row) for row in rows}) != 1:
-            return NotImplemented
-        groups = [[each for each in group if isinstance(each, torch.Tensor)] for group in zip(*rows, strict=True)]
-    if differentiable and (updates or len(groups) != 1):
-        return (
-            func(*args, **kwargs) if updates else NotImplemented
-        )  # torch refuses a leaf, and has ways for others
+    like = next(each for each in tensors if isinstance(each, DTensor))
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if recorded:  # torch refuses to write into a leaf
+        return func(*args, **kwargs) if updates else _differentiably(func, like, tensors, args, kwargs)
+    cut: dict[int, Any] = {}
+    for each in tensors:
+        if not isinstance(each, DTensor):
+            if each.dim() and not (updates and each.shape == like.shape):
+                return NotImplemented
+            cut[id(each)] = split_like(plain(each), like) if each.dim() else plain(each)
+    given, named = tree_map(lambda each: cut.get(id(each), each), (args, kwargs)) if cut else (args, kwargs)
+    try:
+        return func(*given, **named)
+    except (NotImplementedError, RuntimeError):  # of an operator, or of placements; before anything is computed
+        return NotImplemented
+
+
+def _differentiably(func: Callable[..., Any], like: Any, tensors: list[Any], args: Any, kwargs: Any) -> Any:
+    """Compute by plain operators: of the backward of some of them torch has none for shards."""
     local: dict[int, Any] = {}
-    for group in groups:
-        if not _add_local(local, group, cuts=updates, differentiable=differentiable):
-            return NotImplemented
-    given, named = tree_map(
-        lambda each: local.get(id(each), each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
-    )
-    result = func(*given, **named)
-    if updates:
-        shards = {id(local_tensor(each)): each for each in tensors if isinstance(each, DTensor)}
-        written: list[torch.Tensor] = [
-            each for each in tree_leaves((args[:1], kwargs.get("out"))) if isinstance(each, DTensor)
-        ]
-        note_changes(written)
-        return tree_map(lambda each: shards.get(id(each), each), result)
-    likes = [next((each for each in group if isinstance(each, DTensor)), None) for group in groups]
-    if len(groups) == 1:
-        return tree_map(lambda each: _placed(likes[0], each, tensors), result)
-    return [
-        each if like is None else _placed(like, each, tensors) for like, each in zip(likes, result, strict=True)
-    ]
-
-
-def _add_local(local: dict[int, Any], group: list[Any], *, cuts: bool, differentiable: bool) -> bool:
-    """Add the local parts of tensors, by identity, that belong together; return whether they do."""
-    like = next((each for each in group if isinstance(each, DTensor)), None)
-    if like is None:
-        return True
-    for each in group:
+    place = placements_of(like), like.device_mesh, like.shape
+    for each in tensors:
         if isinstance(each, DTensor):
-            if (
-                each.shape != like.shape
-                or placements_of(each) != placements_of(like)
-                or each.device_mesh != like.device_mesh
-            ):
-                return False
-            local[id(each)] = each.to_local() if differentiable else local_tensor(each)
-        elif each.dim():
-            if not cuts or each.shape != like.shape:
-                return False
-            local[id(each)] = local_tensor(split_like(plain(each), like))
-        elif differentiable and each.requires_grad:
-            return False
-        else:
-            local[id(each)] = plain(each)
-    return True
-
-
-def _placed(like: Any, value: Any, given: list[Any]) -> Any:
-    """Return a local result as a shard; the very shard that it is of, where the function returned that."""
-    for each in given:
-        if isinstance(each, DTensor) and local_tensor(each) is value:
-            return each
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.requires_grad:
-        mesh, placements = like.device_mesh, like.placements
-        return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    return with_local_tensor(like, value)
+            if (placements_of(each), each.device_mesh, each.shape) != place:
+                return NotImplemented
+            local[id(each)] = each.to_local()
+        elif each.dim() or each.requires_grad:
+            return NotImplemented
+    result = func(*tree_map(lambda each: local.get(id(each), each), args), **kwargs)
+    if not isinstance(result, torch.Tensor):
+        return NotImplemented
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(result, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 _PLACING = (2, 13)

@@ -73,12 +73,6 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     return hooks
 
 
-def joins(ddp: Any) -> bool:
-    """Return whether a wrapper's passes are announced to the `join()` that it is inside of."""
-    config: Any = ddp._join_config
-    return bool(config.enable and config.is_first_joinable)
-
-
 def is_built(module: nn.Module) -> bool:
     """Return whether a module's constructor has begun."""
     return "_modules" in module.__dict__

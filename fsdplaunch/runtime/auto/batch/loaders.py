@@ -94,10 +94,9 @@ def _compare_length(loader: Any) -> None:
 def _print_batch(loader: Any, hook_context: HookContext) -> None:
     """Print once how large batches are."""
     size = loader.batch_size
-    if size is not None and "batch" not in hook_context.printed:
-        hook_context.printed.add("batch")
+    if size is not None:
         ranks = hook_context.data.size
-        messages.say(f"batches of {size} on each of {ranks} ranks, {size * ranks} together")
+        hook_context.say_once(f"batches of {size} on each of {ranks} ranks, {size * ranks} together", key="batch")
 
 
 def _fit(loader: Any, hook_context: HookContext) -> None:
@@ -106,14 +105,13 @@ def _fit(loader: Any, hook_context: HookContext) -> None:
     if isinstance(loader.dataset, IterableDataset):
         return
     if batches is None:
-        set_attributes(loader, sampler=RankTurns(loader.sampler, hook_context))
-    elif type(batches) is BatchSampler:
-        set_attributes(loader, batch_sampler=RankBatches(batches, hook_context))
+        set_attributes(loader, sampler=RankSampler(loader.sampler, hook_context))
     elif repeated := _repeated(batches):
-        setattr(batches, repeated, RankBatches(getattr(batches, repeated), hook_context))
+        setattr(batches, repeated, RankSampler(getattr(batches, repeated), hook_context))
     else:
-        messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
-        set_attributes(loader, batch_sampler=RankTurns(batches, hook_context))
+        if type(batches) is not BatchSampler:
+            messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
+        set_attributes(loader, batch_sampler=RankSampler(batches, hook_context))
 
 
 def _repeated(batches: Any) -> str:
@@ -126,71 +124,52 @@ def _repeated(batches: Any) -> str:
     return next((name for name, each in held if type(each) is BatchSampler), "")
 
 
-class RankBatches(BatchSampler):
-    """This rank's batches of items that are drawn one by one: as many of the script's size as there are ranks."""
+class RankSampler(Sampler[Any]):
+    """This rank's share of what a sampler draws: of torch's batches equal parts, of any other's items turns.
 
-    def __init__(self, inner: BatchSampler, hook_context: HookContext) -> None:
+    A batch of torch's is as many items of the script's size as there are ranks. Of a sampler of the script's own
+    rank 0 draws, for how it draws is not known. A last round is filled up.
+    """
+
+    def __init__(self, inner: Any, hook_context: HookContext) -> None:
         self.inner, self.hook_context = inner, hook_context
-        self.sampler, self.drop_last, self.batch_size = inner.sampler, inner.drop_last, inner.batch_size
-        self.together = self.batch_size * hook_context.data.size
+        batches = type(inner) is BatchSampler
+        self.source: Any = inner.sampler if batches else inner
+        self.each: int = inner.batch_size if batches else 0
+        self.together = max(self.each, 1) * hook_context.data.size
+        self.leaves_out = batches and inner.drop_last
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield an epoch of batches; decided at the first one whether the script trains or evaluates."""
-        if self.hook_context.evaluating():
+    def __iter__(self) -> Iterator[Any]:
+        """Yield an epoch; decided at its begin whether the script trains or evaluates."""
+        context, data = self.hook_context, self.hook_context.data
+        if context.evaluating():
             yield from self.inner
             return
-        first: list[int] = []
-        data = self.hook_context.data
-        with _warning_of_late_evaluation(self.hook_context):
-            for items in _rounds(self.sampler, self.together, self.hook_context):
-                if len(items) < self.together and self.drop_last:
+        first: list[Any] = []
+        with _warning_of_late_evaluation(context):
+            for items in _rounds(self.source, self.together, context):
+                if len(items) < self.together and self.leaves_out:
                     self._check_length(first, items)
                     return
                 first = first or items
                 full = _filled(items, data.size, first)
-                each = len(full) // data.size
-                self.hook_context.batches.divided = True
-                yield full[data.rank * each : (data.rank + 1) * each]
+                share = len(full) // data.size
+                context.batches.divided = True
+                mine = full[data.rank * share : (data.rank + 1) * share]
+                yield mine if self.each else mine[0]
 
-    def _check_length(self, first: list[int], last: list[int]) -> None:
+    def _check_length(self, first: list[Any], last: list[Any]) -> None:
         """Refuse a loader of which nothing would be left."""
         if not first:
             msg = f"the loader has {len(last)} items, less than one batch of {self.together} for all workers"
             raise ShardingError(msg, hint="use fewer workers, smaller batches, or launch.keep_global_batch")
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has, of training unless the script evaluates."""
+        """Return how many an epoch has, of training unless the script evaluates."""
         if self.hook_context.models and self.hook_context.evaluating():
             return len(self.inner)
-        items = len(self.sampler)  # type: ignore[arg-type]
-        return items // self.together if self.drop_last else math.ceil(items / self.together)
-
-
-class RankTurns(Sampler[Any]):
-    """This rank's turns at the items, or the batches, that a sampler of the script's own draws.
-
-    Rank 0 draws, for how it draws is not known. A last round is filled up.
-    """
-
-    def __init__(self, inner: Any, hook_context: HookContext) -> None:
-        self.inner, self.hook_context = inner, hook_context
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield an epoch."""
-        context = self.hook_context
-        if context.evaluating():
-            yield from self.inner
-            return
-        first: list[Any] = []
-        for items in _rounds(self.inner, context.data.size, context):
-            first = first or items
-            context.batches.divided = True
-            yield _filled(items, context.data.size, first)[context.data.rank]
-
-    def __len__(self) -> int:
-        """Return how many an epoch has."""
-        complete = self.hook_context.models and self.hook_context.evaluating()
-        return len(self.inner) if complete else math.ceil(len(self.inner) / self.hook_context.data.size)
+        items: int = len(self.source)
+        return items // self.together if self.leaves_out else math.ceil(items / self.together)
 
     def __getattr__(self, name: str) -> Any:
         """Return whatever else the script's sampler offers."""
@@ -434,11 +413,10 @@ def _mean_metric(metric: float, hook_context: HookContext) -> float:
     ranks: list[float] = from_all(metric)
     if len(set(map(str, ranks))) == 1:
         return metric
-    if "plateau" not in hook_context.printed:
-        hook_context.printed.add("plateau")
-        other = next(each for each in ranks if str(each) != str(ranks[0]))
-        messages.say(
-            f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
-            " each of its own rows: the mean of all ranks decides"
-        )
+    other = next(each for each in ranks if str(each) != str(ranks[0]))
+    hook_context.say_once(
+        f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
+        " each of its own rows: the mean of all ranks decides",
+        key="plateau",
+    )
     return float(torch.tensor(ranks, dtype=torch.float64).mean())

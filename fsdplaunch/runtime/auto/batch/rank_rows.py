@@ -5,7 +5,7 @@ on all ranks, and FSDP averages gradients over them: a gradient that enters a ra
 number. How outputs are joined is measured against a whole pass; what scripts seldom look at is gathered late.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,8 @@ from fsdplaunch.runtime.torch_internals.tensors import (
     tree_map,
     wrapper_tensor,
 )
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +65,62 @@ class RankRows:
         """Return this rank's rows; the gradient of the rows of all ranks is that of the tensor."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return self.slice_of(tensor, dim)
-        return _Cut.apply(tensor, self, dim)  # type: ignore[no-any-return, no-untyped-call]
+        # No view: one out of a function of ours could not be changed in place.
+        return _apply(
+            tensor,
+            lambda whole: self.slice_of(whole, dim).clone(),
+            lambda own: self.all_slices(own, dim) / self.ranks,
+        )
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of all ranks; the gradient of this rank's rows is their part of it. Collective."""
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return self.all_slices(tensor.detach(), dim)
-        return _Gather.apply(tensor, self, dim)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(
+            tensor,
+            lambda own: self.all_slices(own, dim),
+            lambda whole: self.slice_of(whole, dim) * self.ranks,
+        )
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that all ranks compute their rows with; its gradient is that of all of them."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
-        return _Share.apply(tensor, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(tensor, lambda each: each.view_as(each), lambda each: self._total(each) / self.ranks)
 
     def weighted_sum(self, tensor: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """Return the sum over ranks of what each has computed of its rows, times its weight. Collective."""
-        return _WeightedSum.apply(tensor, self, weights)  # type: ignore[no-any-return, no-untyped-call]
+
+        def summed(own: torch.Tensor) -> torch.Tensor:
+            every = gather_equal(own, self.ranks, self.group)
+            weight = torch.tensor(weights, dtype=torch.float64).view(-1, *[1] * own.dim()).to(every.device)
+            return (every.double() * weight).sum(0).to(own.dtype)
+
+        factor = weights[self.rank] * self.ranks
+        return _apply(tensor, summed, lambda gradient: gradient * factor)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks, on which the results of all of them depend. Collective."""
-        return _Sum.apply(tensor, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(tensor, self._total, self._total)
+
+    def _total(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+def _apply(tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
+    """Apply a linear function of tensors, whose gradient another one gives; each gives that of the other."""
+    return _Linear.apply(tensor, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
+        ctx.there, ctx.back = there, back
+        return there(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _apply(gradients[0], ctx.back, ctx.there), None, None
 
 
 @cache
@@ -118,65 +155,6 @@ def _gather_into(every: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessG
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: RankRows, dim: int) -> torch.Tensor:
-        ctx.rows, ctx.dim = rows, dim
-        return rows.slice_of(tensor, dim).clone()  # a view out of a function of ours could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.rows.gather(gradients[0], ctx.dim) / ctx.rows.ranks, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: RankRows, dim: int) -> torch.Tensor:
-        ctx.rows, ctx.dim = rows, dim
-        return rows.all_slices(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.rows.cut(gradients[0], ctx.dim) * ctx.rows.ranks, None, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: RankRows) -> torch.Tensor:
-        ctx.rows = rows
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.rows.sum(gradients[0]) / ctx.rows.ranks, None
-
-
-class _WeightedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: RankRows, weights: Sequence[float]) -> torch.Tensor:
-        ctx.factor = weights[rows.rank] * rows.ranks
-        every = gather_equal(tensor.detach(), rows.ranks, rows.group)
-        weight = torch.tensor(weights, dtype=torch.float64).view(-1, *[1] * tensor.dim()).to(every.device)
-        return (every.double() * weight).sum(0).to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0] * ctx.factor, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        total = tensor.detach().contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _Sum.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class LateRows(torch.Tensor):

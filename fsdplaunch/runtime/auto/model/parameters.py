@@ -66,28 +66,15 @@ class GatheredView:
         """Give back before a pass what was gathered of values that have changed since.
 
         Raises:
-            ShardingError: Both the shards and what was gathered have changed.
+            ShardingError: What was gathered has changed, which the script has as attributes.
         """
         pairs = [] if not self.kept or self.in_pass() else self.pairs()
         if not pairs:
             return
-        changed, written = _changes(pairs) != self.changes, _shown(pairs)
-        if written != self.shown:
-            if changed and [count for count, _ in written] != [count for count, _ in self.shown]:
-                raise _changed_twice(model)
-            self._take_over(pairs)
-            changed = changed or _changes(pairs) != self.changes
-        if changed:
+        if _shown(pairs) != self.shown:
+            raise _changed_as_attribute(model)
+        if _changes(pairs) != self.changes:
             reshard(model)
-
-    @torch.no_grad()
-    def _take_over(self, pairs: list[tuple[Any, Any]]) -> None:
-        """Do to the shards what the script did to gathered parameters, which it has as attributes."""
-        for (gathered, shard), (changes, trained) in zip(pairs, self.shown, strict=False):
-            if change_count(gathered) != changes:
-                shard.copy_(cut_to_shard(gathered.detach(), shard))
-            if gathered.requires_grad != trained:
-                shard.requires_grad_(gathered.requires_grad)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return the parameters that are still gathered, each with its shard."""
@@ -104,10 +91,10 @@ def _shown(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
     return [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
 
 
-def _changed_twice(model: nn.Module) -> ShardingError:
+def _changed_as_attribute(model: nn.Module) -> ShardingError:
     msg = (
-        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass"
-        " without a backward, and their shards by an optimizer or a loop"
+        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass that"
+        " no backward followed"
     )
     hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
     return ShardingError(msg, hint=hint)

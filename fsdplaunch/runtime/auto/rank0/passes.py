@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.service import check_all_ranks, open_once, service, sharded_parameters
@@ -129,10 +128,9 @@ class AlonePass:
             found.done()
         self._fetched_at = self._hook_context.position.place()
         many = count(sum(each.numel() for each in self._full.values()))
-        message = f"{line}: rank 0 alone calls {self._name}: it gets the full parameters ({many}), the others wait"
-        if message not in self._hook_context.printed:
-            self._hook_context.printed.add(message)
-            messages.say(message)
+        self._hook_context.say_once(
+            f"{line}: rank 0 alone calls {self._name}: it gets the full parameters ({many}), the others wait"
+        )
 
     def _cast_around(self, unit: nn.Module) -> None:
         """Cast what a unit is given and returns, as torch does where it gathers."""

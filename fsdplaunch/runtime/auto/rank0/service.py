@@ -18,7 +18,7 @@ from fsdplaunch.runtime.auto.rank0.position import Mark, Place, Position
 from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
-from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
+from fsdplaunch.runtime.inspection.parameters import clean_name, joined
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
 from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
 from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled
@@ -61,15 +61,6 @@ def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor
             for key, value in list(optimizer.state.get(param, {}).items()):
                 if isinstance(value, DTensor):
                     yield json.dumps(["state", number, index, key]), value
-
-
-def gradient_name(tensor: DTensor, hook_context: HookContext) -> str | None:
-    """Return the name of the parameter of which a tensor is the gradient."""
-    for model in list(hook_context.numbers):
-        for name, param in named_parameters(model):
-            if isinstance(param.grad, DTensor) and identity(param.grad) == identity(tensor):
-                return name
-    return None
 
 
 def identity(tensor: Any) -> tuple[Any, ...]:
@@ -137,16 +128,13 @@ STILL_SECONDS = 3.0
 _BUSY = 0.2
 """Share of a processor from which on it counts as computing there, not as waiting."""
 
+_UNKNOWN = "is neither a parameter nor optimizer state as they are now"
 _KNOWN = (
     "save model.state_dict() and optimizer.state_dict(), called on rank 0; keep averages of weights in a"
-    " copy.deepcopy of the model; or have every rank make this call"
+    " copy.deepcopy of the model; or have every rank make this call, as reading a gradient needs"
 )
 _STEP_HINT = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
 _CHANGED_HINT = "change weights for a save, and back, where all ranks save; or write them before optimizer.step()"
-_GRADIENT_HINT = (
-    "compute it on all ranks, before `if rank == 0:`, and let rank 0 print it; torch.nn.utils.clip_grad_norm_,"
-    " called by all ranks, returns the norm of all gradients"
-)
 _ALL_RANKS = "take it out of `if rank == 0:`, and let rank 0 print or write"
 
 
@@ -353,7 +341,9 @@ class Service:
             self._names = {identity(value): (name, value) for name, value in named_shards(self._hook_context)}
         name, shard = self._names.get(identity(tensor), (None, None))
         if name is None or shard is None:
-            raise self._unknown(tensor, call)
+            shape = tuple(tensor.shape)
+            msg = f"{call} was called on rank 0 only, and a tensor of shape {shape} in it {_UNKNOWN}"
+            raise CheckpointError(msg, hint=_KNOWN)
         place = self.position.place()
         request = {"kind": "shard", "name": name, "place": {key: getattr(place, key) for key in Place.__slots__}}
         asked = [self._connections[rank] for rank in shard_ranks(shard, 0) if rank]
@@ -379,28 +369,15 @@ class Service:
             part.copy_(received)
         return answer
 
-    def _unknown(self, tensor: DTensor, call: str) -> CheckpointError:
-        alone = f"{call} was called on rank 0 only, and"
-        of = gradient_name(tensor, self._hook_context)
-        if of is not None:
-            msg = f"{alone} needs the gradient of {of}, which other ranks need not keep"
-            return CheckpointError(msg, hint=_GRADIENT_HINT)
-        known = "is neither a parameter nor optimizer state as they are now"
-        return CheckpointError(f"{alone} a tensor of shape {tuple(tensor.shape)} in it {known}", hint=_KNOWN)
-
     def _other_state(self, rank: int, answer: dict[str, Any], place: Place, call: str) -> CheckpointError:
-        where = f"(it is at {self._where.get(rank, 'another line')})"
+        where, hint = f"(it is at {self._where.get(rank, 'another line')})", _KNOWN
+        what = f"rank {rank} has no such tensor {where}"
         if answer["steps"] != place.steps:
-            msg = (
-                f"{call} was called on rank 0 only: rank {rank} has made {answer['steps']} optimizer steps {where}"
-                f" and rank 0 {place.steps}, so their shards are not of one step"
-            )
-            return CheckpointError(msg, hint=_STEP_HINT)
-        if answer["changes"] != place.changes:
-            msg = f"{call} was called on rank 0 only, and weights were changed on rank {rank} since {where}"
-            return CheckpointError(msg, hint=_CHANGED_HINT)
-        msg = f"{call} was called on rank 0 only, and rank {rank} has no such tensor {where}"
-        return CheckpointError(msg, hint=_KNOWN)
+            what = f"rank {rank} has made {answer['steps']} optimizer steps {where} and rank 0 {place.steps}"
+            what, hint = f"{what}, so their shards are not of one step", _STEP_HINT
+        elif answer["changes"] != place.changes:
+            what, hint = f"weights were changed on rank {rank} since {where}", _CHANGED_HINT
+        return CheckpointError(f"{call} was called on rank 0 only, and {what}", hint=hint)
 
     def done(self) -> None:
         """Let the other ranks forget what they looked up."""

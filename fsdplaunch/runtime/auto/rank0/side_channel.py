@@ -5,18 +5,18 @@ within seconds that it is a rank of the run; strangers, however many and however
 waiting. Messages are JSON with their length in front; the bytes of a shard follow the message that announces them.
 """
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
-import time
 from collections.abc import Iterator
-from typing import Any, Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ GREETING_SECONDS = 5.0
 """How long a connection may take to say which rank it is."""
 UNPROVEN = 256
 """How many may be about to say it; of more, the oldest goes."""
-_LOOK_SECONDS = 0.5
+_BACKLOG = 2048
 _SECRET_BYTES = 32
 _RANK = struct.Struct("!I")
 _LENGTH = struct.Struct("!Q")
@@ -139,13 +139,15 @@ def connect() -> list[Connection]:
     # Each rank's own name for rank 0's node: ranks of several nodes may know it by different ones.
     address = "127.0.0.1" if on_one_node else rank_variable("MASTER_ADDR") or "127.0.0.1"
     if rank == 0:
-        with RankListener(address, size) as listener:
-            from_rank_0((listener.port, listener.secret.hex()))
-            return [Connection(other, stream) for other, stream in listener.accept()]
-    port, secret = from_rank_0(None)
+        sock, secret = bound(_bindable(address), 0), secrets.token_bytes(_SECRET_BYTES)
+        from_rank_0((listening(sock)[1], secret.hex()))
+        with ThreadPoolExecutor(1) as pool:  # a script's main thread may run a loop of its own
+            found = pool.submit(asyncio.run, accept(sock, size, secret)).result()
+        return [Connection(other, stream) for other, stream in found]
+    port, known = from_rank_0(None)
     try:
         stream = connected(address, port, CONNECT_SECONDS)
-        stream.sendall(greeting(bytes.fromhex(secret), rank))
+        stream.sendall(greeting(bytes.fromhex(known), rank))
     except OSError as error:
         msg = f"this rank cannot connect to rank 0 at {address}, port {port}: {error.strerror or error}"
         raise CheckpointError(msg, hint="does a firewall let connections to free ports through?") from None
@@ -158,94 +160,45 @@ def greeting(secret: bytes, rank: int) -> bytes:
     return secret + _RANK.pack(rank)
 
 
-class RankListener:
-    """Takes one connection of each other rank.
+async def accept(sock: socket.socket, size: int, secret: bytes) -> list[tuple[int, socket.socket]]:
+    """Return the other ranks and their streams, in order; nothing listens at the socket any more.
 
-    Attributes:
-        port: Where it listens.
-        secret: What a rank has to know.
+    Raises:
+        CheckpointError: Some did not connect in time.
     """
+    found: dict[int, socket.socket] = {}
+    unproven: list[asyncio.StreamWriter] = []
+    complete = asyncio.Event()
 
-    def __init__(self, address: str, size: int) -> None:
-        self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._size = size
-        self._found: dict[int, socket.socket] = {}
-        self._arrivals: dict[socket.socket, tuple[float, bytearray]] = {}  # since when and what they said
-        self._sock = bound(_bindable(address), 0)
-        _, self.port = listening(self._sock)
-        self._sock.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._sock, selectors.EVENT_READ)
-
-    def __enter__(self) -> Self:
-        """Return this."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close everything but the streams that were returned."""
-        for stream in list(self._arrivals):
-            self._forget(stream).close()
-        self._selector.close()
-        self._sock.close()
-
-    def accept(self) -> list[tuple[int, socket.socket]]:
-        """Return the other ranks and their streams, in order.
-
-        Raises:
-            CheckpointError: Some did not connect in time.
-        """
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while missing := [rank for rank in range(1, self._size) if rank not in self._found]:
-            if time.monotonic() >= deadline:
-                msg = f"ranks {missing} did not connect to rank 0 within {CONNECT_SECONDS:.0f} s"
-                raise CheckpointError(msg)
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                stream: Any = key.fileobj
-                if stream is self._sock:
-                    self._welcome()
-                elif stream in self._arrivals:
-                    self._hear(stream)
-            late, too_many = time.monotonic() - GREETING_SECONDS, len(self._arrivals) - UNPROVEN
-            for place, (stream, (since, _)) in enumerate(list(self._arrivals.items())):
-                if place < too_many or since < late:
-                    self._forget(stream).close()
-        return sorted(self._found.items())
-
-    def _welcome(self) -> None:
-        try:
-            stream, _ = self._sock.accept()
-            stream.setblocking(False)
-        except OSError:  # it has gone again, or there are too many open files: it waits
-            time.sleep(0.01)
-            return
-        self._arrivals[stream] = time.monotonic(), bytearray()
-        self._selector.register(stream, selectors.EVENT_READ)
-
-    def _hear(self, stream: socket.socket) -> None:
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read what a connection says first; keep the stream of a rank, and drop any other."""
-        said, wanted = self._arrivals[stream][1], _SECRET_BYTES + _RANK.size
-        try:
-            more = stream.recv(wanted - len(said))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        said += more
-        if more and len(said) < wanted:
-            return
-        self._forget(stream)
-        (rank,) = _RANK.unpack(said[_SECRET_BYTES:]) if more else (0,)
-        proven = hmac.compare_digest(bytes(said[:_SECRET_BYTES]), self.secret)
-        if proven and 0 < rank < self._size and rank not in self._found:
-            stream.setblocking(True)
-            self._found[rank] = stream
-        else:
-            stream.close()
+        unproven.append(writer)
+        if len(unproven) > UNPROVEN:
+            unproven[0].transport.abort()
+        said = b""
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            said = await asyncio.wait_for(reader.readexactly(_SECRET_BYTES + _RANK.size), GREETING_SECONDS)
+        unproven.remove(writer)
+        rank = _RANK.unpack(said[_SECRET_BYTES:])[0] if hmac.compare_digest(said[:_SECRET_BYTES], secret) else 0
+        if 0 < rank < size and rank not in found:
+            found[rank] = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+            found[rank].setblocking(True)
+        writer.transport.abort()
+        if len(found) == size - 1:
+            complete.set()
 
-    def _forget(self, stream: socket.socket) -> socket.socket:
-        del self._arrivals[stream]
-        self._selector.unregister(stream)
-        return stream
+    server = await asyncio.start_server(hear, sock=sock, backlog=_BACKLOG)
+    try:
+        await asyncio.wait_for(complete.wait(), CONNECT_SECONDS)
+    except TimeoutError:
+        missing = [rank for rank in range(1, size) if rank not in found]
+        msg = f"ranks {missing} did not connect to rank 0 within {CONNECT_SECONDS:.0f} s"
+        raise CheckpointError(msg) from None
+    finally:
+        server.close()
+        for writer in unproven:
+            writer.transport.abort()
+    return sorted(found.items())
 
 
 def _bindable(address: str) -> str:
