@@ -89,25 +89,9 @@ def test_script_that_prepares_keeps_doing_so(forks: Forks, tmp_path: Path) -> No
     assert done.out == ["Net\n", "Net\n"]
 
 
-def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        print(type(model).__name__, len(optimizer.param_groups[0]["params"]), Accelerator.__name__)
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [1, 1]
-    assert done.out == ["Net 4 Accelerator\n"] * 2
-    assert "give the model to accelerator.prepare" in done.err[0]
-    assert "ended without sharding a model" in done.err[0]
-
-
 @pytest.mark.parametrize(
     ("body", "keys", "says"),
     [
-        (TRAIN, {"launch__shard": "explicit"}, "train.py ended without sharding a model"),
         (
             TRAIN,
             {"fsdp_config__fsdp_version": 1},
@@ -121,15 +105,6 @@ def test_accelerators_script_is_left_to_it(forks: Forks, tmp_path: Path) -> None
             """,
             {},
             "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
-        ),
-        (
-            """
-            model = Net().to("cpu")
-            torch.nn.utils.prune.l1_unstructured(model.layers[0], "weight", 0.3)
-            model(torch.ones(2, 4))
-            """,
-            {},
-            "train.py:16: weight_orig of Net appeared after the model was sharded at train.py:15",
         ),
         (
             """
@@ -219,19 +194,6 @@ def test_what_cannot_be_done_names_the_line(
     assert "fsdplaunch.prepare" in done.err[0] or "batch size" in done.err[0]
 
 
-def test_what_torch_cannot_do_with_shards_is_computed_with_full_tensors(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3).to("cpu")
-        print(torch.histogram(model.weight.detach(), bins=4, weight=torch.ones(3, 4)).hist.tolist())
-        print(nn.functional.linear(torch.ones(2, 4), model.weight).tolist())
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
-    plain = run(forks, tmp_path, body, ranks=1, launch__shard="off")
-    assert done.out == [plain.out[0]] * 2
-
-
 def test_nobody_shards_when_that_is_asked_for(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, TRAIN, launch__shard="off")
     assert done.codes == [0, 0], done.err
@@ -279,12 +241,18 @@ def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(forks: For
         subset = DataLoader(torch.arange(16), batch_size=4, sampler=SubsetRandomSampler(range(8)))
         buckets = DataLoader(torch.arange(16), batch_sampler=Buckets(16))
         single = DataLoader(torch.arange(16), batch_size=None)
-        for loader in (subset, buckets, single):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(torch.randperm(16))
+            def __len__(self):
+                return 16
+        stream = DataLoader(Stream(), batch_size=4)
+        for loader in (subset, buckets, single, stream):
             print(len(loader), [x for batch in loader for x in batch.reshape(-1).tolist()])
     """
     done = run(forks, tmp_path, body)
     assert done.codes == [0, 0], done.err
-    for index, (length, items) in enumerate([(1, 8), (2, 16), (8, 16)]):
+    for index, (length, items) in enumerate([(1, 8), (2, 16), (8, 16), (2, 16)]):
         lines = [out.splitlines()[index] for out in done.out]
         assert all(line.startswith(f"{length} [") for line in lines)
         shares = [line[line.index("[") + 1 : -1].split(", ") for line in lines]
@@ -327,35 +295,6 @@ def test_parameters_of_no_module_stay_equal(forks: Forks, tmp_path: Path) -> Non
     assert "1 parameters of no module stay unsharded" in done.err[0]
 
 
-def test_numbers_read_from_shards_are_those_of_the_full_tensors(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        model = Net()
-        weight = model.layers[0].weight.detach().clone()
-        model.to("cpu")
-        now = model.layers[0].weight
-        print(abs(now.norm().item() - weight.norm().item()) < 1e-6)
-        print(abs(float(now.mean()) - float(weight.mean())) < 1e-6)
-        print(f"{now.sum():.4f}" == f"{weight.sum():.4f}")
-        print(now.detach().numpy().shape, now.max().tolist() == weight.max().item())
-    """
-    done = run(forks, tmp_path, body)
-    assert done.out == ["True\nTrue\nTrue\n(4, 4) True\n"] * 2, done.err
-
-
-def test_full_model_is_pickled_as_one_process_would(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        whole = {name: value.clone() for name, value in model.state_dict().items()}
-        model.to("cpu")
-        torch.save(model, "model.pt")
-        loaded = torch.load("model.pt", weights_only=False)
-        print(type(loaded).__name__, all(torch.equal(whole[k], v) for k, v in loaded.state_dict().items()))
-        print(tuple(loaded(torch.ones(1, 4)).shape))
-    """
-    done = run(forks, tmp_path, body)
-    assert done.out == ["Sequential True\n(1, 2)\n"] * 2, done.err
-
-
 IN_LIBRARY = """
 import sys
 import torch
@@ -392,26 +331,3 @@ def test_an_optimizer_that_a_library_builds_in_its_step_is_refused_at_the_script
     done = forks.run(script, tmp_path / "run", str(packages), mode, ranks=2)
     assert done.codes == [1, 1]
     assert f"train.py:10 {message}" in done.err[0]
-
-
-CHOOSES = """
-    import random
-
-    random.seed(0)
-    model = Net().to("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(40):
-        if step and random.random() > 0.5:
-            with torch.no_grad():
-                model(torch.ones(1, 4)).argmax()
-        elif step % 3 == 0:
-            model(torch.randn(8, 4)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    print("ended")
-"""
-
-
-def test_choices_by_random_numbers_are_alike_with_the_global_batch_kept(forks: Forks, tmp_path: Path) -> None:
-    together = run(forks, tmp_path, CHOOSES, launch__keep_global_batch=True)
-    assert together.codes == [0] * RANKS and "ended" in together.out[0], together.err

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.scripts.conftest import Forks
 
 HEAD = """
@@ -57,14 +55,3 @@ def test_rates_that_differ_with_the_global_batch_kept_end_the_run(forks: Forks, 
     assert done.codes == [1, 1]
     for err in done.err:
         assert "ranks step with other learning rates: [0.5] on rank 0 and [0.25] on rank 1" in err
-
-
-def test_loss_has_the_value_of_one_process_before_its_backward_on_every_rank(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + "train(lambda number, before, after: print(f'{before:.6f} {after:.6f}'))")
-    plain = forks.run(script, tmp_path / "plain")
-    many = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
-    assert (plain.codes, many.codes) == ([0], [0, 0]), many.err
-    wanted = [float(each) for each in plain.out[0].split()]
-    for out in many.out:
-        assert [float(each) for each in out.split()] == pytest.approx(wanted, abs=1e-5)

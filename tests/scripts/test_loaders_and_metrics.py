@@ -138,15 +138,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 class Own(DataLoader):
     def __iter__(self):
         return self._get_iterator()
-class Given:  # as fastai gives to torch's iterators
-    def __init__(self, *args, **kwargs):
-        self.loader = DataLoader(*args, **kwargs)
-    def __getattr__(self, name):
-        if name in ("loader", "batch_sampler"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-    def __iter__(self):
-        return torch.utils.data.dataloader._SingleProcessDataLoaderIter(self)
 torch.manual_seed(0)
 rows = TensorDataset(torch.randn(32, 5), torch.randn(32, 4))
 model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).to("cpu")
@@ -160,7 +151,7 @@ for inputs, wanted in KIND(rows, batch_size=8, sampler=DistributedSampler(rows, 
 """
 
 
-@pytest.mark.parametrize(("kind", "named"), [("DataLoader", None), ("Own", "Own"), ("Given", "Given")])
+@pytest.mark.parametrize(("kind", "named"), [("DataLoader", None), ("Own", "Own")])
 def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_told(
     forks: Forks, tmp_path: Path, kind: str, named: str | None
 ) -> None:

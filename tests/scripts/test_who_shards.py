@@ -124,16 +124,6 @@ step(model, torch.optim.SGD(model.parameters(), lr=0.1))
 averager.average_parameters(model.parameters())
 """
 
-PLAIN_GRADIENTS = """
-model.to("cpu")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-before = model[0][0].weight.tolist()
-for p in model.parameters():
-    p.grad = torch.ones(p.shape)
-optimizer.step()
-print(torch.allclose(torch.tensor(before) - 0.1, model[0][0].weight.detach().full_tensor()))
-"""
-
 OVER_A_NODE = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 model = FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, sync_module_states=True, use_orig_params=True,
@@ -321,9 +311,8 @@ def test_model_is_sharded_for_the_script_always_if_that_is_set(forks: Forks, tmp
             "2 workers each held a full replica (DistributedDataParallel)",
             "launch.shard to auto",
         ),
-        (UNUSED, "explicit", "2 workers trained independent replicas", "fsdplaunch.prepare"),
     ],
-    ids=["not prepared", "replicated", "nothing"],
+    ids=["not prepared", "replicated"],
 )
 def test_unsharded_run_ends_at_its_first_step_with_its_line_and_a_remedy(
     forks: Forks, tmp_path: Path, body: str, setting: str, says: str, remedy: str
@@ -363,8 +352,8 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
 
 @pytest.mark.parametrize(
     "body",
-    [BY_COLLECTIVES, BY_FUNCTIONAL_COLLECTIVES, TENSOR_PARALLEL, PIPELINE, AVERAGED],
-    ids=["gradients", "gradients, functional", "tensor parallel", "pipeline", "averaged"],
+    [BY_COLLECTIVES, TENSOR_PARALLEL, PIPELINE, AVERAGED],
+    ids=["gradients", "tensor parallel", "pipeline", "averaged"],
 )
 def test_script_that_joins_a_group_and_gives_no_model_to_ddp_is_refused_at_its_first_step(
     forks: Forks, tmp_path: Path, body: str
@@ -407,12 +396,6 @@ def test_a_library_that_shards_after_a_model_was_sharded_for_the_script_is_refus
     said = f"train.py:{line} builds Accelerator after a model was sharded for the script, train.py:{line - 2}"
     assert said in done.err[0]
     assert "--shard explicit, which leaves all to Accelerator" in done.err[0]
-
-
-def test_gradients_that_are_set_to_plain_tensors_are_full_ones(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, PLAIN_GRADIENTS)
-    assert done.codes == [0, 0], done.err
-    assert done.out == ["True\n"] * 2
 
 
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:

@@ -62,12 +62,7 @@ class Progress:
         self.backwards += 1
 
     def compare_rows(self, device: torch.device, *, ranked: bool) -> None:
-        """Warn before a backward where all ranks compute the same rows. Collective at the second one.
-
-        Args:
-            device: This worker's.
-            ranked: Whether the script has ranks, and divides its data itself.
-        """
+        """Warn before a backward where all ranks compute the same rows. Collective at the second one."""
         if self.compared or self.divided or self.fingerprint is None or not self.passes:
             return
         if self.backwards + 1 < _LOOKED_AT:

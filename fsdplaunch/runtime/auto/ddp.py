@@ -300,12 +300,7 @@ def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterato
 
 
 class Forward:
-    """One wrapper's passes.
-
-    Args:
-        model: Sharded.
-        buffers: Those that are rank 0's when a pass begins.
-    """
+    """One wrapper's passes."""
 
     def __init__(self, model: nn.Module, *, buffers: Sequence[torch.Tensor]) -> None:
         self.model = model
@@ -315,11 +310,7 @@ class Forward:
         self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
 
     def begin(self, ddp: Any) -> None:
-        """Do what comes before a pass.
-
-        Args:
-            ddp: The wrapper, whose `require_backward_grad_sync` the script and `no_sync` set.
-        """
+        """Do what comes before a pass."""
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
             passes_of(self.model).turn(self.model)

@@ -55,9 +55,6 @@ def gathered(tensor: Any) -> torch.Tensor:
     """Return the full tensor of a shard, with gradients where they are wanted. Collective.
 
     The gradient is averaged over the ranks, of which each has that of its own loss.
-
-    Args:
-        tensor: The shard, as `DTensor`; not wrapped by torch functions.
     """
     is_full = all(placement.is_replicate() for placement in placements_of(tensor))
     full: torch.Tensor = tensor.to_local() if is_full else tensor.full_tensor()
@@ -171,12 +168,7 @@ def plain(value: Any) -> Any:
 
 
 def as_views(result: Any, sources: list[Gathered]) -> Any:
-    """Return what a function has given with views of full tensors known as such.
-
-    Args:
-        result: Of a function of full tensors.
-        sources: These.
-    """
+    """Return what a function has given with views of full tensors known as such."""
     storages = {source.storage: source for source in sources}
 
     def known(value: Any) -> Any:

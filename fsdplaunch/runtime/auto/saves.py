@@ -428,13 +428,7 @@ def _write_complete(write: Callable[[Any], None], f: Any) -> None:
 
 
 def _has_shards(obj: Any, depth: int = _DEPTH, *, of_models: bool = False) -> bool:
-    """Return whether there is a tensor of which every rank has a part, in nested mappings and lists.
-
-    Args:
-        obj: What is saved.
-        depth: How deep they are looked into.
-        of_models: Look at modules, too.
-    """
+    """Return whether there is a tensor of which every rank has a part, in nested mappings and lists."""
     if depth and isinstance(obj, Mapping | list | tuple):
         values = obj.values() if isinstance(obj, Mapping) else obj
         return any(_has_shards(value, depth - 1, of_models=of_models) for value in values)

@@ -109,13 +109,7 @@ class Operators(TorchDispatchMode):
 
 
 def kind_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Kind:
-    """Return what a call needs of the shards among its arguments; remembered for calls that are alike.
-
-    Args:
-        func: A function of torch, or a method or a property of its tensors.
-        args: What it is given, shards among it.
-        kwargs: What it is given by name.
-    """
+    """Return what a call needs of the shards among its arguments; remembered for calls that are alike."""
     if getattr(func, "__name__", "") in _CASTS:
         return Kind.LOCAL
     try:
@@ -199,11 +193,7 @@ Handler = Callable[[Any, Any, Any], Any]
 
 
 class ShardFunctions:
-    """The functions of torch that a script gives shards.
-
-    Args:
-        hook_context: This worker's.
-    """
+    """The functions of torch that a script gives shards."""
 
     def __init__(self, hook_context: HookContext) -> None:
         self._context = hook_context

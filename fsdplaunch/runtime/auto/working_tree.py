@@ -51,15 +51,7 @@ class FilesOfRank0Error(CheckpointError, OSError):
 
 
 class WorkingTree:
-    """One rank's files.
-
-    Args:
-        ownership: Who shards: only in a script that this package shards, and that has no ranks, is rank 0 the one.
-        rank: This one.
-
-    Attributes:
-        rank: This one.
-    """
+    """One rank's files."""
 
     def __init__(self, ownership: Ownership, rank: int) -> None:
         self.rank = rank
@@ -207,9 +199,6 @@ class WorkingTree:
         """Have what all ranks saved and rank 0 wrote be there under this rank's name of it. Collective.
 
         Names differ where they are made by a clock or by chance, as in a `tempfile.TemporaryDirectory()`.
-
-        Args:
-            path: This rank's name of a file or folder.
         """
         written, mark = from_rank_0((path and os.path.abspath(path), _mark(path)))  # noqa: PTH100
         if path is None or self.rank == 0:
@@ -222,12 +211,7 @@ class WorkingTree:
                 _link(written, place)
 
     def _place(self, path: Any, *, folder: bool = False) -> str | None:
-        """Return the name of an ordinary file in the tree that rank 0 has; None for what is this rank's business.
-
-        Args:
-            path: As the script gives it.
-            folder: Whether it may be a folder.
-        """
+        """Return the name of an ordinary file in rank 0's tree; None for what is this rank's business."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         place = os.path.abspath(os.fsdecode(path))  # noqa: PTH100

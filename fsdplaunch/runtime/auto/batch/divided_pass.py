@@ -121,13 +121,7 @@ class DividedPasses:
         self.redraw: GlobalDraws | None = None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin a pass; return what this rank computes it with. Collective where the kind is measured.
-
-        Args:
-            module: The model, or a part of it that the script calls itself.
-            args: What it is given, the same on all ranks.
-            kwargs: What it is given by name.
-        """
+        """Begin a pass; return what this rank computes it with. Collective where the kind is measured."""
         self.now = None
         if self.trying is not None:
             return self._cut(*self.trying, args, kwargs, learning=True)
@@ -159,7 +153,9 @@ class DividedPasses:
             self._warn_whole(kind.whole)
         if kind.whole:
             return None
-        weights = weights_of(leaves, rows)
+        # Counting what labels count waits for a GPU: where no loss is joined there is no need of it.
+        joins = kind.is_due() or any(True for _ in losses_in(kind.returned or ()))
+        weights = weights_of(leaves, rows) if joins else {}
         if kind.is_due() or _is_ambiguous(kind, weights):
             self._measure(module, kind, rows, args, kwargs, weights)
         # A mean over the rows of a rank of which none counts is not a number.
@@ -415,14 +411,7 @@ def _tolerance(model: Any) -> float:
 
 
 class _Undo:
-    """Puts back what a pass changes: random numbers, parameters, buffers, and what modules keep.
-
-    Args:
-        model: Sharded.
-
-    Attributes:
-        parameters_changed: Whether the last pass has written into parameters.
-    """
+    """Puts back what a pass changes: random numbers, parameters, buffers, and what modules keep."""
 
     def __init__(self, model: nn.Module) -> None:
         self.states = random_states()

@@ -287,16 +287,6 @@ def batch_norm_over(
     """Normalise by the statistics of the rows of several ranks, as torch does by those of one.
 
     In two steps, for a variance as exact as torch's; in fp32 at the least. Collective.
-
-    Args:
-        add_up: Returns the sum of a tensor over these ranks, with gradients.
-        given: `[rows, channels, ...]`.
-        running_mean: `[channels]`, updated; None where it is not kept.
-        running_var: The same, of the unbiased variance.
-        weight: `[channels]`.
-        bias: `[channels]`.
-        momentum: Of the running statistics.
-        eps: Added to the variance.
     """
     exact = given if given.dtype in (torch.float32, torch.float64) else given.float()
     others = [dim for dim in range(given.dim()) if dim != 1]
@@ -330,14 +320,7 @@ def recording_draws(draws_: Draws) -> Iterator[None]:
 
 
 def modes(rows: RankRows, draws_: Draws, *, norms: bool, learning: bool) -> tuple[GlobalDraws | None, ExitStack]:
-    """Return what a divided pass is computed in, not entered yet: nothing where nothing is drawn or normalised.
-
-    Args:
-        rows: Of the pass.
-        draws_: Of its kind.
-        norms: Whether the model has a BatchNorm that uses the batch's statistics.
-        learning: Whether it is compared with a whole pass.
-    """
+    """Return what a divided pass is computed in, not entered yet: nothing where nothing is drawn or normalised."""
     stack = ExitStack()
     drawing = GlobalDraws(rows, draws_, learning=learning) if draws_.shapes else None
     if drawing is not None:

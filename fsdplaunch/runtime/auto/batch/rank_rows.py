@@ -170,13 +170,7 @@ class LateRows(torch.Tensor):
 
     @staticmethod
     def of(own: torch.Tensor, rows: RankRows, dim: int) -> "LateRows":
-        """Return what stands for the rows of all ranks.
-
-        Args:
-            own: This rank's.
-            rows: Of the pass.
-            dim: Which dimension they are.
-        """
+        """Return what stands for the rows of all ranks."""
         shape = list(own.shape)
         shape[dim] *= rows.ranks
         late = wrapper_tensor(LateRows, own, shape)
@@ -307,10 +301,6 @@ def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
 
     A sum; a mean over the rows; a mean over what a tensor that is given counts: labels that are not -100 or not 0,
     also without those of the first place, which causal language models leave out; weights.
-
-    Args:
-        leaves: What a pass is given, the same on all ranks.
-        rows: Of the batch.
     """
     found: Weights = {"sum": [1.0] * rows.ranks, "mean over rows": [1 / rows.ranks] * rows.ranks}
     for place, leaf in enumerate(leaves):
@@ -366,16 +356,7 @@ def form_of(whole: Any, part: Any, rows: RankRows) -> Form:
 def measured(
     form: Form, whole: Any, part: Any, rows: RankRows, weights: Weights, tolerance: float
 ) -> Returned | None:
-    """Return how an output of a divided pass is joined; None where no way gives that of a whole one. Collective.
-
-    Args:
-        form: How they differ, the same on all ranks.
-        whole: What a whole pass has returned.
-        part: What this rank has computed of its rows.
-        rows: Of the pass.
-        weights: The rules of the batch.
-        tolerance: How far values may differ, relative to the largest.
-    """
+    """Return how an output of a divided pass is joined; None where no way gives that of a whole. Collective."""
     if isinstance(form, tuple):
         return _measured_object(form, whole, part, rows, weights, tolerance)
     if form == "plain":

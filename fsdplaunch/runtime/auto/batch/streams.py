@@ -94,7 +94,9 @@ class RngStreams:
         self.note_seed("torch", seed)
         if not self.diverged or self.evaluating:
             return seed
-        self._shared["torch"] = torch.Generator().manual_seed(seed).get_state()
+        for kind, device in (("torch", "cpu"), ("cuda", "cuda")):
+            if kind in self._shared:
+                self._shared[kind] = torch.Generator(device).manual_seed(seed).get_state()
         return (seed + self.rank * _STRIDE) % 2**63
 
     def evaluate(self, *, now: bool) -> None:
@@ -128,12 +130,7 @@ _TORCH_SEED = [torch.manual_seed]
 
 @contextmanager
 def seeding_ranks(streams: RngStreams, size: int) -> Iterator[None]:
-    """Give all ranks rank 0's states at the start, and seed each by what the script does later. Collective.
-
-    Args:
-        streams: This worker's.
-        size: How many ranks begin alike; 1 where the script itself runs over ranks.
-    """
+    """Give all ranks rank 0's states at the start, and seed each by what the script does later. Collective."""
 
     def offset(original: Any) -> Any:
         def manual_seed(seed: Any) -> Any:

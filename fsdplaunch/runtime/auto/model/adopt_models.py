@@ -102,13 +102,7 @@ def _naming_line(line: str, what: str, model: nn.Module) -> Iterator[None]:
 
 
 def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None:
-    """Make a model that was just sharded behave as the script expects of the one it wrote.
-
-    Args:
-        model: Sharded.
-        hook_context: This worker's.
-        line: Where the script had it sharded.
-    """
+    """Make a model that was just sharded behave as the script expects of the one it wrote."""
     hook_context.note_model(model, line)
     hook_context.ownership.note_adopted(line)
     open_once(hook_context)
@@ -186,11 +180,6 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
 def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str) -> None:
     """Refuse parameters that a backward pass gave gradients before they were sharded, or averaged over ranks.
 
-    Args:
-        whose: What has the parameters, for the error.
-        params: Not sharded yet.
-        what: What the script does here, for the error.
-
     Raises:
         ShardingError: The next optimizer step would be made with each rank's own gradients, or with none.
     """
@@ -205,10 +194,6 @@ def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str)
 
 def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
     """Refuse parameters that a library has taken out of a pass, in which they were gathered.
-
-    Args:
-        params: Of no module.
-        what: What the script does here, for the error.
 
     Raises:
         ShardingError: Their memory has been given back, and shards are what an optimizer trains.
@@ -372,11 +357,6 @@ def extend_optimizer(
 
 def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = False) -> None:
     """Shard the models whose parameters an optimizer has, and let it train the shards, if this is ours to do.
-
-    Args:
-        optimizer: With its groups.
-        hook_context: This worker's.
-        now: Whether training begins.
 
     Raises:
         ShardingError: A model cannot be sharded.

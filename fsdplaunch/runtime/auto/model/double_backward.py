@@ -20,6 +20,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.full_values import gathered
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.messages import script_line
+from fsdplaunch.runtime.random_numbers import random_states, set_random_states
 from fsdplaunch.runtime.state_dict.deepcopy import as_before
 from fsdplaunch.runtime.torch_internals.fsdp import gathered_parameters, root_mixed_precision
 from fsdplaunch.runtime.torch_internals.tensors import is_in_backward, tree_leaves, tree_map
@@ -37,14 +38,14 @@ class ModelPass:
         model: Whose.
         args: What it was given.
         kwargs: What it was given by name.
-        rng_state: Of torch's generator on the CPU before it.
+        states: Of the random generators before it, that of this worker's GPU among them.
         buffers: The model's before it, by name: a pass may change them, as spectral norm does to go on from there.
     """
 
     model: "weakref.ref[nn.Module]"
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rng_state: torch.Tensor
+    states: dict[str, Any]
     buffers: dict[str, torch.Tensor]
 
     @classmethod
@@ -52,7 +53,7 @@ class ModelPass:
         """Return what must be known of a pass that begins to compute it again."""
         module: Any = model()
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        return cls(model=model, args=args, kwargs=kwargs, rng_state=torch.get_rng_state(), buffers=buffers)
+        return cls(model=model, args=args, kwargs=kwargs, states=random_states(), buffers=buffers)
 
     def keep(self, output: Any) -> None:
         """Let the graph of the model's output remember the pass; it lives as long as the graph does."""
@@ -70,12 +71,6 @@ def _notes(node: Any) -> dict[Any, Any]:
 
 def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
     """Return gradients that can be differentiated again, through the passes of sharded models.
-
-    Args:
-        grad: Torch's own `autograd.grad`.
-        outputs: Of which gradients are taken.
-        inputs: For which.
-        given: The gradients of the outputs; None for ones.
 
     Raises:
         ShardingError: The graph is one that this cannot compute again.
@@ -166,8 +161,8 @@ def _recomputed(made: ModelPass) -> list[Any]:
     names: Any = {name: full[id(param)] for name, param in params.items()}
     names |= {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
     args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
-    now = torch.get_rng_state()
-    torch.set_rng_state(made.rng_state)
+    now = random_states()
+    set_random_states(made.states)
     try:
         with ExitStack() as stack:
             for module in model.modules():
@@ -175,7 +170,7 @@ def _recomputed(made: ModelPass) -> list[Any]:
             call = inspect.unwrap(torch.func.functional_call)
             return list(tree_leaves(call(model, names, args, kwargs)))
     finally:
-        torch.set_rng_state(now)
+        set_random_states(now)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -197,15 +192,7 @@ def gradients_by_backward(
     retain_graph: bool | None,
     models: Sequence[nn.Module],
 ) -> tuple[Any, ...]:
-    """Return the gradients of sharded parameters by a backward pass, and leave those that were there.
-
-    Args:
-        outputs: What is differentiated.
-        params: Sharded.
-        given: Gradients of the outputs; None for ones.
-        retain_graph: As torch has it.
-        models: All that are sharded.
-    """
+    """Return the gradients of sharded parameters by a backward pass, and leave those that were there."""
     every = {id(param): param for model in models for param in model.parameters()}
     every |= {id(param): param for param in params}
     before = [(param, param.grad) for param in every.values()]
@@ -230,18 +217,7 @@ def own_gradients(
     models: Sequence[nn.Module],
     begin: Callable[[], None],
 ) -> Any:
-    """Return the gradients that torch would lose with sharded models; None for those it computes.
-
-    Args:
-        grad: Torch's own `autograd.grad`.
-        outputs: As it is given.
-        inputs: Likewise.
-        given: Gradients of the outputs.
-        retain_graph: As torch has it.
-        create_graph: Likewise.
-        models: All that are sharded.
-        begin: Called before a backward pass.
-    """
+    """Return the gradients that torch would lose with sharded models; None for those it computes."""
     outputs, inputs = _listed(outputs), _listed(inputs)
     params = sharded_parameters(inputs, models)
     if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):

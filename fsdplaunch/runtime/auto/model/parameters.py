@@ -256,11 +256,7 @@ def with_shards(value: Any) -> Any:
 
 @contextmanager
 def keeping_references(model: nn.Module) -> Iterator[None]:
-    """Let every full parameter that is still held after the model is sharded inside stand for its shard.
-
-    Args:
-        model: Not sharded yet.
-    """
+    """Let every full parameter that is still held after the model is sharded inside stand for its shard."""
     full = {name: weakref.ref(param) for name, param in named_parameters(model)}
     yield
     for name, shard in named_parameters(model):

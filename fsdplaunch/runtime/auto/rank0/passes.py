@@ -143,13 +143,7 @@ class AlonePass:
 
 
 class Passes:
-    """The passes of one model.
-
-    Args:
-        model: Sharded; `passes_of` knows it from then on.
-        name: Its class.
-        hook_context: This worker's.
-    """
+    """The passes of one model."""
 
     def __init__(self, model: nn.Module, name: str, hook_context: HookContext) -> None:
         _passes[model] = self

@@ -217,11 +217,7 @@ def in_optimizer_step() -> bool:
 
 @contextmanager
 def tracking_position(hook_context: Any) -> Iterator[None]:
-    """Count optimizer steps; rule 6.
-
-    Args:
-        hook_context: This worker's, whose position is counted.
-    """
+    """Count optimizer steps; rule 6."""
     position = hook_context.position
 
     def begin(optimizer: Optimizer, *_: Any) -> None:

@@ -139,11 +139,7 @@ _ALL_RANKS = "take it out of `if rank == 0:`, and let rank 0 print or write"
 
 
 class Server:
-    """The thread of every rank but rank 0: it hands over this rank's shards while the script waits for rank 0.
-
-    Attributes:
-        thread: Runs until rank 0 has ended.
-    """
+    """The thread of every rank but rank 0: it hands over this rank's shards while the script waits for rank 0."""
 
     def __init__(self, hook_context: HookContext, connection: Connection) -> None:
         self._hook_context, self._position, self._connection = hook_context, hook_context.position, connection
@@ -261,14 +257,7 @@ def _main_frame() -> Any:
 
 
 class Service:
-    """What one rank needs so that rank 0 can save, read and evaluate alone; see `rank0_service.Rank0Service`.
-
-    Args:
-        hook_context: This worker's.
-
-    Attributes:
-        position: Where its script is.
-    """
+    """What one rank needs so that rank 0 can save, read and evaluate alone; see `rank0_service.Rank0Service`."""
 
     def __init__(self, hook_context: HookContext) -> None:
         self._hook_context, self.position = hook_context, hook_context.position
@@ -325,10 +314,6 @@ class Service:
 
     def full(self, tensor: DTensor, call: str) -> torch.Tensor:
         """Return a full tensor in host memory, of the shards that the other ranks hand over; on rank 0.
-
-        Args:
-            tensor: A parameter, or a tensor of an optimizer's state, as it is now.
-            call: The script's call that needs it, for errors.
 
         Raises:
             CheckpointError: It is neither, a rank has another one by now, or a rank has ended.

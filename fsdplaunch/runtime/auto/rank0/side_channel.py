@@ -39,11 +39,7 @@ _LARGEST_MESSAGE = 1 << 20
 
 
 class Connection:
-    """A stream to one other rank; each method raises CheckpointError where that is gone.
-
-    Attributes:
-        rank: The other.
-    """
+    """A stream to one other rank; each method raises CheckpointError where that is gone."""
 
     def __init__(self, rank: int, stream: socket.socket) -> None:
         self.rank = rank

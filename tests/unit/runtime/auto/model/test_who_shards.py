@@ -3,15 +3,11 @@
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.runtime.auto.model import who_shards
 from fsdplaunch.runtime.messages import is_user_file
-from fsdplaunch.runtime.sharding_watch import Library
 
 
 @pytest.mark.parametrize(
@@ -66,29 +62,3 @@ def test_lazy_modules_are_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "own", own)
     assert own in list(who_shards._user_modules())
     who_shards.holds_a_sharder()
-
-
-def test_a_library_that_replicates_has_its_model_sharded_unless_it_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded: list[str] = []
-    library = Library(name="Trainer", remedy="", replicates=True)
-    monkeypatch.setattr(who_shards, "on_sharding", lambda _: None)
-    monkeypatch.setattr(who_shards, "built_library", lambda: library)
-    monkeypatch.setattr(who_shards, "sharded_by", lambda: next(iter(sharded), None))
-    config = resolve(build_config({("fsdp_config", "fsdp_version"): 2}))
-    replicating = who_shards.Ownership(config)
-    assert not replicating.claim("builds AdamW")
-    assert replicating.claim_replicas("gives it to DistributedDataParallel")
-    assert replicating.ranked
-    sharded.append("FullyShardedDataParallel")
-    assert not who_shards.Ownership(config).claim_replicas("gives it to DistributedDataParallel")
-
-
-def test_a_script_that_joins_a_group_has_only_replicas_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(who_shards, "on_sharding", lambda _: None)
-    monkeypatch.setattr(who_shards, "joined_by_script", lambda: True)
-    config: Any = resolve(build_config({("fsdp_config", "fsdp_version"): 2}))
-    joined = who_shards.Ownership(config)
-    assert joined.only_replicas
-    assert not joined.claim("builds AdamW", now=True)
-    assert joined.ours is None
-    assert joined.claim_replicas("gives it to DistributedDataParallel")
