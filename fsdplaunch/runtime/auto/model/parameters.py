@@ -273,12 +273,32 @@ def register_parameter(original: Any, hook_context: HookContext, module: nn.Modu
     Pruning and parametrizations would give it another. Torch itself registers shards in every pass.
     """
     if isinstance(param, DTensor) and not is_made_by_compiler(module):
-        for model, line in hook_context.models.items():
-            for unit in filter(is_unit, model.modules()):
-                for shard, places in places_of_shards(unit):
-                    if shard is param and not any(module is home and name == known for home, known in places):
-                        raise late_parameter(model, name, line)
+        model, line, places = _home_of(param, hook_context)
+        if model is not None and (id(module), name) not in places:
+            raise late_parameter(model, name, line)
     original(module, name, param)
+
+
+_homes: dict[int, tuple["weakref.ref[Any]", "weakref.ref[nn.Module]", str, set[tuple[int, str]]]] = {}
+"""By the ids of shards: these, their models, the lines that sharded them, and ids of modules with attributes."""
+
+
+def _home_of(shard: Any, hook_context: HookContext) -> tuple[nn.Module | None, str, set[tuple[int, str]]]:
+    """Return the model of a shard, the line that sharded it, and its modules' ids with their attributes.
+
+    Looked for once: torch registers the shards of recurrent layers in every pass.
+    """
+    key = id(shard)
+    for model, line in hook_context.models.items() if key not in _homes else ():
+        for unit in filter(is_unit, model.modules()):
+            for each, homes in places_of_shards(unit):
+                if each is shard:
+                    ref = weakref.ref(shard, lambda _: _homes.pop(key, None))
+                    _homes[key] = ref, weakref.ref(model), line, {(id(home), at) for home, at in homes}
+    if key not in _homes:
+        return None, "", set()
+    _, found, line, places = _homes[key]
+    return found(), line, places
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
