@@ -5,42 +5,33 @@ command is called, and gets the options by their names, so `fsdplaunch --help` t
 """
 
 from collections.abc import Callable
-from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import typer
 import typer.models
 from typer import Argument, Option
 
 from fsdplaunch import __version__
-from fsdplaunch.cli.options import group, number, script_argument, size, whole
+from fsdplaunch.cli.options import (
+    ConfigOption,
+    JsonOption,
+    LogDirOption,
+    ModuleOption,
+    NotedOption,
+    OverwriteOption,
+    RunArgument,
+    ScriptToTry,
+    SetOption,
+    does,
+    group,
+    number,
+    script_argument,
+    size,
+    whole,
+)
 from fsdplaunch.cli.output import Output
-from fsdplaunch.features import feature
-
-ConfigOption = Annotated[
-    Path | None,
-    Option(
-        "-c",
-        "--config",
-        "--config_file",
-        "--config-file",
-        metavar="FILE",
-        help="The YAML file [default: ./fsdp.yaml]",
-    ),
-]
-SetOption = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key")]
-JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout")]
-OverwriteOption = Annotated[bool, Option("--overwrite", help="Replace a file that exists")]
-ModuleOption = Annotated[bool, Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
-NotedOption = Annotated[list[str] | None, Option("--noted", hidden=True)]
-LogDirOption = Annotated[
-    Path | None,
-    Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
-]
-RunArgument = Annotated[str, Argument(metavar="ID", help="The run, or as much of its name as is unique; latest")]
-ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 # What follows SCRIPT belongs to the script.
 SCRIPT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -48,42 +39,6 @@ CHECK_EPILOG = (
     "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
     "everything after it belongs to the script."
 )
-
-
-def _takes_list(hint: Any) -> bool:
-    return any(get_origin(part) is list for part in (hint, *get_args(hint)))
-
-
-def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare which function does a command: `module:function`, below `fsdplaunch.cli`.
-
-    It gets the command's options by their names, lists as tuples, a script's own arguments as `arguments`, and
-    `out`. What it returns is the exit status.
-
-    Args:
-        place: The function.
-        fixed: Further arguments of it.
-    """
-    module, _, name = place.partition(":")
-
-    def decorate(declared: Callable[..., None]) -> Callable[..., None]:
-        @wraps(declared)
-        def command(**options: Any) -> None:
-            context = options.pop("context", None)
-            if context is not None and context.invoked_subcommand is not None:
-                return
-            if context is not None and not hasattr(context.command, "commands"):
-                options["arguments"] = tuple(context.args)
-            options.pop("help_all", None)  # acts in its callback
-            for option, hint in get_type_hints(declared).items():
-                if option in options and _takes_list(hint):
-                    options[option] = tuple(options[option] or ())
-            function = getattr(feature(f"fsdplaunch.cli.{module}"), name)
-            raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
-
-        return command
-
-    return decorate
 
 
 def _print_version(wanted: bool) -> None:

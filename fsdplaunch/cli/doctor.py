@@ -80,11 +80,6 @@ def _secret(source: SecretSource, *, is_first: bool) -> str:
     raise MachineError(msg, hint=hint)
 
 
-_MARKS = {"ok": "\u2713", "warning": "!", "problem": "\u2717", "skipped": "-"}
-_PLAIN_MARKS = {"ok": "ok     ", "warning": "warning", "problem": "problem", "skipped": "-      "}
-_WORDS = {"ok": "", "warning": "warning: ", "problem": "problem: ", "skipped": "skipped: "}
-
-
 def doctor(
     *,
     file: Path | None,
@@ -130,25 +125,13 @@ def _load(file: Path | None, overrides: Sequence[str]) -> tuple[LoadedConfig | N
 
 
 def show(checks: Sequence[Check], out: Output) -> None:
-    """Print one line per check, in words and marks; colour says nothing that words do not."""
-    marks = _MARKS if _can_print("".join(_MARKS.values())) else _PLAIN_MARKS
-    plain = marks is _PLAIN_MARKS
+    """Print one line per check, and a hint below."""
     wide = max(len(check.topic) for check in checks)
     for check in checks:
-        word = "" if plain else _WORDS[check.status]
-        out.data(f"{marks[check.status]} {check.topic:<{wide}}  {word}{check.text}")
+        out.data(f"{check.status:<8} {check.topic:<{wide}}  {check.text}")
         if check.hint:
-            out.data(f"{'':<{len(marks[check.status])}} {'':<{wide}}  {check.hint}")
+            out.data(f"{'':<8} {'':<{wide}}  {check.hint}")
     out.data(summary(checks))
-
-
-def _can_print(text: str) -> bool:
-    """Return whether standard output's encoding has these characters."""
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _settings(loaded: LoadedConfig | None) -> dict[str, str]:

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.names import (
-    AUTO_WRAP,
     closest,
     find_bare,
     find_former,
@@ -249,11 +248,6 @@ def _dotted(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-POLICY: KeyPath = ("fsdp_config", "fsdp_auto_wrap_policy")
-BY_WORD = f"--fsdp {AUTO_WRAP}"
-"""The origin of a policy that the word has set, and no policy by its name."""
-
-
 def flag_layer(overrides: Iterable[str], *, name: LayerName = "flag", source: str = "command line") -> Layer:
     """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers set."""
     layer = Layer(name)
@@ -289,8 +283,6 @@ def _override(layer: Layer, override: str, place: TextPosition) -> None:
     spec = _key_named(layer, path, place)
     if spec is None:
         return
-    if spec.path == POLICY and text == AUTO_WRAP:
-        text, place = "TRANSFORMER_BASED_WRAP", TextPosition(source=BY_WORD)
     try:
         layer.take(spec, read_scalar(text, verbatim=spec.key.kind.verbatim), place)
     except UnreadableValueError as error:

@@ -13,8 +13,6 @@ from types import MappingProxyType
 
 from fsdplaunch.config.environment import outside_of_run
 from fsdplaunch.config.layers import (
-    BY_WORD,
-    POLICY,
     Layer,
     SetValue,
     ValueOrigin,
@@ -41,7 +39,7 @@ _DEFAULT = ValueOrigin(layer="default", text="default")
 _TYPE = "distributed_type"
 _VERSION = ("fsdp_config", "fsdp_version")
 _XLA, _SIZE = ("fsdp_config", "xla"), ("fsdp_config", "fsdp_min_num_params")
-_NAMES = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
+_POLICY = ("fsdp_config", "fsdp_auto_wrap_policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,16 +238,11 @@ def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]
 
 
 def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
-    """Add units by size where PyTorch/XLA shards, a size is set and no policy is, as transformers has it.
-
-    The policy that `--fsdp auto_wrap` sets is either of both there: by size, where there is one and no names.
-    """
-    xla, size, policy = values.get(_XLA), values.get(_SIZE), values.get(POLICY)
-    if xla is None or not xla.value or size is None or not size.value:
+    """Add units by size where PyTorch/XLA shards, a size is set and no policy is, as transformers has it."""
+    xla, size = values.get(_XLA), values.get(_SIZE)
+    if _POLICY in values or xla is None or not xla.value or size is None or not size.value:
         return values
-    if policy is not None and (policy.place.source != BY_WORD or _NAMES in values):
-        return values
-    return {**values, POLICY: replace(size, value="SIZE_BASED_WRAP")}
+    return {**values, _POLICY: replace(size, value="SIZE_BASED_WRAP")}
 
 
 def _located(

@@ -13,8 +13,6 @@ from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, own_sect
 from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.kinds import RUNS_ON, SPLIT_LAYERS, StrategyName
 
-AUTO_WRAP = "auto_wrap"
-"""The word of transformers' `--fsdp "full_shard auto_wrap"`: units, by layers or by size."""
 _CLOSE = 0.75
 
 
@@ -189,7 +187,7 @@ _SEARCH = "search the ranks' files: grep WORD runs/latest/ranks/*/"
 _FSDP_WORDS: Mapping[str, str] = {
     **{name.lower(): f"fsdp_config.fsdp_sharding_strategy={name}" for name in get_args(StrategyName)},
     "offload": "fsdp_config.fsdp_offload_params=true",
-    "auto_wrap": f"fsdp_config.fsdp_auto_wrap_policy={AUTO_WRAP}",
+    "auto_wrap": "fsdp_config.fsdp_auto_wrap_policy=",  # the default: units by blocks, or under xla by size
 }
 """Words of transformers' `--fsdp "full_shard auto_wrap"`, and the key each one sets."""
 _START_METHODS = {"spawn": "launch.preload=none", "fork": "", "forkserver": ""}

@@ -4,17 +4,15 @@ The environment names of `fp8_config` are those accelerate's readers look up, wh
 names its launcher exports.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from fsdplaunch.config.schema import kinds as p
 from fsdplaunch.config.schema import kinds as v
 from fsdplaunch.config.schema.key import FormerPlace, Tunable, key
-from fsdplaunch.config.schema.kinds import Kind, whole
+from fsdplaunch.config.schema.kinds import Kind
 
-_DTYPES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "HALF": "float16"}
 _FLAGS = (
     "coalesce_all_gather_ops",
     "disable_reshard_on_root",
@@ -35,12 +33,6 @@ _FLAGS = (
     "_debug_print",
     "_use_xla_patched_linear",
 )
-_LEAST = {
-    "reduce_scatter_bucket_size_mb": 0,
-    "sharding_rank": 0,
-    "sharding_world_size": 1,
-    "_shard_size_multiple": 1,
-}
 _RENAMED = {"mark_step_on_finalization": "sync_on_finalization"}
 """Names that older releases of PyTorch/XLA have."""
 _FUNCTIONS = {
@@ -48,32 +40,30 @@ _FUNCTIONS = {
     "auto_wrapper_callable": "xla_fsdp_grad_ckpt wraps them for checkpointing",
     "param_init_fn": "build the model with its values",
 }
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _dtype(value: Any) -> str:
     """Read a dtype by torch's name or a short one."""
-    name = str(value).removeprefix("torch.").upper()
-    name = _DTYPES.get(name, name.lower())
-    if name not in _DTYPES.values():
-        raise ValueError(value)
-    return name
+    return _TORCH_NAMES[v.DTYPE.parse(str(value).removeprefix("torch."))]
 
 
 def _groups(value: Any) -> list[list[int]]:
     """Read groups of ranks, a list of lists."""
     if not isinstance(value, list) or not all(isinstance(group, list) for group in value):
         raise ValueError(value)
-    return [[whole(0).parse(rank) for rank in group] for group in value]
+    return [[v.WHOLE.parse(rank) for rank in group] for group in value]
 
 
-_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    **dict.fromkeys(_FLAGS, ("true or false", p.parse_flag)),
-    **{name: (whole(least).expects, whole(least).parse) for name, least in _LEAST.items()},
-    **dict.fromkeys(("compute_dtype", "buffer_dtype"), ("float32, bfloat16 or float16", _dtype)),
-    "sharding_groups": ("a list of lists of ranks", _groups),
-    "_debug_msg": ("text", p.parse_text),
+_FIELDS: Mapping[str, Kind] = {
+    **dict.fromkeys(_FLAGS, v.FLAG),
+    **dict.fromkeys(("reduce_scatter_bucket_size_mb", "sharding_rank"), v.WHOLE),
+    **dict.fromkeys(("sharding_world_size", "_shard_size_multiple"), v.COUNT),
+    **dict.fromkeys(("compute_dtype", "buffer_dtype"), Kind("float32, bfloat16 or float16", _dtype)),
+    "sharding_groups": Kind("a list of lists of ranks", _groups),
+    "_debug_msg": v.TEXT,
 }
-"""Every argument of `XlaFullyShardedDataParallel` that a file can hold: what it must be, and its parser."""
+"""Every argument of `XlaFullyShardedDataParallel` that a file can hold."""
 
 
 def parse_xla_settings(value: Any) -> dict[str, Any]:
@@ -83,52 +73,34 @@ def parse_xla_settings(value: Any) -> dict[str, Any]:
         ValueError: It is not a mapping.
         NotedValueError: A name is not an argument, or a value is not one that it takes.
     """
-    table = p.parse_table(value)
-    wrong, found = list[str](), dict[str, Any]()
+    found: dict[str, Any] = {}
+    table = v.parse_table(value)
     for name, given in table.items():
-        try:
-            argument, parsed = _argument(name, given, table)
-        except ValueError as error:
-            wrong.append(str(error))
-        else:
-            found |= {argument: parsed} if parsed is not None else {}
-    if wrong:
-        raise p.NotedValueError("; ".join(wrong))
-    return found
-
-
-def _argument(name: str, value: Any, table: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return an argument's newest name, and its value; None where it is left to the class."""
-    newest = _RENAMED.get(name, name)
-    if newest != name and newest in table:
-        msg = f"{name} is the former name of {newest}, and both are set"
-        raise ValueError(msg)
-    return newest, _field(newest, value)
-
-
-def _field(name: str, value: Any) -> Any:
-    if name in _FUNCTIONS:
-        msg = f"{name} is a function, which a file cannot hold: {_FUNCTIONS[name]}"
-        raise ValueError(msg)
-    if name not in _FIELDS:
+        newest = _RENAMED.get(name, name)
         near = get_close_matches(name, _FIELDS, n=1)
-        msg = (
-            f"{name} is not an argument of XlaFullyShardedDataParallel{f' (is {near[0]} meant?)' if near else ''}"
-        )
-        raise ValueError(msg)
-    expects, parse = _FIELDS[name]
-    try:
-        return None if value is None else parse(value)
-    except ValueError:
-        msg = f"{name} must be {expects}, got {value}"
-        raise ValueError(msg) from None
+        try:
+            if given is not None and newest in _FIELDS:
+                found[newest] = _FIELDS[newest].parse(given)
+            msg = ""
+        except ValueError:
+            msg = f"{name} must be {_FIELDS[newest].expects}, got {given}"
+        if newest != name and newest in table:
+            msg = f"{name} is the former name of {newest}, and both are set"
+        elif name in _FUNCTIONS:
+            msg = f"{name} is a function, which a file cannot hold: {_FUNCTIONS[name]}"
+        elif newest not in _FIELDS:
+            meant = f" (is {near[0]} meant?)" if near else ""
+            msg = f"{name} is not an argument of XlaFullyShardedDataParallel{meant}"
+        if msg:
+            raise v.NotedValueError(msg)
+    return found
 
 
 XLA_SETTINGS = Kind(
     "a mapping of arguments of XlaFullyShardedDataParallel",
     parse_xla_settings,
     {"type": "object"},
-    write=p.write_json,
+    write=v.write_json,
 )
 
 

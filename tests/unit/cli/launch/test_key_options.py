@@ -67,7 +67,7 @@ def test_transformers_command_line_is_understood(tmp_path):
         "--set",
         "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
         "--set",
-        "fsdp_config.fsdp_auto_wrap_policy=auto_wrap",
+        "fsdp_config.fsdp_auto_wrap_policy=",
         "--set",
         "fsdp_config.fsdp_offload_params=true",
         "--config",

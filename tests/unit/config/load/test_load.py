@@ -128,7 +128,7 @@ def test_an_empty_override_takes_back_what_the_file_says(tmp_path):
     ("given", "policy"),
     [
         ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),  # by its name: it is that
-        ("fsdp_auto_wrap_policy=auto_wrap", "SIZE_BASED_WRAP"),  # of transformers' --fsdp, with a size in the file
+        ("fsdp_auto_wrap_policy=", "SIZE_BASED_WRAP"),  # of transformers' --fsdp, with a size in the file
     ],
 )
 def test_a_policy_on_the_command_line_is_what_runs_on_xla(tmp_path, given, policy):
