@@ -1,13 +1,14 @@
 """What a worker finds in its environment is what `accelerate launch` sets, but for a list of differences."""
 
 import os
+from contextlib import suppress
 
 import pytest
 
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import with_mesh, world_size
-from fsdplaunch.config.schema.config import all_keys
+from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 
 HEAD = "compute_environment: LOCAL_MACHINE\ndistributed_type: {type}\nnum_machines: 1\nnum_processes: 4\n"
@@ -140,8 +141,8 @@ def theirs(path):
     return {name: text for name, text in made.items() if before.get(name) != text}
 
 
-def ours(path):
-    config = load_config(path, environ={}).config
+def ours(path, environ=None):
+    config = load_config(path, environ=environ or {}).config
     made = encode(with_mesh(config, world_size(config)))
     return {name: text for name, text in made.items() if not name.startswith("FSDPLAUNCH_")}
 
@@ -193,6 +194,33 @@ def test_a_worker_sees_what_accelerate_sets(name, tmp_path, monkeypatch):
     path = tmp_path / "config.yaml"
     path.write_text(FILES[name])
     assert unlisted(ours(path), theirs(path)) == []
+
+
+def another(spec, value):
+    """A text for a key's variable that says something else than a value."""
+    for text in (*spec.key.kind.choices, "true", "false", "7", "other"):
+        with suppress(ValueError):
+            if spec.key.kind.parse(text) != value:
+                return text
+    raise AssertionError(spec)
+
+
+@pytest.mark.parametrize("name", ["FSDP1", "FSDP2", "FSDP2, mesh", "compiled"])
+def test_a_file_beats_accelerates_variables_here_as_there(name, tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text(FILES[name])
+    loaded = load_config(path, environ={})
+    said = [spec for spec in all_keys() if loaded.origins[spec.path].layer == "file"]
+    said = [spec for spec in said if not spec.env.startswith("FSDPLAUNCH_")]
+    variables = {spec.env: another(spec, value_at(loaded.config, spec.path)) for spec in said}
+    assert len(variables) > 4
+    for variable in [one for one in os.environ if one.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_"))]:
+        monkeypatch.delenv(variable)
+    alone = theirs(path)
+    for variable, text in variables.items():
+        monkeypatch.setenv(variable, text)
+    assert {name: theirs(path).get(name) for name in variables} == {name: alone.get(name) for name in variables}
+    assert ours(path, variables) == ours(path)
 
 
 TPU = {
