@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdplaunch.errors import LaunchError
 
+COMPARISON = "fsdplaunch.comparison.command"
 COMPARISON_WORKER = "fsdplaunch.comparison.record"
 KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
 TUNE_WORKER = "fsdplaunch.tune.measure"
@@ -16,7 +17,7 @@ WARM_IMPORTS = "fsdplaunch.warm.import_record"
 WARM_SERVER = "fsdplaunch.warm.server"
 XLA = "fsdplaunch.runtime.xla.set_up"
 LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
-SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
+SEQUENCES = "fsdplaunch.runtime.context_parallel"
 
 FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",

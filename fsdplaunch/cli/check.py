@@ -23,7 +23,7 @@ from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
-from fsdplaunch.features import feature
+from fsdplaunch.features import COMPARISON, feature
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
@@ -89,7 +89,7 @@ def check(
     if not compare and arguments[:1] == ("--compare",):  # right after the script it is this command's as well
         compare, arguments = True, arguments[1:]
     script = check_script(script, "check", is_file=not module)
-    comparison = feature("fsdplaunch.cli.compare") if compare else None
+    comparison = feature(COMPARISON) if compare else None
     if comparison is not None:
         comparison.check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, noted=option_notes(noted))

@@ -207,7 +207,7 @@ def merge_weights(
     epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
     "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact.",
 )
-@does("estimate:estimate")
+@does("fsdplaunch.estimate.command:estimate")
 def estimate(
     source: Annotated[
         str | None,
@@ -323,7 +323,7 @@ def warm(
     "Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
-@does("tune:tune_command")
+@does("fsdplaunch.tune.command:tune")
 def tune(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to measure, and its arguments")] = None,
@@ -360,7 +360,6 @@ def tune(
     ] = False,
     write: Annotated[Path | None, Option(metavar="FILE", help="Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
-    resume: Annotated[str | None, Option(metavar="FOLDER|ID", help="Go on with a search that was stopped")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure which configuration is fastest here and fits.

@@ -121,7 +121,7 @@ def _takes_list(hint: Any) -> bool:
 
 
 def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare which function does a command: `module:function`, below `fsdplaunch.cli`.
+    """Declare which function does a command: `module:function`, below `fsdplaunch.cli` unless the name is full.
 
     It gets the command's options by their names, lists as tuples, a script's own arguments as `arguments`, and
     `out`. What it returns is the exit status.
@@ -144,7 +144,7 @@ def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[.
             for option, hint in get_type_hints(declared).items():
                 if option in options and _takes_list(hint):
                     options[option] = tuple(options[option] or ())
-            function = getattr(feature(f"fsdplaunch.cli.{module}"), name)
+            function = getattr(feature(module if "." in module else f"fsdplaunch.cli.{module}"), name)
             raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
 
         return command

@@ -152,7 +152,7 @@ def plan_for_this_node(
         notes=(*loaded.note_lines(), *hardware.notes),
         ranks=ranks,
     )
-    check_groups(loaded.config, plan.world_size)
+    check_groups(loaded.config)
     if node_range(loaded.config)[1] > 1:
         return plan
     return replace(

@@ -1,7 +1,7 @@
 """Which known cause fits a difference between two runs: the first whose evidence is in the records."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,13 +12,7 @@ _CLOSE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why two runs compute something else.
-
-    Attributes:
-        id: A stable name, for programs.
-        text: What it is, with the evidence.
-        hint: What to do.
-    """
+    """Why two runs compute something else: a name for programs, what it is with the evidence, what to do."""
 
     id: str
     text: str
@@ -31,20 +25,18 @@ class Evidence:
 
     Attributes:
         first: Where the runs part.
-        plain: The step there, in one process.
-        sharded: The same step of the workers.
+        one: The step there, in one process.
+        many: The same step of the workers.
         drawn: Whether other random numbers, drawn in its forward pass, fit what the steps before it show.
-        layers: Layers that compute something else with another batch.
-        told: What the workers said to differ from one process.
+        run: Of the workers.
         dtype: What parameters are computed in, where the configuration sets it.
     """
 
     first: Difference
-    plain: StepFacts
-    sharded: StepFacts
+    one: StepFacts
+    many: StepFacts
     drawn: bool
-    layers: tuple[str, ...]
-    told: tuple[str, ...]
+    run: RunFacts
     dtype: str | None
 
 
@@ -57,29 +49,21 @@ def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str
         sharded: Of the workers.
         dtype: Of the sharded run's parameters in computation; None for their own.
     """
-    at = min((first.step or len(sharded.steps)) or 1, len(plain.steps), len(sharded.steps)) - 1
+    at = min((first.step or len(sharded.steps)) or 1, len(plain.steps), len(sharded.steps))
+    # A step that was equal, whatever was drawn in it, shows that draws make no difference.
+    *before, drawn = [
+        (one.draws or many.draws) and any(each != one.random[0] for each in many.random)
+        for one, many in zip(plain.steps[:at], sharded.steps[:at], strict=True)
+    ]
     evidence = Evidence(
         first=first,
-        plain=plain.steps[at],
-        sharded=sharded.steps[at],
-        drawn=_part_by_draws(plain.steps[: at + 1], sharded.steps[: at + 1]),
-        layers=tuple(sharded.layers),
-        told=tuple(sharded.told),
+        one=plain.steps[at - 1],
+        many=sharded.steps[at - 1],
+        drawn=drawn and not any(before),
+        run=sharded,
         dtype=dtype,
     )
     return next(cause for find in _KNOWN if (cause := find(evidence)) is not None)
-
-
-def _part_by_draws(plain: Sequence[StepFacts], sharded: Sequence[StepFacts]) -> bool:
-    """Return whether workers drew other numbers in the last of some steps, and in none of those before.
-
-    A step that was equal, whatever was drawn in it, shows that draws make no difference.
-    """
-    *before, last = [
-        (one.draws or many.draws) and any(each != one.random[0] for each in many.random)
-        for one, many in zip(plain, sharded, strict=True)
-    ]
-    return last and not any(before)
 
 
 def _initial(evidence: Evidence) -> Cause | None:
@@ -87,31 +71,31 @@ def _initial(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         id="initial-weights",
-        text="the two runs begin with other weights: they are drawn from a seed that is new in every run, or the"
-        " script resumes from what its first run saved",
+        text="the two runs begin with different weights: the seed is new in every run, or the script resumes from"
+        " what its first run saved",
         hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is built;"
         " have it save to a folder that it does not resume from",
     )
 
 
 def _same_rows(evidence: Evidence) -> Cause | None:
-    """Recognise that all workers were given the plain run's batch."""
-    one, many = evidence.plain, evidence.sharded
+    """Recognise that all workers were given as many rows as the plain run's batch has."""
+    one, many = evidence.one, evidence.many
     if len(set(many.rows)) > 1 or many.rows[0] != one.rows[0] or one.rows[0] is None:
         return None
-    if not all(_close(content, one.contents[0]) for content in many.contents):
-        if all(_close(content, many.contents[0]) for content in many.contents):
-            return _drawn_anew("all workers read the same rows, and other ones than the plain run")
-        return Cause(
-            id="batch-size",
-            text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
-            hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
-        )
-    return _random(evidence)
+    if all(_close(content, one.contents[0]) for content in many.contents):
+        return _random(evidence)
+    if all(_close(content, many.contents[0]) for content in many.contents):
+        return _drawn_anew("all workers read the same rows, but not those of the plain run")
+    return Cause(
+        id="batch-size",
+        text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
+        hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
+    )
 
 
 def _other_rows(evidence: Evidence) -> Cause | None:
-    one, many = evidence.plain, evidence.sharded
+    one, many = evidence.one, evidence.many
     if one.rows[0] is None or None in many.rows or one.rows[0] in many.rows:
         return None
     if _rows(many) != one.rows[0]:
@@ -128,14 +112,14 @@ def _other_rows(evidence: Evidence) -> Cause | None:
 def _drawn_anew(what: str) -> Cause:
     return Cause(
         id="other-data",
-        text=f"{what}: they, or their order, are drawn anew in every run, or per rank",
+        text=f"{what}: the rows or their order are drawn anew in every run, or per rank",
         hint="seed what draws them (a sampler's generator, an environment) with a fixed number on all ranks",
     )
 
 
 def _sum(evidence: Evidence) -> Cause | None:
     """Recognise losses of workers that add up to the plain one: each is the sum over its rows."""
-    one, many = evidence.plain, evidence.sharded
+    one, many = evidence.one, evidence.many
     added = zip(one.losses, many.totals, strict=False)
     if len(many.rows) == 1 or not one.losses or evidence.first.what != "loss":
         return None
@@ -150,29 +134,29 @@ def _sum(evidence: Evidence) -> Cause | None:
 
 
 def _told(evidence: Evidence) -> Cause | None:
-    if not evidence.told:
+    if not evidence.run.told:
         return None
     return Cause(
         id="told",
-        text=f"the workers said so: {evidence.told[0]}",
-        hint="see docs/limits.md: what it means, and what can be done",
+        text=f"a worker printed the reason: {evidence.run.told[0]}",
+        hint="docs/limits.md says what it means and what can be done",
     )
 
 
 def _random(evidence: Evidence) -> Cause | None:
     if not evidence.drawn:
         return None
-    drops = [layer for layer in evidence.layers if "Dropout" in layer]
+    drops = [layer for layer in evidence.run.layers if "Dropout" in layer]
     named = f" ({drops[0]}{f' and {len(drops) - 1} more' if len(drops) > 1 else ''})" if drops else ""
     return Cause(
         id="randomness",
         text=f"the forward pass draws random numbers{named}, and workers draw others than one process does",
-        hint="set dropout to 0 to compare; the difference is another draw, not another computation",
+        hint="set dropout to 0 to compare; only the draw differs, not the computation",
     )
 
 
 def _batch_norm(evidence: Evidence) -> Cause | None:
-    norms = [layer for layer in evidence.layers if "BatchNorm" in layer]
+    norms = [layer for layer in evidence.run.layers if "BatchNorm" in layer]
     if not norms:
         return None
     return Cause(
@@ -197,8 +181,8 @@ def _gradient(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         id="gradients",
-        text="the losses are equal and the gradients are not: something works on shards as if they were full"
-        " tensors, or computes gradients of gradients (create_graph)",
+        text="the losses are equal and the gradients are not: the script treats shards as full tensors, or"
+        " computes gradients of gradients (create_graph)",
         hint="look at what the script does between backward and step, and report it with the tensor's name",
     )
 
@@ -206,24 +190,15 @@ def _gradient(evidence: Evidence) -> Cause | None:
 def _unequal_means(evidence: Evidence) -> Cause | None:
     return Cause(
         id="unequal-means",
-        text="what was recorded shows none of the other causes; a loss that is a mean over unequal numbers of rows"
-        f" or tokens (padding, ignored labels) does this: {evidence.plain.line or 'the loss'}",
+        text="the records show none of the other causes; a loss that is a mean over unequal numbers of rows"
+        f" or tokens (padding, ignored labels) does this: {evidence.one.line or 'the loss'}",
         hint="see docs/limits.md, what is different from one process",
     )
 
 
 _KNOWN: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _initial,
-    _same_rows,
-    _other_rows,
-    _sum,
-    _told,
-    _random,
-    _batch_norm,
-    _dtype,
-    _gradient,
-    _unequal_means,
-)
+    _initial, _same_rows, _other_rows, _sum, _told, _random, _batch_norm, _dtype, _gradient, _unequal_means,
+)  # fmt: skip
 
 
 def _rows(step: StepFacts) -> int:
@@ -243,22 +218,12 @@ _OPEN = ("told", "randomness", "batch-norm", "gradients", "unequal-means")
 
 
 def is_equal(verdict: Verdict, cause: Cause | None) -> bool:
-    """Return whether two runs compute the same, but for rounding where that is the cause.
-
-    Args:
-        verdict: Of comparing them.
-        cause: Where they part.
-    """
+    """Return whether two runs compute the same, except for rounding where that is the cause."""
     return verdict.first is None or (cause is not None and cause.id == _ID)
 
 
 def may_be_rounding(first: Difference, cause: Cause) -> bool:
-    """Return whether a difference is one that rounding can make, and its cause one without proof.
-
-    Args:
-        first: Where the runs part.
-        cause: That fits it best.
-    """
+    """Return whether a difference is one that rounding can make, and its cause one without proof."""
     return cause.id in _OPEN and first.step != 0 and math.isfinite(first.by)
 
 

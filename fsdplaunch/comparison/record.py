@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -49,19 +49,6 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
     return float(own.double().square().sum().item()) if not own.is_sparse else 0.0
 
 
-def squared_gradient(grad: torch.Tensor, param: nn.Parameter, shared: bool) -> tuple[float, bool]:
-    """Return the sum of squares of what is here of a gradient, and whether other workers hold more of it.
-
-    A script may have given a sharded parameter a gradient that each worker holds in full.
-
-    Args:
-        grad: Of the parameter.
-        param: Whose it is.
-        shared: Whether other workers hold more of the parameter.
-    """
-    return sum_of_squares(grad), _is_shard(grad) if isinstance(param, DTensor) else shared
-
-
 class NamedModels:
     """The trained models of one process, in the order in which they were first trained. They are kept alive."""
 
@@ -69,15 +56,9 @@ class NamedModels:
         self.roots: list[nn.Module] = []
         self._known: dict[int, Known] = {}
 
-    def parameters_of(self, optimizer: Optimizer) -> list[Known]:
-        """Return the parameters that an optimizer trains, with the names they have in their models."""
-        return self._named([param for group in optimizer.param_groups for param in group["params"]])
-
-    def parameters_with_gradients(self) -> list[Known]:
-        """Return the parameters of all models that have a gradient now, with their names."""
-        return self._named([each for root in _roots() for each in root.parameters() if each.grad is not None])
-
-    def _named(self, params: list[nn.Parameter]) -> list[Known]:
+    def named(self, params: Iterable[nn.Parameter]) -> list[Known]:
+        """Return parameters with the names they have in their models."""
+        params = list(params)
         if any(id(param) not in self._known for param in params):
             self._find(params)
         return [self._known[id(param)] for param in params if id(param) in self._known]
@@ -88,23 +69,23 @@ class NamedModels:
 
     def layers(self) -> list[str]:
         """Return the layers that compute something else with another batch: BatchNorm, dropout that is on."""
-        found = []
-        for root in self.roots:
-            for name, module in root.named_modules():
-                if _depends_on_batch(module):
-                    found.append(f"{class_name(module)} {clean_name(name)}".strip())
-        return found
+        modules = [each for root in self.roots for each in root.named_modules()]
+        return [
+            f"{class_name(module)} {clean_name(name)}".strip() for name, module in modules if _by_batch(module)
+        ]
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter in full, on the host. Collective in a sharded run."""
         for number, root in enumerate(self.roots):
             prefix = _prefix(root, number)
             if fsdp1_wrappers(root):
-                yield from _full_of_wrapper(root, prefix)
+                from fsdplaunch.runtime.state_dict.full_state import full_shapes, full_state
+
+                state = full_state(root, "check --compare")
+                yield from ((prefix + name, state[name]) for name in full_shapes(root) if name in state)
                 continue
             for name, param in named_parameters(root):
-                value: Any = param.detach()
-                yield prefix + name, full_tensor(value).cpu()
+                yield prefix + name, full_tensor(param.detach()).cpu()
 
     def _find(self, params: list[nn.Parameter]) -> None:
         """Find the outermost modules that hold these parameters, and name them in the order of these.
@@ -120,21 +101,18 @@ class NamedModels:
                 found.append((min(places[each] for each in left & own), root))
                 left -= own
         for _, root in sorted(found, key=lambda each: each[0]):
-            self._name(root)
-
-    def _name(self, root: nn.Module) -> None:
-        self.roots.append(root)
-        prefix = _prefix(root, len(self.roots) - 1)
-        shared = _sharded_by_wrapper(root)
-        for name, param in named_parameters(root):
-            self._known.setdefault(id(param), (prefix + name, param, shared or _is_shard(param)))
+            self.roots.append(root)
+            prefix = _prefix(root, len(self.roots) - 1)
+            shared = any(each.sharding_strategy is not ShardingStrategy.NO_SHARD for each in fsdp1_wrappers(root))
+            for name, param in named_parameters(root):
+                self._known.setdefault(id(param), (prefix + name, param, shared or _is_shard(param)))
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def _depends_on_batch(module: nn.Module) -> bool:
+def _by_batch(module: nn.Module) -> bool:
     """Return whether a layer computes something else when the batch is divided."""
     drops = isinstance(module, _DROPOUTS) and module.p > 0
     return module.training and (drops or isinstance(module, _BATCH_NORMS))
@@ -156,18 +134,6 @@ def _prefix(root: nn.Module, number: int) -> str:
 
 def _is_shard(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and not all(isinstance(each, Replicate) for each in tensor.placements)
-
-
-def _sharded_by_wrapper(root: nn.Module) -> bool:
-    """Return whether FSDP1 holds shards of a model."""
-    return any(each.sharding_strategy is not ShardingStrategy.NO_SHARD for each in fsdp1_wrappers(root))
-
-
-def _full_of_wrapper(root: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    from fsdplaunch.runtime.state_dict.full_state import full_shapes, full_state
-
-    state = full_state(root, "check --compare")
-    yield from ((prefix + name, state[name]) for name in full_shapes(root) if name in state)
 
 
 @dataclass(slots=True)
@@ -257,7 +223,7 @@ class Recorder:
             finally:
                 self._depth -= 1
             if counted and not self._depth and not self._built:
-                self._end_step(self.models.parameters_with_gradients())
+                self._end_step(each for root in _roots() for each in root.parameters() if each.grad is not None)
                 self.count(self)
             return done
 
@@ -283,14 +249,17 @@ class Recorder:
         return True
 
     def _step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._end_step(self.models.parameters_of(optimizer))
+        self._end_step(param for group in optimizer.param_groups for param in group["params"])
 
-    def _end_step(self, known: list[Known]) -> None:
+    def _end_step(self, params: Iterable[nn.Parameter]) -> None:
+        known = self.models.named(params)
         if not self.start:
             self.start, self.layers = self.models.squares(), self.models.layers()
         for name, param, shared in known:
-            if param.grad is not None:
-                self._now.gradients[name] = squared_gradient(param.grad, param, shared)
+            if (grad := param.grad) is not None:
+                # A script may have given a sharded parameter a gradient that each worker holds in full.
+                of_all = _is_shard(grad) if isinstance(param, DTensor) else shared
+                self._now.gradients[name] = (sum_of_squares(grad), of_all)
         self.steps.append(self._now)
         self._now, self._state = Step(), None
 

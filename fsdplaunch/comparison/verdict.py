@@ -1,7 +1,6 @@
 """What two runs computed, whether that is equal, and at which step and tensor they part. Pure."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,53 +213,41 @@ def _is_sum(one: StepFacts, many: StepFacts, tolerance: float) -> bool:
 
 
 def _differences(plain: RunFacts, sharded: RunFacts) -> Iterator[Difference]:
-    for name, norm in plain.start.items():
-        if name in sharded.start:
-            yield _difference(0, f"initial {name}", norm, sharded.start[name])
+    for name in [name for name in plain.start if name in sharded.start]:
+        yield _difference(0, f"initial {name}", plain.start[name], sharded.start[name])
     for number, (one, many) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
         yield from _of_step(number, one, many)
-    if len(plain.steps) != len(sharded.steps):
-        yield Difference(
-            step=min(len(plain.steps), len(sharded.steps)) + 1,
-            what="number of steps",
-            plain=len(plain.steps),
-            sharded=len(sharded.steps),
-            by=math.inf,
-        )
+    counts = len(plain.steps), len(sharded.steps)
+    if counts[0] != counts[1]:
+        what = "number of steps"
+        yield Difference(step=min(counts) + 1, what=what, plain=counts[0], sharded=counts[1], by=math.inf)
 
 
 def _of_step(number: int, one: StepFacts, many: StepFacts) -> Iterator[Difference]:
     for plain, sharded in zip(one.losses, many.losses, strict=False):
         yield _difference(number, "loss", plain, sharded)
-    norm = _difference(number, "gradient norm", one.norm, many.norm)
-    worst = max((_difference(number, f"gradient of {name}", *pair) for name, pair in _pairs(one, many)), key=_by)
-    yield norm
+    yield _difference(number, "gradient norm", one.norm, many.norm)
+    names = sorted(one.norms.keys() & many.norms.keys())
+    if not names:
+        return
     # One gradient may be wrong while the norm of all hides it; measured by the whole, for small ones are rounding.
-    share = _by(worst) / max(one.norm, 1e-12) if math.isfinite(one.norm) else worst.by
-    yield Difference(step=number, what=worst.what, plain=worst.plain, sharded=worst.sharded, by=share)
+    worst = max(names, key=lambda name: _apart(one.norms[name], many.norms[name]))
+    pair = one.norms[worst], many.norms[worst]
+    whole = max(one.norm, 1e-12) if math.isfinite(one.norm) else max(*map(abs, pair), 1e-6)
+    by = _apart(*pair) and _apart(*pair) / whole
+    yield Difference(step=number, what=f"gradient of {worst}", plain=pair[0], sharded=pair[1], by=by)
 
 
-def _pairs(one: StepFacts, many: StepFacts) -> list[tuple[str, tuple[float, float]]]:
-    names = one.norms.keys() & many.norms.keys()
-    return [(name, (one.norms[name], many.norms[name])) for name in sorted(names)] or [
-        ("all", (one.norm, many.norm))
-    ]
-
-
-def _by(difference: Difference) -> float:
-    """Return how far apart two numbers are; not numbers, or infinite, in both they are equal."""
-    plain, sharded = difference.plain or 0.0, difference.sharded or 0.0
-    if _are_equal(plain, sharded):
+def _apart(plain: float, sharded: float) -> float:
+    """Return how far apart two numbers are; 0 for two that are infinite or not numbers in the same way."""
+    if plain == sharded or (math.isnan(plain) and math.isnan(sharded)):
         return 0.0
     return math.inf if math.isnan(plain) or math.isnan(sharded) else abs(plain - sharded)
 
 
-def _are_equal(plain: float, sharded: float) -> bool:
-    return plain == sharded or (math.isnan(plain) and math.isnan(sharded))
-
-
 def _difference(step: int, what: str, plain: float, sharded: float) -> Difference:
-    by = 0.0 if _are_equal(plain, sharded) else abs(plain - sharded) / max(abs(plain), abs(sharded), 1e-6)
+    by = _apart(plain, sharded)
+    by = by / max(abs(plain), abs(sharded), 1e-6) if by and math.isfinite(by) else by
     return Difference(step=step, what=what, plain=plain, sharded=sharded, by=by)
 
 
@@ -275,35 +262,3 @@ def _is_noise(name: str, run: RunFacts) -> bool:
     """Return whether a parameter was trained with nothing but rounding in its gradients."""
     trained = [step for step in run.steps if name in step.norms]
     return bool(trained) and all(step.norms[name] <= _NOISE * step.norm for step in trained)
-
-
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".distcp", ".tar")
-_AT_MOST = 50_000
-"""Files looked at: a folder of images is not worth a wait."""
-
-
-def saved_since(folder: Path, began: float) -> Path | None:
-    """Return the newest file of weights under a folder that was written since then, relative to it; None without.
-
-    Args:
-        folder: Hidden folders in it are left out.
-        began: In seconds since 1970.
-    """
-    newest, when, looked_at = None, began, 0
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        looked_at += len(files)
-        for path in (Path(place, name) for name in files if name.endswith(_SUFFIXES)):
-            written = _written(path)
-            if written >= when:
-                newest, when = path, written
-        if looked_at > _AT_MOST:
-            break
-    return None if newest is None else newest.relative_to(folder)
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # a broken link, or removed meanwhile
-        return float("-inf")

@@ -1,8 +1,8 @@
 """Read a model's tensors without loading it: from weight files' headers, a `config.json`, or a parameter count."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class UnitSize:
     def split(self, ranks: int) -> "UnitSize":
         """Return what one of the ranks that split its layers has of it."""
         tensors = tuple((tensor.split(ranks), number) for tensor, number in self.tensors)
-        return self if ranks == 1 else UnitSize(name=self.name, count=self.count, tensors=tensors)
+        return self if ranks == 1 else replace(self, tensors=tensors)
 
     def share(self, ranks: int, *, flat: bool = False) -> int:
         """Return elements of one unit that a rank holds; flat: cut anywhere, as FSDP1 does."""
@@ -89,7 +89,7 @@ class ModelSizes:
         root: What belongs to no repeated block: embeddings, head, last norm.
         blocks: The repeated blocks, one entry per kind.
         itemsize: Bytes per element of most parameters.
-        names: Every tensor by its full name; needed where units are found by size.
+        names: Every tensor by its full name.
     """
 
     source: str
@@ -127,26 +127,32 @@ def model_sizes(
     if prefixes is None:
         groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
         prefixes = tuple(f"{group.prefix}.{number}" for group in groups for number in range(group.count))
-    members: dict[str, Counter[TensorSize]] = {prefix: Counter() for prefix in prefixes}
-    root: Counter[TensorSize] = Counter()
+    members: dict[str, list[TensorSize]] = {prefix: [] for prefix in prefixes}
+    root: list[TensorSize] = []
     for name, tensor in tensors.items():
-        home = next((prefix for prefix in _parents(name) if prefix in members), None)
-        (root if home is None else members[home])[tensor] += 1
-    kinds: dict[tuple[tuple[TensorSize, int], ...], list[str]] = {}
-    for prefix, content in members.items():
-        kinds.setdefault(_ordered(content), []).append(prefix)
+        parts = name.split(".")
+        parents = (".".join(parts[:length]) for length in range(1, len(parts)))
+        members.get(next((each for each in parents if each in members), ""), root).append(tensor)
+    blocks: dict[object, UnitSize] = {}
+    for unit in (unit_of(prefix, content) for prefix, content in members.items() if content):
+        known = blocks.setdefault(unit.tensors, replace(unit, count=0))
+        blocks[unit.tensors] = replace(known, count=known.count + 1)
     widths: Counter[int] = Counter()
     for tensor in tensors.values():
         widths[tensor.itemsize] += tensor.numel
     return ModelSizes(
         source=source,
-        root=UnitSize(name="", count=1, tensors=_ordered(root)),
-        blocks=tuple(
-            UnitSize(name=found[0], count=len(found), tensors=kind) for kind, found in kinds.items() if kind
-        ),
+        root=unit_of("", root),
+        blocks=tuple(blocks.values()),
         itemsize=widths.most_common(1)[0][0] if widths else 4,
         names=dict(tensors),
     )
+
+
+def unit_of(name: str, tensors: Iterable[TensorSize]) -> UnitSize:
+    """Return the unit that holds some tensors."""
+    content = sorted(Counter(tensors).items(), key=lambda item: (item[0].shape, item[0].itemsize))
+    return UnitSize(name=name, count=1, tensors=tuple(content))
 
 
 def read_sizes(folder: Path) -> ModelSizes:
@@ -179,15 +185,6 @@ def read_sizes(folder: Path) -> ModelSizes:
             msg = f"the index of {folder} says that {file} holds {name}, and it does not"
             raise UsageError(msg, hint="download or copy the folder again")
     return model_sizes(tensors, f"headers of {len(files)} file{'s' if len(files) > 1 else ''} in {folder}")
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-def _ordered(content: Counter[TensorSize]) -> tuple[tuple[TensorSize, int], ...]:
-    return tuple(sorted(content.items(), key=lambda item: (item[0].shape, item[0].itemsize)))
 
 
 def _check_length(path: Path, header: FileHeader) -> None:
@@ -226,33 +223,19 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DescribedModel:
-    """A model as its `config.json` describes it.
+class Model:
+    """A model.
 
     Attributes:
         sizes: Its tensors.
-        shape: What its activations depend on.
-        model_type: The family's name.
+        shape: What its activations depend on; None where that is not known.
     """
 
     sizes: ModelSizes
-    shape: ActivationShape
-    model_type: str
+    shape: ActivationShape | None
 
 
-def read_architecture(path: Path) -> DescribedModel:
-    """Describe the model of a `config.json`.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UsageError: It cannot be read, its family is not known here, or it lacks a number.
-    """
-    return describe(read_json_file(path), source=str(path))
-
-
-def describe(config: Mapping[str, Any], *, source: str) -> DescribedModel:
+def describe(config: Mapping[str, Any], *, source: str) -> Model:
     """Describe the model of a configuration.
 
     Args:
@@ -278,7 +261,7 @@ def describe(config: Mapping[str, Any], *, source: str) -> DescribedModel:
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), DTYPES["float32"])
     tensors = {name: TensorSize(size, dtype.size) for name, size in shapes.items()}
     blocks = tuple(f"{prefix}.{number}" for prefix, count in lists.items() for number in range(count))
-    return DescribedModel(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape, model_type=str(kind))
+    return Model(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape)
 
 
 def _has_head(config: Mapping[str, Any]) -> str:
@@ -294,9 +277,8 @@ def _has_head(config: Mapping[str, Any]) -> str:
 
 _WORDS = 32_000
 _HEAD = 128
-_STEP = 256
 MOST_PARAMETERS = 4 * 10**12
-"""What the largest of these shapes comes to."""
+"""What the largest of the llamas below comes to."""
 
 
 def llama_of(parameters: int) -> dict[str, Any]:
@@ -306,7 +288,8 @@ def llama_of(parameters: int) -> dict[str, Any]:
         parameters: Number of parameters.
     """
     widths = range(_HEAD, 32_769, _HEAD)
-    shapes = [(width, depth) for width in widths for depth in _depths(width)]
+    usual = ((width, width // _HEAD) for width in widths)
+    shapes = ((width, depth) for width, most in usual for depth in range(max(1, most * 3 // 4), most * 5 // 4 + 1))
     width, depth = min(shapes, key=lambda shape: abs(count_parameters(*shape) - parameters))
     return {
         "model_type": "llama",
@@ -321,22 +304,12 @@ def llama_of(parameters: int) -> dict[str, Any]:
     }
 
 
-def _depths(width: int) -> range:
-    usual = width // _HEAD
-    return range(max(1, usual * 3 // 4), usual * 5 // 4 + 1)
-
-
 def _inner(width: int) -> int:
     """Return the width inside the feed-forward part: 8/3 of the model's, up to a multiple of 256."""
-    return -(-8 * width // (3 * _STEP)) * _STEP
+    return -(-8 * width // (3 * 256)) * 256
 
 
 def count_parameters(width: int, depth: int) -> int:
-    """Return how many parameters a llama of this width and depth has.
-
-    Args:
-        width: `hidden_size`.
-        depth: `num_hidden_layers`.
-    """
+    """Return how many parameters a llama of this width and depth has."""
     block = 4 * width * width + 3 * width * _inner(width) + 2 * width
     return depth * block + 2 * _WORDS * width + width

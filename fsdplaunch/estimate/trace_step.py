@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -17,12 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.errors import LaunchError, UsageError
+from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 from fsdplaunch.runtime.torch_internals.traced_memory import (
     FakeTensorMode,
     FSDPMemTracker,
-    modules_running,
-    note_peak,
-    tracked_memory,
 )
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -46,33 +45,33 @@ def build_from_script(script: Path, function: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module
     sys.path.insert(0, str(script.resolve().parent))
-    try:
+    hint = "keep what trains below `if __name__ == '__main__':`"
+    with _naming_the_line(script, f"importing {script}", hint):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        msg = f"importing {script} raised {_words(error, script)}"
-        raise UsageError(msg, hint="keep what trains below `if __name__ == '__main__':`") from error
     made = getattr(module, function, None)
     if not callable(made):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         msg = f"{script} has no function {function}"
         raise UsageError(msg, hint=f"functions there: {', '.join(names) or 'none'}")
-    try:
+    hint = "it is called without arguments and must return a model, or a model and a batch"
+    with _naming_the_line(script, f"{script}:{function}", hint):
         return made()
+
+
+@contextmanager
+def _naming_the_line(script: Path, what: str, hint: str) -> Iterator[None]:
+    """Make one error of what the user's code raises, with the innermost line of the script itself."""
+    try:
+        yield
     except (Exception, SystemExit) as error:
-        msg = f"{script}:{function} raised {_words(error, script)}"
-        hint = "it is called without arguments and must return a model, or a model and a batch"
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(script)]
+        place = f" (line {lines[-1]})" if lines else ""
+        msg = f"{what} raised {_words(error)}{place}"
         raise UsageError(msg, hint=hint) from error
 
 
-def _words(error: BaseException, script: Path) -> str:
-    """Return `ValueError: text (line 12)`, the line being the innermost one of the script itself."""
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(script):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a text'}"
-    return f"{text} (line {line})" if line else text
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'without a text'}"
 
 
 def build_from_config(path: Path) -> nn.Module:
@@ -156,16 +155,12 @@ def loss_of(output: Any) -> torch.Tensor:
     Raises:
         UsageError: It returned no tensor that gradients can flow from.
     """
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    values = list(output.values()) if isinstance(output, Mapping) else output
-    found = values if isinstance(values, list | tuple) else [values]
-    tensors = [item for item in found if isinstance(item, torch.Tensor) and item.is_floating_point()]
-    scalar = next((item for item in tensors if item.dim() == 0), None)
+    leaves = [getattr(output, "loss", None), *tree_leaves(dict(output) if isinstance(output, Mapping) else output)]
+    tensors = [item for item in leaves if isinstance(item, torch.Tensor) and item.is_floating_point()]
     if not tensors:
         msg = f"the model returned {type(output).__name__}, without a tensor to train on"
         raise UsageError(msg, hint="return the loss, or the outputs, from forward")
+    scalar = next((item for item in tensors if item.dim() == 0), None)
     return scalar if scalar is not None else tensors[0].float().sum()
 
 
@@ -238,20 +233,6 @@ _OPTIMIZERS: Mapping[str, Any] = {
 }
 
 
-class StepTracker(FSDPMemTracker):
-    """Torch's tracker, which also keeps where the peak was."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self.phase = "forward"
-        self.peak_at = ("forward", "")
-
-    def _update_peak_stats(self, peak_state: Any) -> None:  # noqa: ARG002  (torch calls it after every operation)
-        for device, now in tracked_memory(self).items():
-            if note_peak(self, device, now):
-                self.peak_at = (self.phase, max(modules_running(self), key=len, default=""))
-
-
 def trace(request: Mapping[str, Any]) -> dict[str, Any]:
     """Answer one request.
 
@@ -259,7 +240,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
         request: source (config or script and function), world, per_node, batch_size, length, optimizer.
 
     Returns:
-        parts and total in bytes at the peak, where it was, the course, the model's tensors, seconds.
+        Bytes at the peak by what they are for, the model's tensors and units, seconds.
 
     Raises:
         LaunchError: The model cannot be built, sharded or traced.
@@ -278,10 +259,11 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str, Any]:
     from fsdplaunch.runtime.api.prepare import prepare
-    from fsdplaunch.runtime.inspection.parameters import clean_name
     from fsdplaunch.runtime.sharding.registry import registered
 
-    model, batch = _build(request)
+    source, function = Path(request["source"]), request["function"]
+    made = build_from_script(source, function) if function else build_from_config(source)
+    model, batch = taken_apart(made)
     tensors = {name: [list(param.shape), param.element_size()] for name, param in model.named_parameters()}
     if batch is None:
         batch = make_batch(model, batch_size=request["batch_size"], length=request["length"])
@@ -290,25 +272,16 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = _OPTIMIZERS[request["optimizer"]](trained)
     _give_state(optimizer, trained, request["optimizer"])
-    tracker = StepTracker(model, optimizer)
+    tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs(tuple(batch.values()) if isinstance(batch, Mapping) else batch)
     with _fused_attention(), tracker:
-        _step(model, batch, optimizer, tracker)
+        _step(model, batch, optimizer)
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
-    phase, module = tracker.peak_at
-    return {
-        "parts": _parts(peak),
-        "peak": {"phase": phase, "module": clean_name(module).removeprefix("FSDP")},
-        "tensors": tensors,
-        "units": list(prepared.units) if prepared else [],
-    }
-
-
-def _build(request: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    source = Path(request["source"])
-    if request["function"]:
-        return taken_apart(build_from_script(source, request["function"]))
-    return build_from_config(source), None
+    parts = dict.fromkeys(_PARTS.values(), 0)
+    for kind, amount in peak.items():
+        if (name := str(getattr(kind, "value", kind))) != "Total":
+            parts[_PARTS[name]] += amount
+    return {"parts": parts, "tensors": tensors, "units": list(prepared.units) if prepared else []}
 
 
 def _give_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], kind: str) -> None:
@@ -339,31 +312,22 @@ def _fused_attention() -> Any:
     return patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
 
 
-def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, tracker: StepTracker) -> None:
+def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    phase = "forward"
     try:
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         loss = loss_of(output)  # the outputs live on, as they do in most training loops
-        tracker.phase = "backward"
+        phase = "backward"
         loss.backward()
         del loss
-        tracker.phase = "step"
+        phase = "step"
         optimizer.step()
     except LaunchError:
         raise
     except Exception as error:
-        text = str(error).splitlines()[0] if str(error) else "without a text"
-        msg = f"the {tracker.phase} of {type(model).__name__} cannot be traced: {type(error).__name__}: {text}"
+        msg = f"the {phase} of {type(model).__name__} cannot be traced: {_words(error)}"
         hint = "what depends on tensors' values (.item(), if tensor:) has none here; leave --exact out"
         raise UsageError(msg, hint=hint) from error
-
-
-def _parts(peak: Mapping[Any, int]) -> dict[str, int]:
-    parts = dict.fromkeys(_PARTS.values(), 0)
-    for kind, amount in peak.items():
-        name = str(getattr(kind, "value", kind))
-        if name != "Total":
-            parts[_PARTS[name]] += amount
-    return parts
 
 
 def main(argv: list[str]) -> None:

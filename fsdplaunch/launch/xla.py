@@ -45,31 +45,19 @@ def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> 
     return processes
 
 
-def check_groups(config: Config, processes: int) -> None:
-    """Refuse sharding_groups that would not have all processes train one model.
-
-    Args:
-        config: Resolved.
-        processes: Over all nodes.
+def check_groups(config: Config) -> None:
+    """Refuse sharding_groups: all processes shard together, and between groups PyTorch/XLA exchanges nothing.
 
     Raises:
-        UsageError: There are several groups, or one that is not all processes in their order.
+        UsageError: A file has them.
     """
-    settings = config.fsdp_config.xla_fsdp_settings
-    groups = settings.get("sharding_groups")
-    if groups is None or not shards_on_xla(config) or runs_spmd(config):
-        return
-    if len(groups) > 1:
-        msg = f"sharding_groups makes {len(groups)} groups, and PyTorch/XLA exchanges nothing between them"
-        raise UsageError(msg, hint="leave it out: each group would train a model of its own")
-    everyone = f"{processes} processes, 0 to {processes - 1}" if processes > 1 else "one process, 0"
-    if groups != [list(range(processes))]:
-        msg = f"sharding_groups is {groups}, and the run has {everyone}"
+    if (
+        "sharding_groups" in config.fsdp_config.xla_fsdp_settings
+        and shards_on_xla(config)
+        and not runs_spmd(config)
+    ):
+        msg = "sharding_groups cannot be followed: groups would each train a model of their own"
         raise UsageError(msg, hint="leave it out: all processes shard together")
-    fixed = settings.get("sharding_rank", 0) != 0 or (processes > 1 and "sharding_rank" in settings)
-    if fixed or settings.get("sharding_world_size", processes) != processes:
-        msg = f"sharding_rank and sharding_world_size of a file are not those of {everyone}"
-        raise UsageError(msg, hint="leave them out: they follow from sharding_groups")
 
 
 def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:

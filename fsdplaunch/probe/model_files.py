@@ -79,6 +79,7 @@ def _repeats(members: Mapping[int, Mapping[str, int]]) -> bool:
     return 2 * alike >= len(members) and alike >= _FEWEST
 
 
+_FEWEST_WITHOUT_UNIT = 10_000
 _LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 
@@ -124,7 +125,7 @@ def read_model(folder: Path) -> ModelFacts:
     """
     if not folder.is_dir():
         msg = f"model folder {folder} does not exist"
-        raise UsageError(msg, hint="give the folder that holds config.json")
+        raise UsageError(msg, hint="give the folder that holds config.json, or a size with its unit: 8b")
     architecture = _architecture(folder)
     files = weight_files(folder)
     if not files:
@@ -180,11 +181,11 @@ def parse_count(text: str) -> int:
         text: The count.
 
     Raises:
-        ValueError: It is none, or less than 1.
+        ValueError: It is none, or a small number without a unit: 8 is not a model of 8 parameters.
     """
     match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())
     number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
-    if number < 1:
+    if match is None or number < (1 if match[2] else _FEWEST_WITHOUT_UNIT):
         raise ValueError(text)
     return number
 

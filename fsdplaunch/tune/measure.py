@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import torch as safe
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE
 from fsdplaunch.config.schema.config import Config
@@ -114,9 +116,6 @@ def install_guard() -> None:
     scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
     if not scratch or not source:
         return
-    import torch
-    from safetensors import torch as safe
-
     guard = WriteGuard(scratch, source, _caches())
     sys.addaudithook(guard.audit)
     for owner, name in ((torch, "save"), (safe, "serialize_file")):
@@ -163,7 +162,7 @@ def measure(steps: int, config: Config) -> None:
     """
     install_guard()
     measurement = Measurement(on_gpu=torch.cuda.is_available() and not config.use_cpu)
-    measurement.install()
+    register_optimizer_step_post_hook(measurement.mark)
     _measurements.append(measurement)
     stop_after(steps, _finish_at_step)
 
@@ -190,12 +189,6 @@ class Measurement:
         self._on_gpu = on_gpu
         self._marks: dict[Optimizer, list[Any]] = {}
 
-    def install(self) -> None:
-        """Begin to measure, until the process ends."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        register_optimizer_step_post_hook(self.mark)
-
     def mark(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that a step has ended; on a GPU nothing waits for it."""
         moment: Any = time.perf_counter()
@@ -210,12 +203,11 @@ class Measurement:
         if folder is None or not self._marks:
             return
         marks = max(self._marks.values(), key=len)
-        memory = torch.cuda.max_memory_allocated() if self._on_gpu else read_size(PROCESS, "VmHWM") or 0
-        write_json(folder / MEASURED, {"steps": len(marks), "seconds": self._seconds(marks), "memory": memory})
-
-    def _seconds(self, marks: list[Any]) -> list[float]:
-        """Return the seconds between one end of a step and the next."""
-        if not self._on_gpu:
-            return [after - before for before, after in pairwise(marks)]
-        marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+        if self._on_gpu:
+            marks[-1].synchronize()
+            memory = torch.cuda.max_memory_allocated()
+            seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+        else:
+            memory = read_size(PROCESS, "VmHWM") or 0
+            seconds = [after - before for before, after in pairwise(marks)]
+        write_json(folder / MEASURED, {"steps": len(marks), "seconds": seconds, "memory": memory})

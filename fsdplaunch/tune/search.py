@@ -20,8 +20,6 @@ MOST_ROUNDS = 5
 _AT_ONCE, _IN_TWO, _SMALLEST, _ALIKE = log(1.30), log(1.15), log(1.01), log(1.03)
 _T99 = {2: 9.925, 3: 5.841, 4: 4.604}
 """Student's t for 99 %, both sides, by degrees of freedom."""
-MARGIN = 1.02
-"""A candidate whose fastest quarter of steps is not within this factor of the best median is out."""
 Name = TypeVar("Name")
 
 
@@ -56,16 +54,13 @@ def decide(pairs: Sequence[Pair], before: Pair) -> Verdict:
 
 
 def contenders(measured: Mapping[Name, Outcome]) -> list[Name]:
-    """Return the candidates that may be the fastest, the fastest first: those not clearly slower than it.
+    """Return the candidates that may be the fastest, the fastest first: middle steps meet its own.
 
     Args:
         measured: The newest measurement of each that fits.
     """
     ordered = sorted(measured, key=lambda name: measured[name].median)
-    if not ordered:
-        return []
-    limit = measured[ordered[0]].median * MARGIN
-    return [name for name in ordered if measured[name].quartiles[0] <= limit]
+    return [name for name in ordered if measured[name].quartiles[0] <= measured[ordered[0]].quartiles[1]]
 
 
 def _difference(pair: Pair) -> float:
@@ -279,9 +274,8 @@ class Search:
             if base is None:
                 return
             helpers = [single for single in self._singles if self._may_help(single, base)]
-            together = [base.with_changes(single) for single in helpers]
-            new = [each for each in dict.fromkeys(together) if each not in self.rows]
-            self._try_all(self._valid(new)[:_MOST_TOGETHER])
+            together = dict.fromkeys(base.with_changes(single) for single in helpers)
+            self._try_all(self._valid(together)[:_MOST_TOGETHER])
             if self.best() == base:
                 return
 
@@ -313,21 +307,16 @@ class Search:
         """Let the two best meet, and then the better one and yours: what is proposed must be faster than that."""
         measured = self._fitting()
         ordered = sorted(measured, key=lambda candidate: measured[candidate].median)
-        if len(ordered) < 2:  # noqa: PLR2004
-            return ordered[0] if ordered else None
-        best = ordered[0]
-        for rival in self._rivals(ordered, near=Candidate() in contenders(measured)):
+        if not ordered:
+            return None
+        best, yours, rivals = ordered[0], Candidate(), ordered[1:2]
+        if yours in ordered[2:] and not best.is_yours:  # it comes first where it may be as fast
+            rivals.insert(0 if yours in contenders(measured) else 1, yours)
+        for rival in rivals:
             best = self._meet(best, rival)
             if best.is_yours:
                 break
         return best
-
-    def _rivals(self, ordered: Sequence[Candidate], *, near: bool) -> list[Candidate]:
-        """Return whom the best must meet: the runner-up, and yours; that first where it may be as fast."""
-        best, runner_up, yours = ordered[0], ordered[1], Candidate()
-        if best.is_yours or runner_up.is_yours or yours not in ordered:
-            return [runner_up]
-        return [yours, runner_up] if near else [runner_up, yours]
 
     def _meet(self, first: Candidate, second: Candidate) -> Candidate:
         """Measure two candidates in turn until it is clear which is faster, or that neither is."""
@@ -342,7 +331,7 @@ class Search:
             order = rows if len(rounds) % 2 == 0 else rows[::-1]
             for row in order:
                 if self._measure(row, self.steps).failure:
-                    return self._without(row, *rows)
+                    return second if row is rows[0] else first
             pair = rows[0].outcomes[-1], rows[1].outcomes[-1]
             rounds.append(pair)
             verdict = decide(rounds, before)
@@ -353,7 +342,3 @@ class Search:
         self.rows[duel.kept].state = "measured"
         self.changed()
         return duel.kept
-
-    def _without(self, failed: Row, first: Row, second: Row) -> Candidate:
-        """Return the other one when one of the two failed at last."""
-        return (second if failed is first else first).candidate

@@ -203,35 +203,20 @@ def read_tries(texts: Sequence[str]) -> dict[KeyPath, list[Any]]:
     """
     found: dict[KeyPath, list[Any]] = {}
     wrong: list[str] = []
-    for text in texts:
+    pairs = [text.partition("=") for text in texts]
+    for one in [f"{key}{equals}{value}" for key, equals, values in pairs for value in values.split(",")]:
         try:
-            for spec, value in _assignments(text):
-                values = found.setdefault(spec.path, [])
-                values += [] if value in values else [value]
+            [(spec, value)] = read_assignments([one])
         except ConfigError as error:
             wrong += [f"{problem.key} {problem.message}".strip() for problem in error.problems]
-        except ValueError as error:
-            wrong.append(str(error))
+            continue
+        if value is None:
+            wrong.append(f"{spec.dotted} is given no value")
+        elif spec.path[0] not in _OF_A_STEP:
+            wrong.append(f"{spec.dotted} does not decide how a step is computed")
+        elif value not in found.setdefault(spec.path, []):
+            found[spec.path].append(value)
     if wrong:
         msg = f"--try: {'; '.join(dict.fromkeys(wrong))}"
         raise UsageError(msg, hint="write it as --try fsdp_reshard_after_forward=true,false")
-    return found
-
-
-def _assignments(text: str) -> list[tuple[KeySpec, Any]]:
-    """Return the key with each of its values.
-
-    Raises:
-        ConfigError: A value is not one of the key's, or there is no such key.
-        ValueError: No value is given, or the key has no part in a step.
-    """
-    key, equals, values = text.partition("=")
-    found = [one for value in values.split(",") for one in read_assignments([f"{key}{equals}{value}"])]
-    spec = found[0][0]
-    if any(value is None for _, value in found):
-        msg = f"{spec.dotted} is given no value"
-        raise ValueError(msg)
-    if spec.path[0] not in _OF_A_STEP:
-        msg = f"{spec.dotted} does not decide how a step is computed"
-        raise ValueError(msg)
     return found

@@ -13,7 +13,7 @@ from typing import Any
 from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE, MEASURE_STEPS
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.launch.run_result import Failure, RunResult
+from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.run_dir import MEASURED, rank_folder, read_json
 
@@ -49,20 +49,6 @@ class Outcome:
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        found = {name: getattr(self, name) for name in Outcome.__dataclass_fields__}
-        return {**found, "seconds": [round(each, 6) for each in self.seconds]}
-
-
-def outcome_of(data: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that `to_dict` wrote.
-
-    Raises:
-        TypeError, ValueError: It did not write this.
-    """
-    return Outcome(**{**data, "seconds": tuple(float(each) for each in data["seconds"])})
-
 
 WARM_UP = 3
 """Steps that are made before those that count: allocation, first gathers, compilation."""
@@ -93,11 +79,11 @@ _COPIED_BYTES = 1 << 20
 _ALL_COPIED_BYTES = 64 << 20
 """What the copies may take together; the files that come after them are links."""
 _MOST_FILES = 20_000
-_MOST_IN_FOLDER = 2_000
+"""Shown one by one; a folder that comes after them is a link."""
 
 
 def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> None:
-    """Make a folder that reads as another one.
+    """Make a folder that reads as another one: small files are copies, others and hidden folders are links.
 
     Args:
         source: The user's folder.
@@ -105,48 +91,25 @@ def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> 
         leave_out: Folders that are not shown: those of trials.
     """
     target.mkdir(parents=True)
-    count, room = 0, _ALL_COPIED_BYTES
-    pending = [(source, target)]
+    count, room, pending = 0, _ALL_COPIED_BYTES, [(source, target)]
     while pending:
         folder, place = pending.pop()
-        entries = _entries(folder, leave_out)
-        count += len(entries)
-        for entry in entries:
-            if _is_opened(entry, count):
-                (place / entry.name).mkdir()
-                pending.append((Path(entry.path), place / entry.name))
-            else:
-                room -= _show(entry, place / entry.name, room)
-
-
-def _entries(folder: Path, leave_out: Collection[Path]) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return sorted(
-                (entry for entry in found if Path(entry.path) not in leave_out), key=lambda entry: entry.name
-            )
-    except PermissionError:
-        return []
-
-
-def _is_opened(entry: os.DirEntry[str], count: int) -> bool:
-    """Return whether a folder is shown file by file."""
-    if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
-        return False
-    if count > _MOST_FILES or not os.access(entry.path, os.R_OK | os.X_OK):
-        return False
-    with os.scandir(entry.path) as inside:
-        return sum(1 for _ in inside) <= _MOST_IN_FOLDER
-
-
-def _show(entry: os.DirEntry[str], place: Path, room: int) -> int:
-    """Copy or link a file, or link a folder; return the bytes that were copied."""
-    size = entry.stat().st_size if entry.is_file() and os.access(entry.path, os.R_OK) else None
-    if size is not None and size <= min(_COPIED_BYTES, room):
-        shutil.copy2(entry.path, place)
-        return size
-    place.symlink_to(os.path.realpath(entry.path))
-    return 0
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            path, shown = Path(entry.path), place / entry.name
+            readable = os.access(path, os.R_OK)
+            count += 1
+            if path in leave_out:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if readable and not entry.name.startswith(".") and count < _MOST_FILES:
+                    shown.mkdir()
+                    pending.append((path, shown))
+                    continue
+            elif entry.is_file() and readable and entry.stat().st_size <= min(_COPIED_BYTES, room):
+                shutil.copy2(path, shown)
+                room -= entry.stat().st_size
+                continue
+            shown.symlink_to(os.path.realpath(path))
 
 
 def moved(text: str, source: Path, target: Path) -> str:
@@ -225,24 +188,13 @@ class TrialRunner:
 
     def _outcome(self, watch: "_Watch", result: RunResult, steps: int) -> Outcome:
         if result.exit_code == 0 or (watch.has_ended and watch.is_measured):
-            records = [read_json(path) for path in watch.records]
-            return replace(read_measured(records, steps), wall=result.seconds)
+            return replace(read_measured([read_json(path) for path in watch.records], steps), wall=result.seconds)
         kind, why = _why(result) if not watch.has_ended else ("time", f"not done in {self.limit_seconds:.0f} s")
         return Outcome(failure=why, kind=kind, wall=result.seconds)
 
 
 class _Watch:
-    """Says when a launch is over: its time is up, or all has been measured and the script does not end.
-
-    Attributes:
-        records: Where each rank writes what it measured.
-        is_measured: Whether all have.
-        has_ended: Whether the launch was ended for this.
-
-    Args:
-        plan: Of the launch.
-        limit: Seconds that it may take.
-    """
+    """Says when a launch is over: its time is up, or all has been measured and the script does not end."""
 
     def __init__(self, plan: LaunchPlan, limit: float) -> None:
         self.records = [rank_folder(plan.run_dir, rank) / MEASURED for rank in range(plan.workers)]
@@ -278,22 +230,12 @@ def _why(result: RunResult) -> tuple[str, str]:
     failure = result.failure
     if failure is None:
         return "error", f"ended with exit code {result.exit_code}"
-    words = _words(failure)
-    if "WriteRefusedError" in words:
-        return "write", words.partition("WriteRefusedError: ")[2] or words
-    return ("memory", _memory_words(failure)) if _is_out_of_memory(failure) else ("error", words[:_STATED])
-
-
-def _words(failure: Failure) -> str:
+    if failure.exit_code == _KILLED:
+        return "memory", "out of host memory: killed"
     message = failure.message or next((line for line in reversed(failure.tail) if line.strip()), "")
-    first = message.strip().splitlines()[0] if message.strip() else f"exit code {failure.exit_code}"
-    return f"rank {failure.rank}: {first}" if failure.rank is not None else first
-
-
-def _is_out_of_memory(failure: Failure) -> bool:
-    message = failure.message or ""
-    return failure.exit_code == _KILLED or "OutOfMemory" in message or "can't allocate memory" in message
-
-
-def _memory_words(failure: Failure) -> str:
-    return "out of host memory: killed" if failure.exit_code == _KILLED else "out of memory"
+    if "OutOfMemory" in message or "can't allocate memory" in message:
+        return "memory", "out of memory"
+    words = message.strip().splitlines()[0] if message.strip() else f"exit code {failure.exit_code}"
+    if "WriteRefusedError: " in words:
+        return "write", words.partition("WriteRefusedError: ")[2]
+    return "error", (f"rank {failure.rank}: {words}" if failure.rank is not None else words)[:_STATED]

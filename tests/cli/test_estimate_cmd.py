@@ -78,6 +78,8 @@ def test_folder_in_the_working_directory_is_found(cli, folder):
     ("arguments", "text"),
     [
         ([], "error: no model was named, and no folder here holds *.safetensors"),
+        (["8"], "error: 8: no such file, and not the size of a model"),
+        (["Llama-3.1-8B"], "error: Llama-3.1-8B: no such file, and not the size of a model"),
         (["absent.json"], "error: absent.json cannot be read: no such file or directory"),
         (["train.py"], "error: train.py names no function"),
         (["absent.py:build"], "error: script not found: absent.py"),

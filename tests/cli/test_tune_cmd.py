@@ -16,7 +16,6 @@ SCRIPT = "print('trains')\n"
         (["--write", "fsdp.yaml", "train.py"], "error: fsdp.yaml exists"),
         (["--write", "no/where.yaml", "train.py"], "there is no folder"),
         (["--write", "folder", "--overwrite", "train.py"], "error: folder is a folder"),
-        (["--resume", "nothing"], "error: --resume nothing: no search by this name"),
         (["--set", "num_machines=2", "--set", "main_process_ip=a", "train.py"], "is for 2 nodes, and"),
         (["--set", "distributed_type=MULTI_GPU", "train.py"], "distributed_type MULTI_GPU shards nothing"),
         (["--set", "fsdp_config.xla=true", "train.py"], "torch's FSDP, and this one is PyTorch/XLA's"),
@@ -33,15 +32,3 @@ def test_wrong_input_is_one_message_and_nothing_is_written(cli, tmp_path, argume
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_search_goes_on_with_its_own_options_only(cli, tmp_path):
-    folder = tmp_path / "runs" / "2026-tune"
-    folder.mkdir(parents=True)
-    (folder / "tune.json").write_text('{"request": {}, "outcomes": []}')
-    done = cli("tune", "--resume", "2026", "train.py")
-    assert done.returncode == 2
-    assert "--resume goes on with its own script and options" in done.stderr
-    broken = cli("tune", "--resume", "2026")
-    assert broken.returncode == 2
-    assert "is not the file of a search" in broken.stderr

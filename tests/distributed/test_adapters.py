@@ -15,7 +15,6 @@ from tests.distributed.pool import RankPool
 from tests.distributed.test_accelerate_functions import FORMS, accelerator
 from tests.distributed.test_tensor_parallel import variables
 from tests.distributed.tiny import build, plugin
-from tests.needs import needs
 
 pytest.importorskip("accelerate", reason="accelerate is a development dependency")
 # Not imported here, for that takes seconds in every process of a run in parallel; the ranks alone use it.
@@ -92,34 +91,16 @@ def test_adapters_alone_go_out_and_in(two_ranks: RankPool, tmp_path: Path, versi
     assert found["size"] < 30_000  # the whole model is 37,800 bytes of weights
 
 
-def split_adapters() -> tuple[float, float, str]:
-    """How far adapters of split layers are from those of one process; why others are refused."""
+def split_adapters() -> str:
+    """Why a model whose split layers hold adapters is refused."""
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
-
-    def built(**more: Any) -> Any:
-        torch.manual_seed(3)
-        config = LoraConfig(
-            r=2, target_modules=targets, modules_to_save=["lm_head"], init_lora_weights=False, **more
-        )
-        return get_peft_model(models.built("llama"), config)
-
-    alone, model = built(), built()
-    losses = models.train(alone, models.adamw(alone))
-    model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
-    split = models.train(model, optimizer)
-    try:
-        fsdplaunch.prepare(built(use_dora=True))
-    except ShardingError as error:
-        said = error.message
-    apart = max(abs(one - other) for one, other in zip(losses, split, strict=True))
-    return apart, models.difference(models.full_values(alone), models.full_values(model)), said
+    model = get_peft_model(models.built("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ShardingError) as refused:
+        fsdplaunch.prepare(model)
+    return refused.value.message
 
 
-@needs("transformers", "5.0", "has its output layer under another style")
-def test_adapters_of_split_layers_are_those_of_one_process(four_ranks: RankPool) -> None:
-    losses, values, said = four_ranks.run(split_adapters, env=variables(2), timeout=200)[0]
-    assert losses < 1e-5
-    assert values < 1e-5
-    assert "model.layers.0.self_attn.q_proj: Linear has lora_magnitude_vector" in said
+def test_adapters_of_split_layers_are_refused(two_ranks: RankPool) -> None:
+    said = two_ranks.run(split_adapters, env=variables(2))[0]
+    assert said.endswith("model.layers.0.self_attn.q_proj, which holds adapters")

@@ -47,7 +47,8 @@ def against_one(name: str) -> dict[str, Any]:
     ("name", "tensor"),
     [
         ("plain", 1),
-        *((name, tensor) for name in models.MODELS if name != "deepseek" for tensor in (2, 4)),
+        *((name, tensor) for name in ("plain", "llama", "mixtral", "gpt2") for tensor in (2, 4)),
+        pytest.param("qwen3", 2, marks=needs("transformers", "5.0", "names no norms in its plan for Qwen3")),
         pytest.param("deepseek", 2, marks=needs("transformers", "5.0", "has another plan for DeepSeek")),
     ],
 )

@@ -115,7 +115,7 @@ def test_comparing_prints_a_table_and_launch_says_whether_this_script_was_compar
     lines = done.stdout.splitlines()
     assert lines[0].split("  ")[:2] == ["step", "loss, one process"]
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
-    assert "equal: train.py computes over 2 workers what it does in one process" in lines
+    assert "equal: train.py computes the same over 2 workers as in one process" in lines
     assert re.search(r"3 steps: losses and gradients to .*, 4 parameters to \d\.\de-(0[6-9]|1\d)$", lines[-1])
     assert not list((tmp_path / "runs").glob(".*compare"))
     assert re.fullmatch(r"compared with one process: equal on \d{4}-\d\d-\d\d", *said())
@@ -124,7 +124,7 @@ def test_comparing_prints_a_table_and_launch_says_whether_this_script_was_compar
     assert said() == [never]
 
 
-def test_comparing_a_script_that_resumes_names_what_its_first_run_saved(fsdplaunch, tmp_path):
+def test_comparing_a_script_that_resumes_says_so(fsdplaunch, tmp_path):
     resumes = 'os.path.exists("out/last.pt") and model.load_state_dict(torch.load("out/last.pt"))'
     script = PLAIN.replace("import sys, torch", "import os, sys, torch").replace(
         "\nrows =", f"\n{resumes}\nrows ="
@@ -133,9 +133,6 @@ def test_comparing_a_script_that_resumes_names_what_its_first_run_saved(fsdplaun
     (tmp_path / "train.py").write_text(script + saves)
     done = fsdplaunch("check", "--compare", "--steps", "3", "--json", "train.py", "mean")
     assert done.returncode == 1, done.stderr
-    assert (
-        "  it saved out/last.pt: a script that resumes from what it finds does so in the next run\n" in done.stderr
-    )
     found = json.loads(done.stdout)
     assert (found["cause"]["id"], found["first"]["step"]) == ("initial-weights", 0)
     assert "or the script resumes from what its first run saved" in found["cause"]["text"]

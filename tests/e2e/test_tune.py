@@ -1,4 +1,4 @@
-"""`fsdplaunch tune` on two CPU workers: interrupted, gone on with, and what it leaves behind and untouched."""
+"""`fsdplaunch tune` on two CPU workers: what it finds, and what it leaves behind and untouched."""
 
 import json
 import re
@@ -32,25 +32,13 @@ torch.save(model.state_dict(), "model.pt")
 TRIES = ("--try", "fsdp_reshard_after_forward=false", "--try", "fsdp_activation_checkpointing=true")
 
 
-def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_files_alone(fsdplaunch, tmp_path):
+def test_a_search_finds_the_known_best_and_leaves_the_users_files_alone(fsdplaunch, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text("# mine\nfsdp_config:\n  fsdp_version: 2\n")
     (tmp_path / "log.txt").write_text("x" * (2 << 20))  # too large to be copied: a link until it is written
-    command = [sys.executable, "-m", "fsdplaunch", "tune", "--steps", "4", *TRIES, "train.py"]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    running = subprocess.Popen(command, cwd=tmp_path, env=clean_environ(), text=True, **streams)
-    wait_until_second_trial(tmp_path)
-    running.send_signal(signal.SIGINT)
-    stdout, stderr = running.communicate(timeout=120)
-    assert running.returncode == 130, stderr
-    assert "so far, yours is the one to keep" in stdout
-    assert "stopped; to go on: fsdplaunch tune --resume runs/" in stderr
-    assert "output of the script" not in stdout + stderr
-    folder = stderr.rpartition("--resume ")[2].strip()
-
-    done = fsdplaunch("tune", "--resume", folder, "--json", "--write", "fast.yaml")
+    done = fsdplaunch("tune", "--steps", "4", *TRIES, "--json", "--write", "fast.yaml", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "going on after 1 launch" in done.stderr
+    assert "output of the script" not in done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["best"] == {"fsdp_config.fsdp_reshard_after_forward": False}
     assert found["complete"] is True
@@ -69,7 +57,21 @@ def test_a_search_is_stopped_goes_on_finds_the_known_best_and_leaves_the_users_f
     ]  # fmt: skip
     assert (tmp_path / "log.txt").stat().st_size == 2 << 20
     assert not list(tmp_path.glob("runs/*/work"))
-    assert "output of the script" in (tmp_path / folder / "trials/001/ranks/0/stdout.log").read_text()
+    folder = tmp_path / found["folder"]
+    assert json.loads((folder / "tune.json").read_text())["best"] == found["best"]
+    assert "output of the script" in (folder / "trials/001/ranks/0/stdout.log").read_text()
+
+
+def test_a_search_that_is_stopped_says_what_it_knows(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "fsdplaunch", "tune", "--steps", "4", *TRIES, "train.py"]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(command, cwd=tmp_path, env=clean_environ(), text=True, **streams)
+    wait_until_second_trial(tmp_path)
+    running.send_signal(signal.SIGINT)
+    stdout, stderr = running.communicate(timeout=120)
+    assert running.returncode == 130, stderr
+    assert "so far, yours is the one to keep" in stdout
 
 
 def wait_until_second_trial(folder):

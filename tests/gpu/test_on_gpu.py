@@ -70,10 +70,6 @@ AXES = {
         "FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN": json.dumps(PLAIN_PLAN),
     },
     "sequences split": {"PARALLELISM_CONFIG_CP_SIZE": "2"},
-    "attention by ring": {
-        "PARALLELISM_CONFIG_CP_SIZE": "2",
-        "FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "ring",
-    },
 }
 
 
@@ -89,40 +85,6 @@ def test_split_layers_and_sequences_on_gpus_compute_what_one_does(words: str) ->
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["split"] == pytest.approx(result["alone"], abs=1e-3)
     assert any(words in line for line in result["lines"])
-
-
-KERNELS = {"float32": "EFFICIENT", "float16": "FLASH", "bfloat16": "FLASH"}
-
-
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_what_kernels_compute_of_parts_of_the_keys_adds_up(dtype: str) -> None:
-    """On one GPU: 100 rows see 160 keys as two parts, as they come to a rank of a ring."""
-    from fsdplaunch.runtime.context_parallel.ring import added
-    from fsdplaunch.runtime.torch_internals import tensors
-
-    kind, scale = getattr(torch, dtype), 0.125
-    torch.manual_seed(0)
-    full = [torch.randn(2, 3, length, 64, device="cuda", dtype=kind) for length in (100, 160, 160)]
-    query, key, value = (each.requires_grad_() for each in full)
-    wanted = torch.nn.functional.scaled_dot_product_attention(*(each.double() for each in full), scale=scale)
-    gradient = torch.randn_like(query)
-    wanted.backward(gradient.double())
-    kernel = tensors.kernel_for(query, key, value)
-    assert kernel in (getattr(tensors, KERNELS[dtype]), tensors.EFFICIENT)
-    with torch.no_grad():
-        parts = [(key[:, :, :100], value[:, :, :100]), (key[:, :, 100:], value[:, :, 100:])]
-        found = [kernel.forward(query, *part, False, scale) for part in parts]
-        result, sums = added(*[(each.float(), its_sums) for each, its_sums, _ in found])
-        result = result.to(kind)
-        grads = [
-            kernel.backward(gradient, query, *part, result, sums, more, False, scale)
-            for part, (_, _, more) in zip(parts, found, strict=True)
-        ]
-    to_query = grads[0][0].float() + grads[1][0].float()
-    to_key, to_value = (torch.cat([one[place] for one in grads], 2) for place in (1, 2))
-    apart = [(result, wanted), (to_query, query.grad), (to_key, key.grad), (to_value, value.grad)]
-    tolerance = 1e-2 if dtype == "float32" else 5e-2
-    assert all(torch.allclose(one.float(), other.float(), atol=tolerance) for one, other in apart)
 
 
 def test_main_job_on_gpus(tmp_path: Path) -> None:

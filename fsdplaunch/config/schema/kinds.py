@@ -539,7 +539,6 @@ ShardName = Literal["auto", "always", "explicit", "off"]
 KubernetesName = Literal["job", "trainjob"]
 ContextName = Literal["allgather", "alltoall"]
 ContextBackendName = Literal["torch"]
-SequenceAttentionName = Literal["auto", "heads", "ring"]
 SequenceBackendName = Literal["deepspeed"]
 Fp8BackendName = Literal["AO", "TE", "MSAMP"]
 Fp8FormatName = Literal["HYBRID", "E4M3", "E5M2"]
@@ -604,7 +603,6 @@ CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(
     ContextBackendName, refused={"DEEPSPEED": "DeepSpeed needs accelerate launch; torch splits sequences here"}
 )
-SEQUENCE_ATTENTION = one_of(SequenceAttentionName)
 SEQUENCE_BACKEND = one_of(SequenceBackendName)
 FP8_BACKEND = one_of(Fp8BackendName, refused={"NO": "AO computes float8 here; leave the key out"})
 FP8_FORMAT = one_of(Fp8FormatName)

@@ -1,7 +1,7 @@
 """Which layers of a model are split and how: its own plan, or the configuration's, checked against it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.split_checks import FirstPass, check_first_gradients, check_first_inputs, draw_alike
 from fsdplaunch.runtime.tensor_parallel.styles import (
-    HEAD_NORM,
     ROPE,
     STYLES,
     Cut,
@@ -120,31 +119,12 @@ def find_plan(model: nn.Module, configured: Mapping[str, str]) -> tuple[dict[str
     if configured:
         return dict(configured), _KEY
     for prefix, module in model.named_modules():
-        own = _own_plan(module)
-        if own:
+        # transformers makes it when the model is built, complete for what is inside; wrappers only pass it on.
+        if own := module.__dict__.get("_tp_plan"):
             start = f"{clean_name(prefix)}." if prefix else ""
             return {start + pattern: style for pattern, style in own.items()}, f"{class_name(module)}'s own plan"
     msg = f"{class_name(model)} has no plan of how its layers can be split"
     raise ShardingError(msg, hint=f"write one as {_KEY}, such as {{layers.*.up: colwise, layers.*.down: rowwise}}")
-
-
-def _own_plan(module: nn.Module) -> dict[str, str]:
-    """Return the plan that a model of transformers brings along, complete for it and what is inside."""
-    config: Any = _not_of_what_is_inside(module, "config")
-    is_wrapper = not hasattr(type(module), "base_model_prefix")  # PeftModel has the configuration of what it wraps
-    of_base = {} if is_wrapper else getattr(config, "base_model_tp_plan", None) or {}
-    own = dict(_not_of_what_is_inside(module, "_tp_plan") or {})
-    base = getattr(module, "base_model_prefix", "")
-    if not own and not of_base:
-        return {}
-    inner = getattr(module, base, None) if base else None
-    prefix = f"{base}." if isinstance(inner, nn.Module) and inner is not module else ""
-    return {**{prefix + pattern: style for pattern, style in of_base.items()}, **own}
-
-
-def _not_of_what_is_inside(module: nn.Module, name: str) -> Any:
-    """Return an attribute of a module; wrappers, such as those of adapters, pass on those of the model inside."""
-    return module.__dict__.get(name) or (getattr(module, name) if hasattr(type(module), name) else None)
 
 
 def matched(model: nn.Module, plan: Mapping[str, str], *, strict: bool) -> dict[str, str]:
@@ -188,102 +168,25 @@ def _nothing_matched(model: nn.Module, pattern: str) -> ShardingError:
     return ShardingError(msg, hint=f"names there: {listed(names, 6)}")
 
 
-_BASE, _FIRST, _SECOND = "base_layer", "lora_A", "lora_B"
-_FULL = ("lora_embedding_A", "lora_embedding_B")
-"""Of an embedding's adapters: they get all ids and add to its full output."""
-_SUMMED = "replicated_with_grad_allreduce"
-
-
-def adapted_layers(module: nn.Module, style: Style, name: str, style_name: str) -> dict[nn.Module, str] | None:
-    """Return the layers that are split instead of a module that holds adapters, each with the name of its style.
-
-    Args:
-        module: What a plan names.
-        style: How its layer is split.
-        name: Of the module, for errors.
-        style_name: Of the style.
-
-    Returns:
-        None for a module without adapters, and for styles that split no parameters.
-
-    Raises:
-        ShardingError: The adapters are of a kind of which it is not known how they are split.
-    """
-    if not style.splits:
-        return None
-    original, trained = _child(module, "original_module"), _child(module, "modules_to_save")
-    if original is not None and trained is not None:
-        return dict.fromkeys((original, *trained.children()), style_name)
-    base = _child(module, _BASE)
-    if base is None:
-        return None
-    _check_kind(module, name)
-    return {base: style_name} | dict(_beside(module, style, style_name))
-
-
-def layer_name(name: str) -> str:
-    """Return what a layer is called by the model that has no adapters."""
-    return name.removesuffix(f".{_BASE}")
-
-
-def _child(module: nn.Module, name: str) -> nn.Module | None:
-    child = dict(module.named_children()).get(name)
-    return child if isinstance(child, nn.Module) else None
-
-
-def _check_kind(module: nn.Module, name: str) -> None:
-    held = dict.fromkeys(each.partition(".")[0] for each, _ in module.named_parameters())
-    others = [each for each in held if each not in (_BASE, _FIRST, _SECOND, *_FULL)]
-    if others:
-        msg = f"ranks (tp_size) cannot split the adapters of {name}: {class_name(module)} has {listed(others, 3)}"
-        raise ShardingError(msg, hint="use plain LoRA, or leave the layer out of sharding.tensor_parallel_plan")
-
-
-def _beside(module: nn.Module, style: Style, style_name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the small matrices that meet activations of which each rank has a part.
-
-    Beside split outputs that is the second, which adds to them; beside split inputs the first. The other one is
-    full; where neither the layer's inputs nor its outputs are exchanged, its gradients are summands.
-    """
-    by_outputs = style.weights == "outputs"
-    if not by_outputs and style.weights != "inputs":
-        return
-    outside = style.leave if by_outputs else style.enter
-    if outside is not None:  # in full on both sides of the layer, and so for its adapters
-        return
-    split, full = (_SECOND, _FIRST) if by_outputs else (_FIRST, _SECOND)
-    for each in _adapters(module, split):
-        yield each, style_name
-    if style.enter is None and style.leave is None:
-        for each in _adapters(module, full):
-            yield each, _SUMMED
-
-
-def _adapters(module: nn.Module, which: str) -> list[nn.Module]:
-    held = _child(module, which)
-    return [] if held is None else list(held.children())
+_SPLIT_KINDS = {"rows": "an embedding", "columns": "an embedding"}
+_ADAPTERS = ("base_layer", "original_module")
+"""What PEFT's modules hold the layer under that they were put in the place of."""
 
 
 def check_kind(plan: SplitPlan, module: nn.Module, style: Style, name: str) -> None:
     """Refuse a style for a module that is of another kind than it splits."""
-    wanted = {
-        "rows": "an embedding",
-        "columns": "an embedding",
-        "outputs": "a linear layer",
-        "inputs": "a linear layer",
-    }
     if not style.splits:
         return
-    fits = (
-        isinstance(module, nn.Embedding)
-        if style.weights in ("rows", "columns")
-        else matrix_layer(module) is not None
-    )
-    if not fits:
-        msg = f"{plan.names[module]} is a {class_name(module)}, and {name} splits {wanted[style.weights]}"
-        raise ShardingError(
-            msg, hint="name the layer inside of it that holds the matrix, or one of its parameters"
-        )
+    held = dict(module.named_children())
+    if any(name in held for name in _ADAPTERS):
+        msg = f"ranks (tp_size) cannot split {plan.names[module]}, which holds adapters"
+        raise ShardingError(msg, hint="leave it out of sharding.tensor_parallel_plan, or leave tp_size out")
+    wanted = _SPLIT_KINDS.get(style.weights, "a linear layer")
+    is_embedding = isinstance(module, nn.Embedding)
+    if not (is_embedding if style.weights in _SPLIT_KINDS else matrix_layer(module) is not None):
+        msg = f"{plan.names[module]} is a {class_name(module)}, and {name} splits {wanted}"
+        hint = "name the layer inside of it that holds the matrix, or one of its parameters"
+        raise ShardingError(msg, hint=hint)
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.sparse or module.scale_grad_by_freq
     ):
@@ -341,12 +244,11 @@ def check_heads(plan: SplitPlan, model: nn.Module) -> None:
     """
     projections = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
     split = {
-        layer_name(plan.names[module]).rpartition(".")[2]
+        plan.names[module].rpartition(".")[2]
         for module, style in plan.modules.items()
         if style.weights == "outputs" and style.leave is None
     }
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = _text_config(model)
     if not split & set(projections):
         return
     for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
@@ -354,6 +256,12 @@ def check_heads(plan: SplitPlan, model: nn.Module) -> None:
         if isinstance(heads, int) and heads % plan.axis.size():
             msg = f"{class_name(model)} has {heads} {what}, which {plan.axis.size()} ranks (tp_size) cannot divide"
             raise ShardingError(msg, hint=f"use a tp_size that divides {heads}")
+
+
+def _text_config(module: nn.Module) -> Any:
+    """Return the configuration of a transformers model's decoder; None for a module without one."""
+    config: Any = getattr(module, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh) -> SplitPlan:
@@ -378,8 +286,6 @@ def build_plan(model: nn.Module, configured: Mapping[str, str], axis: DeviceMesh
         else:
             holder, _, attribute = name.rpartition(".")
             _add_parameter(result, modules[holder], attribute, STYLES[style])
-    if not configured:
-        _add_inner_parameters(result)
     _follow_ties(result, model)
     check_divisible(result, model)
     check_splits(result, model)
@@ -391,11 +297,6 @@ def _add_module(plan: SplitPlan, model: nn.Module, module: nn.Module, name: str)
     if name == "replicate":
         return
     style = _style(model, module, name)
-    adapted = adapted_layers(module, style, plan.names[module], name)
-    if adapted is not None:
-        for layer, own in adapted.items():
-            _add_module(plan, model, layer, own)
-        return
     check_kind(plan, module, style, name)
     plan.modules[module] = style
     for attribute, param in own_parameters(module):
@@ -414,30 +315,12 @@ def _add_parameter(plan: SplitPlan, module: nn.Module, attribute: str, style: St
 def _style(model: nn.Module, module: nn.Module, name: str) -> Style:
     if name != ROPE:
         return STYLES[name]
-    config: Any = getattr(module, "config", None) or getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = _text_config(module) or _text_config(model)
     width = getattr(config, "qk_rope_head_dim", None)
     if not isinstance(width, int):
         msg = f"{ROPE} needs qk_rope_head_dim in the configuration of {class_name(model)}"
         raise ShardingError(msg, hint="leave the style out")
     return rope_style(width)
-
-
-def _add_inner_parameters(plan: SplitPlan) -> None:
-    """Add up the gradients of what lies between split projections and is not named by the model's plan.
-
-    Norms of split heads are not named by the plans of transformers 4, activations with parameters by none.
-    """
-    by_name = {name: module for module, name in plan.names.items()}
-    for module, style in list(plan.modules.items()):
-        parent, _, own = layer_name(plan.names[module]).rpartition(".")
-        if style.weights != "outputs" or style.leave is not None:
-            continue
-        inner = [f"{own.removesuffix('_proj')}_norm"] if own in ("q_proj", "k_proj") else ["act_fn", "act"]
-        for found in filter(None, (by_name.get(f"{parent}.{name}") for name in inner)):
-            if found not in plan.modules:
-                plan.modules[found] = HEAD_NORM
-                plan.cuts |= {(found, attribute): Cut() for attribute, _ in own_parameters(found)}
 
 
 def _follow_ties(plan: SplitPlan, model: nn.Module) -> None:

@@ -269,8 +269,6 @@ _GATHERED = Style(weights="outputs", enter=copied, leave=gathered)
 _ROWWISE = Style(weights="inputs", leave=summed, late_bias=True)
 _SPLIT_INPUT = Style(weights="inputs", enter=piece, leave=summed, late_bias=True)
 _EXPERTS = Style(enter=copied, leave=summed, every_input=True, summands=True)
-HEAD_NORM = Style(summands=True)
-"""Of a norm inside of split heads: its gradients are added up."""
 _PACKED_COLWISE = Style(weights="outputs", packed=2, enter=copied)
 _PACKED_ROWWISE = Style(weights="inputs", packed=2, leave=summed, late_bias=True)
 
@@ -295,7 +293,7 @@ STYLES = {
     "moe_tp_experts": _EXPERTS,
     "moe_identity_expert": Style(enter=shared_out),
     "all_reduce": Style(leave=summed),
-    "replicated_with_grad_allreduce": HEAD_NORM,
+    "replicated_with_grad_allreduce": Style(summands=True),
     "sequence_parallel": Style(enter=sequence_piece, leave=sequence_gathered, summands=True),
     "replicate": Style(),
 }

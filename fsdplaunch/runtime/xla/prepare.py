@@ -28,7 +28,7 @@ from fsdplaunch.runtime.xla import (
     saving,  # noqa: F401  (the doors look for these two)
     wrappers,  # noqa: F401  (the doors look for these two)
 )
-from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes, xla_settings
+from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -60,12 +60,9 @@ def shard_on_xla(model: nn.Module, settings: Settings, config: Config) -> nn.Mod
     wrapped = wrap(model, _policy(set(units.values())), _wrapper(again), settings)
     way = "xla_fsdp_v2" if devices.is_spmd() else "XlaFullyShardedDataParallel"
     kept = ", recomputed in backward" if again else ""
-    messages.say(f"sharded {name}: {len(units)} units{kept}, {count(size)} parameters, {way} over {_where()}")
+    where = devices.devices_in_words()
+    messages.say(f"sharded {name}: {len(units)} units{kept}, {count(size)} parameters, {way} over {where}")
     return wrapped
-
-
-def _where() -> str:
-    return devices.devices_in_words()
 
 
 def _policy(units: set[nn.Module]) -> Callable[..., bool]:
@@ -125,7 +122,7 @@ def wrapper_arguments(settings: Settings, config: Config) -> dict[str, Any]:
     if settings.dtypes.param is not None:
         arguments["compute_dtype"] = settings.dtypes.param
         arguments["fp32_reduce_scatter"] = settings.dtypes.reduce is torch.float32
-    for name, value in xla_settings(config, rank=devices.ordinal(), size=devices.participants()).items():
+    for name, value in config.fsdp_config.xla_fsdp_settings.items():
         arguments[name] = getattr(torch, value) if name in ("compute_dtype", "buffer_dtype") else value
     return arguments
 

@@ -166,7 +166,4 @@ def _watch(config: Config, script: str) -> None:
     if config.launch.shard != "off":
         check_at_first_step(script)
     devices.keep_dtypes()
-    if devices.is_spmd():
-        configure_trainer(config)
-    else:
-        configure_trainer(config, rank=devices.ordinal(), size=devices.participants())
+    configure_trainer(config)

@@ -188,17 +188,12 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[Any] | None:
     return wrapper.no_sync() if isinstance(model, wrapper_classes()[0]) else None
 
 
-def configure_trainer(config: Config, *, rank: int = 0, size: int = 1) -> None:
+def configure_trainer(config: Config) -> None:
     """Fill `fsdp` and `fsdp_config` of training arguments that a script leaves empty; later imports included.
 
     The Trainer reads PyTorch/XLA's keys from its own arguments only, and no environment variable.
-
-    Args:
-        config: Resolved.
-        rank: This process's number among those that shard.
-        size: How many they are.
     """
-    own = trainer_arguments(config, rank=rank, size=size)
+    own = trainer_arguments(config)
     once_imported("transformers.training_args", lambda module: _fill_arguments(module.TrainingArguments, own))
 
 
@@ -224,30 +219,10 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return "parallel_mode != ParallelMode.DISTRIBUTED" not in record.getMessage()
 
 
-def xla_settings(config: Config, *, rank: int, size: int) -> dict[str, Any]:
-    """Return xla_fsdp_settings with what a process adds: its place in sharding_groups, which are one group of all.
-
-    Args:
-        config: Resolved.
-        rank: This process's number among those that shard.
-        size: How many they are.
-    """
-    settings = dict(config.fsdp_config.xla_fsdp_settings)
-    if "sharding_groups" in settings:
-        settings |= {"sharding_rank": rank, "sharding_world_size": size}
-    return settings
-
-
-def trainer_arguments(config: Config, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    """Return the configuration as the `fsdp_config` of transformers' training arguments.
-
-    Args:
-        config: Resolved.
-        rank: This process's number among those that shard.
-        size: How many they are.
-    """
+def trainer_arguments(config: Config) -> dict[str, Any]:
+    """Return the configuration as the `fsdp_config` of transformers' training arguments."""
     fsdp = config.fsdp_config
-    settings = xla_settings(config, rank=rank, size=size)
+    settings = dict(fsdp.xla_fsdp_settings)
     if (dtype := {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.param or "")) is not None:
         settings.setdefault("compute_dtype", dtype)
         settings.setdefault("fp32_reduce_scatter", config.precision.reduce == "fp32")

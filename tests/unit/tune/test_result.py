@@ -1,41 +1,63 @@
 """What is said of a search that has ended: table, words, JSON, YAML."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.schema.config import keys_by_path
+from fsdplaunch.config.load import load_config, stack
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.tune.result import closing_lines, table_lines, winner_text
+from fsdplaunch.tune.result import TuneResult, table_lines, winner_text
+from fsdplaunch.tune.search import Duel, Row
 from fsdplaunch.tune.space import Candidate
+from fsdplaunch.tune.trial import Outcome
 
+MIB = 1024**2
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
+CHECKPOINTING = ("fsdp_config", "fsdp_activation_checkpointing")
+YOURS, KEEPS, FAILS = Candidate(), Candidate(((RESHARD, False),)), Candidate(((CHECKPOINTING, True),))
 
 
-def test_table_is_sorted_by_speed_and_marks_the_best(result):
-    lines = table_lines(result.rows, limit=result.limit, kept=result.kept)
-    assert lines[1].startswith("* reshard_after_forward=false")
-    assert "150.0 ms" in lines[1]
-    assert "150.0 MiB of 200.0 MiB" in lines[1]
-    assert lines[2].endswith("slower")
-    assert lines[1].count("#") == 12
-    assert lines[2].count("#") == 16
-    assert lines[3].split("  ")[-1] == "failed: rank 0: <ValueError>"
+def outcome(seconds, memory=100 * MIB):
+    return Outcome(seconds=(seconds * 0.9, seconds, seconds * 1.1), memory=memory, wall=3)
 
 
-def test_closing_words_say_how_much_and_how_clear(result):
-    text = "\n".join(closing_lines(result))
-    assert "reshard_after_forward=false takes 25 % less time, clear after 2 rounds in turn" in text
-    assert "best: reshard_after_forward=false, 1.33 times the speed of yours" in text
-    assert "fsdp_config.fsdp_reshard_after_forward: false  25 % less time per step by itself" in text
+@pytest.fixture
+def result():
+    """Three candidates: yours, one that keeps what was gathered and is faster, one that failed."""
+    rows = (
+        Row(candidate=YOURS, state="slower", outcomes=[outcome(0.25), outcome(0.2)]),
+        Row(candidate=KEEPS, state="measured", outcomes=[outcome(0.14, 150 * MIB)]),
+        Row(candidate=FAILS, state="failed", reason="rank 0: <ValueError>", outcomes=[]),
+    )
+    pair = (outcome(0.15), outcome(0.2))
+    duel = Duel(first=KEEPS, second=YOURS, rounds=(pair, pair), verdict="first")
+    return TuneResult(
+        script="train.py", config="fsdp.yaml", folder=Path("/runs/a-tune"), world=2, device="cpu",
+        limit=200 * MIB, rows=rows, kept=KEEPS, duels=(duel,), is_complete=True, seconds=12.5,
+    )  # fmt: skip
 
 
-def test_closing_words_without_a_winner_and_when_stopped(result):
-    assert "no candidate fits" in list(closing_lines(replace(result, kept=None)))
-    stopped = replace(result, kept=Candidate(), is_complete=False)
-    assert "so far, yours is the one to keep: nothing tried is clearly faster" in list(closing_lines(stopped))
+def test_table_is_sorted_by_the_steps_it_shows_and_one_number_says_what_the_best_gained(result):
+    text = list(table_lines(result))
+    assert re.match(r"\* reshard_after_forward=false +140.0 ms \(133.0 ms to 147.0 ms\)", text[1])
+    assert "150.0 MiB of 200.0 MiB" in text[1]
+    assert text[2].endswith("slower")
+    assert text[3].endswith(" failed: rank 0: <ValueError>")
+    assert text[5:] == [
+        f"{KEEPS.label} and yours: {KEEPS.label} takes 25 % less time, clear after 2 rounds in turn",
+        "best: reshard_after_forward=false, 1.33 times the speed of yours",
+        "  fsdp_config.fsdp_reshard_after_forward: false  25 % less time per step by itself",
+    ]
+
+
+def test_words_without_a_winner_and_when_stopped(result):
+    assert "no candidate fits" in list(table_lines(replace(result, kept=None)))
+    stopped = replace(result, kept=YOURS, is_complete=False)
+    assert list(table_lines(stopped))[-1] == "so far, yours is the one to keep: nothing tried is clearly faster"
+    assert stopped.speed == 1.0
 
 
 def test_data_is_plain(result):
@@ -47,21 +69,23 @@ def test_data_is_plain(result):
     assert data["comparisons"][0]["rounds"] == [[0.15, 0.2]] * 2
 
 
-def test_written_file_keeps_the_users_text_and_says_what_each_key_gained(result):
-    old = "# mine\nfsdp_config:\n  fsdp_version: 2  # two\n"
-    spec = keys_by_path()[RESHARD]
-    config = stack(read_text(old, "fsdp.yaml"), overrides=["fsdp_reshard_after_forward=false"]).config
-    text = winner_text(result, config, old=old, changes=[(spec, False)])
-    assert text.startswith("# measured by fsdplaunch tune train.py: 150.0 ms per step on 2 workers, 1.33 times")
+def test_written_file_keeps_the_users_text_and_says_what_each_key_gained(result, tmp_path):
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("# mine\nfsdp_config:\n  fsdp_version: 2  # two\n")
+    config = load_config(file, overrides=["fsdp_reshard_after_forward=false"]).config
+    text = winner_text(result, config, load_config(file, overrides=()))
+    assert text.startswith("# measured by fsdplaunch tune train.py: 140.0 ms per step on 2 workers, 1.33 times")
     assert "# mine" in text
-    again = winner_text(result, config, old=text, changes=[(spec, False)])
-    assert again == text
     assert "# tune: fsdp_config.fsdp_reshard_after_forward: false  25 % less time per step by itself\n" in text
     assert stack(read_text(text, "new.yaml")).config == config
+    file.write_text(text)
+    assert winner_text(result, config, load_config(file, overrides=())) == text
 
 
-def test_new_file_says_the_configuration(result):
-    config = stack(read_text("", "fsdp.yaml"), overrides=["fsdp_reshard_after_forward=false"]).config
-    text = winner_text(result, config, old=None, changes=())
-    assert "25 % less time per step by itself" in text
-    assert stack(read_text(text, "new.yaml")).config == config
+def test_file_of_an_unchanged_configuration_says_so_and_no_speed(result, tmp_path):
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("# mine\nfsdp_config:\n  fsdp_version: 2\n")
+    loaded = load_config(file, overrides=())
+    first, *rest = winner_text(replace(result, kept=YOURS), loaded.config, loaded).splitlines()
+    assert first.endswith("200.0 ms per step on 2 workers, unchanged: nothing tried is clearly faster")
+    assert rest == file.read_text().splitlines()

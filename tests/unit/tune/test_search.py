@@ -1,12 +1,10 @@
-"""The search finds the best of simulated candidates, and goes on, stops and fails as it should."""
+"""The search finds the best of simulated candidates, and stops and fails as it should."""
 
 import pytest
 
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.schema.config import keys_by_path
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.errors import UsageError
-from fsdplaunch.tune.result import TuneState, find_state
 from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import Outcome
@@ -141,45 +139,19 @@ def test_values_that_are_the_same_run_are_measured_once():
     assert same.candidate.label not in [label for label, _ in calls]
 
 
-def test_a_stopped_search_keeps_what_it_knows_and_goes_on_with_it(tmp_path):
+def test_a_stopped_search_keeps_what_it_knows():
     calls, known = [], machine(lambda changes: 1.0 - 0.2 * len(changes))
-    folder = tmp_path / "2026-tune"
 
-    def launch(candidate, number, steps):
+    def trial(candidate, steps):
         calls.append(candidate.label)
         if len(calls) == 3:
-            return Outcome(failure="stopped by SIGINT", kind="stopped")
+            raise SearchStopped
         return known(candidate, steps)
 
-    state = TuneState(folder=folder, request={"script": "train.py"})
-    search = searching(state.trial(launch))
+    search = searching(trial)
     with pytest.raises(SearchStopped):
         search.run()
     assert search.best().label == calls[1]
-
-    again = find_state("2026", tmp_path)
-    assert again.request == {"script": "train.py"}
-    assert len(again.outcomes) == 2
-    before = calls[:2]
-    calls.clear()
-
-    def go_on(candidate, number, steps):
-        calls.append(candidate.label)
-        return known(candidate, steps)
-
-    resumed = searching(again.trial(go_on))
-    kept = resumed.run()
-    assert kept == searching(known).run()
-    assert not set(calls[:1]) & set(before)
-
-
-def test_a_broken_or_missing_search_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no search by this name"):
-        find_state("nothing", tmp_path)
-    (tmp_path / "a-tune").mkdir()
-    (tmp_path / "a-tune" / "tune.json").write_text('{"request": {}, "outcomes": [{"steps": 1}]}')
-    with pytest.raises(UsageError, match="is not the file of a search"):
-        find_state("a", tmp_path)
 
 
 def test_labels_do_not_repeat_what_a_key_needs():

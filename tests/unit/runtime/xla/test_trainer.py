@@ -40,12 +40,6 @@ def test_precision_becomes_settings_unless_they_say_it():
     assert arguments(own)["xla_fsdp_settings"]["compute_dtype"] == "float16"
 
 
-def test_a_group_of_all_processes_says_which_one_this_is():
-    text = "fsdp_config: {xla: true, xla_fsdp_settings: {sharding_groups: [[0, 1, 2]]}}\n"
-    settings = trainer_arguments(stack(read_text(text, "x")).config, rank=2, size=3)["xla_fsdp_settings"]
-    assert settings == {"sharding_groups": [[0, 1, 2]], "sharding_rank": 2, "sharding_world_size": 3}
-
-
 class TrainingArguments:
     """As transformers' dataclass: filled, then finished."""
 

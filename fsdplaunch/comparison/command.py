@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.comparison.causes import Cause, find_cause, is_equal, may_be_rounding, rounding
-from fsdplaunch.comparison.verdict import RunFacts, StepFacts, Verdict, added_up, compare, read_run, saved_since
+from fsdplaunch.comparison.verdict import RunFacts, StepFacts, Verdict, added_up, compare, read_run
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.entry_points import PLAIN_RUN
@@ -42,22 +41,22 @@ def _loss(step: StepFacts) -> str:
 
 
 def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
-    steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
     if verdict.first is None or cause is None:
         count, by = verdict.parameters
+        steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
         noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
         return [
-            f"equal: {plan.script} computes over {plan.workers} workers what it does in one process",
+            f"equal: {plan.script} computes the same over {plan.workers} workers as in one process",
             f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
         ]
     first = verdict.first
     place = {None: "after the last step", 0: "before the first step"}.get(first.step, f"at step {first.step}")
     values = (
-        "" if first.plain is None else f": {first.plain:.6g} in one process, {first.sharded:.6g} over the workers"
+        "" if first.plain is None else f", {first.plain:.6g} in one process and {first.sharded:.6g} over workers"
     )
-    word = "equal but for rounding, which shows" if is_equal(verdict, cause) else "different"
+    word = "equal except for rounding, visible" if is_equal(verdict, cause) else "different"
     return [
-        f"{word} {place}: {first.what}{values} (by {first.by:.1e})",
+        f"{word} {place}: {first.what}{values} (apart by {first.by:.1e})",
         f"  cause  {cause.text}",
         f"  try    {cause.hint}",
     ]
@@ -118,51 +117,24 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         LaunchError: It failed, or made no step.
     """
     target = plan.target
-    out.say(f"  first {target.name} in one process, then over {plan.workers} workers")
-    began = time.time()
+    out.say(f"  running {target.name} in one process, then over {plan.workers} workers")
     status = _run_alone(plan, {})
     if status:
         msg = f"{target.name} failed in one process, with exit code {status}: there is nothing to compare with"
         again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
-        hint = f"run {again} until it works; its output is above"
-        raise LaunchError(msg, hint=hint)
+        raise LaunchError(msg, hint=f"run {again} until it works; its output is above")
     if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
         raise _no_step(plan, workers=1)
-    saved = saved_since(Path.cwd(), began)
-    if saved is not None:
-        out.say(f"  it saved {saved}: a script that resumes from what it finds does so in the next run")
-        out.say(
-            "  then give it an output folder that is new in every run, or fewer --steps than come before a save"
-        )
-
-
-def _run_changed(plan: LaunchPlan, out: Output) -> RunFacts | None:
-    """Run the script once more in one process, from weights changed in their last digits; None if it failed."""
-    out.say(
-        "  they part: once more in one process, with weights changed in their last digits, to recognize rounding"
-    )
-    status = _run_alone(plan, {COMPARE_CHANGED: "1"})
-    return None if status else read_run(Path(plan.env[COMPARE_DIR]), 0, COMPARED_CHANGED)
 
 
 def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
     """Run the script in one process, record it, and return its exit status."""
     target = plan.target
-    command = [
-        sys.executable,
-        "-m",
-        PLAIN_RUN,
-        *(("-m",) if target.is_module else ()),
-        target.name,
-        *target.arguments,
-    ]
+    words = (*(("-m",) if target.is_module else ()), target.name, *target.arguments)
     return subprocess.run(
-        command,
-        env={**_plain_environ(plan, os.environ), **further},
-        stdout=sys.stderr,
-        check=False,
-        preexec_fn=ended_with_us(),
-    ).returncode
+        [sys.executable, "-m", PLAIN_RUN, *words], env={**_plain_environ(plan, os.environ), **further},
+        stdout=sys.stderr, check=False, preexec_fn=ended_with_us(),
+    ).returncode  # fmt: skip
 
 
 def _no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
@@ -176,11 +148,8 @@ def _plain_environ(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, st
     own = {
         name: value for name, value in environ.items() if not name.startswith(_OURS) and name not in _OF_A_WORKER
     }
-    passed = {
-        name: plan.env[name]
-        for name in (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
-        if name in plan.env
-    }
+    names = (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
+    passed = {name: plan.env[name] for name in names if name in plan.env}
     return {**own, **plan.config.launch.env, **passed, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -199,7 +168,10 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     dtype = plan.config.precision.param
     cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None
     if cause is not None and verdict.first is not None and may_be_rounding(verdict.first, cause):
-        changed = _run_changed(plan, out)
+        out.say("  they differ: running once more in one process, with the last digits of the weights changed,")
+        out.say("  to see whether rounding does as much")
+        status = _run_alone(plan, {COMPARE_CHANGED: "1"})
+        changed = None if status else read_run(folder, 0, COMPARED_CHANGED)
         cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
     if as_json:
         out.json(_as_data(plan, plain, sharded, verdict, cause, tolerance))
