@@ -396,10 +396,9 @@ def _is_share(sampler: Any) -> bool:
 
 
 def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
-    outer = loader if loader.batch_sampler is None else loader.batch_sampler
-    sampler = (
-        outer.sampler
-    )  # a loader that was given its batches has one of its own beside it, which it never asks
+    # A loader that was given its batches has a sampler of its own beside theirs, which it never asks.
+    outer: Any = loader if loader.batch_sampler is None else loader.batch_sampler
+    sampler = outer.sampler
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
     if type(sampler) is SequentialSampler or plain_random:
         return EpochSampler(
