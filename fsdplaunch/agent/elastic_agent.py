@@ -154,7 +154,7 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     Args:
         options: As torchrun takes them.
         worker_group: Starts and watches the workers.
-        secret: The run's; empty on a lone node, and where torch's own rendezvous was configured.
+        secret: The run's; empty on a lone node.
 
     Raises:
         ChildFailedError: Workers failed and no restart is left.
@@ -165,12 +165,11 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     config.monitor_interval = _NO_SECONDS
     config.logs_specs = _RunFolderLogs(str(worker_group.spec.run_dir))
     handler = _use_own_rendezvous(config, worker_group, secret)
-    membership = handler.membership if handler is not None else None
 
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
-        if handler is not None:  # torch counts the failures of this node; workers of older torch share keys by it
-            envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(handler.attempt)} for rank, env in envs.items()}
-        context = _WorkerGroupContext(worker_group, name, envs, logs_specs, membership)
+        # Torch counts the failures of this node; workers of older torch share keys by it.
+        envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(handler.attempt)} for rank, env in envs.items()}
+        context = _WorkerGroupContext(worker_group, name, envs, logs_specs, handler.membership)
         try:
             context.start()
         except BaseException:
@@ -184,14 +183,8 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     elastic_launch(config, "worker")()
 
 
-def _use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret: str) -> AgreedRendezvous | None:
-    """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles.
-
-    Torch's own stays, and None is returned, where nodes are started by torchrun (launch.meeting is false): they
-    know no other.
-    """
-    if config.max_nodes > 1 and not secret:
-        return None
+def _use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret: str) -> AgreedRendezvous:
+    """Put a rendezvous of ours in the place of torch's, which listens on all addresses and reads pickles."""
     agreed = _agreed_nodes(config, worker_group.spec, secret)
     membership = None
     if config.max_nodes > config.min_nodes:

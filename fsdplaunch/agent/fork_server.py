@@ -39,6 +39,10 @@ from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
+_GPU_DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
+"""Of NVIDIA's driver, of Windows' below WSL, and of AMD's."""
+_ASK_WITHOUT_CUDA = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch ask the driver's library how many GPUs there are, and not CUDA."""
 _AGENT_SECONDS = 3.0
 """How long the agent may take to end its workers, after their grace, once its launcher has gone."""
 
@@ -72,6 +76,9 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
     obstacle = None
     collecting = gc.isenabled()
     gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
+    # A module that only asks torch.cuda.is_available() would open CUDA, and no fork of this process could use it.
+    asks = before.get(_ASK_WITHOUT_CUDA)
+    os.environ[_ASK_WITHOUT_CUDA] = "1"
     try:
         for name in names:
             notes += _import(name)
@@ -82,6 +89,9 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
     finally:
         if collecting:
             gc.enable()
+        del os.environ[_ASK_WITHOUT_CUDA]
+        if asks is not None:
+            os.environ[_ASK_WITHOUT_CUDA] = asks
     changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
     return Preloaded(obstacle=obstacle, notes=tuple(notes), before=before, changes=changes)
 
@@ -104,13 +114,13 @@ def _import(name: str) -> list[str]:
 
 
 def uses_gpu() -> bool:
-    """Return whether this process has used a GPU: torch says so, or it holds one of the driver's devices open."""
+    """Return whether this process has used a GPU: torch says so, or it holds one of a driver's devices open."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # the descriptor of this very listing
-            if str(entry.readlink()).startswith("/dev/nvidia"):
+            if str(entry.readlink()).startswith(_GPU_DEVICES):
                 return True
     return False
 

@@ -303,16 +303,12 @@ def check(
 )
 @does("warm:warm")
 def warm(
-    show: Annotated[bool, Option("--list", help="List them (the default)")] = False,
     stop: Annotated[bool, Option("--stop", help="End them; runs go on")] = False,
-    start: Annotated[bool, Option("--start", help="Start one for launches with this configuration")] = False,
-    file: ConfigOption = None,
-    overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Keep torch imported for the next launch.
 
-    Lists, stops or starts interpreters that have it and wait.
+    Lists or stops interpreters that have it and wait.
     """
 
 

@@ -75,7 +75,9 @@ class Handoff:
         workers = config.launch.workers_per_node
         if not config.use_cpu and not gpus:
             gpus = workers if isinstance(workers, int) else 0
-        node = NodeFacts(gpus=gpus, cpus=config.slurm.cpus_per_task or 1, tpu_chips=1, environ=os.environ)
+        node = NodeFacts(
+            gpus=list(map(str, range(gpus))), cpus=config.slurm.cpus_per_task or 1, tpu_chips=1, environ=os.environ
+        )
         placed = replace(
             config,
             num_machines=node_range(config)[0],
@@ -203,9 +205,9 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     kept = yaml.safe_dump_all(open_to_all, sort_keys=False, width=10**6)
     handoff.write_folder(replace(plan, sent=kept), {OBJECTS: kept})
     follow = f"fsdplaunch runs logs {run_id} --follow"
-    sentence = f"run {run_id} is {kube.kind} {name}; {follow}, runs cancel {run_id} deletes it"
+    sentence = f"run {run_id} is job {name}; {follow}, runs cancel {run_id} deletes it"
     shown = {"name": name}
-    return handoff.submitted(sentence, route="kubernetes", shown=shown, kind=kube.kind, namespace=kube.namespace)
+    return handoff.submitted(sentence, route="kubernetes", shown=shown, namespace=kube.namespace)
 
 
 START_SECONDS = 30.0

@@ -10,7 +10,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.display_text import listed
-from fsdplaunch.errors import LaunchError, MachineError, UsageError
+from fsdplaunch.errors import LaunchError, MachineError
 from fsdplaunch.launch.coordination import join, network
 from fsdplaunch.launch.coordination.join import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.network import interface_variables
@@ -65,8 +65,6 @@ def launch_on_node(part: NodeLaunch, out: Output) -> int:
         return 0
     if request.check_only:
         return single_node.pass_checks(plan, part.hardware, out, as_json=request.as_json, check_only=True)
-    if not config.launch.meeting:
-        return _run_without_joining(part, plan, out)
     secret = find_secret(config, place, os.environ, address=address)
     try:
         control = _join(part, plan, secret, is_first=is_first, out=out)
@@ -121,22 +119,6 @@ def _plan(
         variables = interface_variables(loaded.config, address, os.environ)
         plan = replace(plan, env={**plan.env, **variables})
     return plan
-
-
-def _run_without_joining(part: NodeLaunch, plan: LaunchPlan, out: Output) -> int:
-    """Leave the nodes to torch's own rendezvous, as torchrun does.
-
-    Raises:
-        UsageError: The nodes cannot find each other without joining.
-    """
-    if part.place.rank is None or part.place.host is None:
-        what = "which node this is" if part.place.rank is None else "where node 0 is"
-        msg = f"launch.meeting is false, and nothing says {what}"
-        raise UsageError(msg, hint="set main_process_ip, and --machine-rank on each node")
-    as_json = part.request.as_json
-    if status := single_node.pass_checks(plan, part.hardware, out, as_json=as_json):
-        return status
-    return single_node.run_and_report(plan, part.request.loaded, as_json=as_json, out=out)
 
 
 def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first: bool, out: Output) -> RunControl:
@@ -195,9 +177,8 @@ def _say_how_to_join(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None
     overrides = [*where, *open_ones]
     also = f", with {', '.join(secrets)} set" if secrets else ""
     out.say(f"node 0 waits at {address}:{place.port}; on {other_nodes(place)} run, in the same folder{also}:")
-    is_known = config.launch.secret_file and SECRET not in os.environ  # the file named in the configuration
-    secret = "" if is_known else f"{SECRET}={spec.secret.offer()} "
-    out.say(f"  {secret}{shlex.join(request.words(['fsdplaunch'], _file(request), overrides=overrides))}")
+    words = request.words(["fsdplaunch"], _file(request), overrides=overrides)
+    out.say(f"  {SECRET}={spec.secret.offer()} {shlex.join(words)}")
 
 
 def other_nodes(place: NodePlacement) -> str:

@@ -16,8 +16,6 @@ from fsdplaunch.launch.schedulers.remote_launchers import Screen
 
 LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""
-MOST_TASKS = 16
-"""An array of more tasks is one line in the list; --json has them all."""
 
 
 def _folder_of(file: Path | None, log_dir: Path | None) -> Path:
@@ -37,21 +35,13 @@ def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: b
     elif not runs:
         out.say(f"no runs in {folder}")
     else:
-        rows = [("run", "started by", "state", "script")]
-        for run in runs:
-            tasks = run.tasks if len(run.tasks) <= MOST_TASKS else ()
-            rows += [_row(run), *(_task_row(task) for task in tasks)]
-        out.data("\n".join(_table(rows)))
+        out.data("\n".join(_table([("run", "started by", "state", "script"), *map(_row, runs)])))
     return 0
 
 
 def _row(run: Run) -> tuple[str, str, str, str]:
-    how = f"slurm {'array' if run.tasks else 'job'} {run.job['job']}" if run.route == "slurm" else run.route
+    how = f"slurm job {run.job['job']}" if run.route == "slurm" else run.route
     return one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)
-
-
-def _task_row(task: Run) -> tuple[str, str, str, str]:
-    return one_line(f"  /{task.dir.name}"), "", one_line(task.state), ""
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -65,7 +55,7 @@ def show_logs(
     """Print a run's output, or that of one rank, and go on printing when asked so."""
     folder, stream = _folder_of(file, log_dir), "stderr" if stderr else "stdout"
     found = find_run(folder, run)
-    tail = LogTail(found.dir if found.tasks else None)
+    tail = LogTail()
     if found.route == "kubernetes" and rank is None:
         return _show_pods(found, follow=follow, out=out)
     if rank is None and found.route == "here":
@@ -90,7 +80,7 @@ def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
     kubernetes = feature(KUBERNETES)
     if not follow:
         return int(kubernetes.show_logs(run.job))
-    kubernetes.follow(run.job, lambda state: out.say(f"{run.job['kind']} {run.job['name']}: {state}"))
+    kubernetes.follow(run.job, lambda state: out.say(f"job {run.job['name']}: {state}"))
     return 0
 
 
@@ -111,7 +101,7 @@ def follow_run(run_dir: Path, out: Output) -> int:
 
 
 def _follow_job(run: Run, out: Output) -> None:
-    tail, shown, screen = LogTail(run.dir if run.tasks else None), "", Screen(sys.stdout)
+    tail, shown, screen = LogTail(), "", Screen(sys.stdout)
     while True:
         screen.write(tail.read(log_files(run, rank=None, stream="stdout")))
         if not run.unfinished:

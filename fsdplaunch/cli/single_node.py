@@ -19,7 +19,7 @@ from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.run_control import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan, join_port
-from fsdplaunch.launch.preflight import find_holder, find_obstacles
+from fsdplaunch.launch.preflight import find_obstacles, is_taken
 from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
 from fsdplaunch.launch.schedulers.remote_launchers import launch_words
 from fsdplaunch.launch.secret_variables import is_secret
@@ -136,10 +136,11 @@ def plan_for_this_node(
     name, home = run_name(os.environ)
     run_id, folder = run_id or name, folder or home
     node = NodeFacts(
-        gpus=len(hardware.gpus),
+        gpus=[gpu.visible_name for gpu in hardware.gpus],
         cpus=hardware.cpu_count,
+        has_amd=hardware.has_amd,
         tpu_chips=count_tpu_chips() if uses_xla(loaded.config) else 0,
-        port_holder=find_holder(join_port(loaded.config)) if loaded.config.num_machines == 1 else None,
+        port_is_taken=loaded.config.num_machines == 1 and is_taken(join_port(loaded.config)),
         environ=os.environ,
     )
     plan = build_plan(

@@ -20,6 +20,8 @@ from fsdplaunch.run_dir import PLAN
 # Contract variables, not keys.
 RUN_DIR = "FSDPLAUNCH_RUN_DIR"
 """The run's folder, where each rank writes its files."""
+DEVICE = "FSDPLAUNCH_DEVICE"
+"""What the plan says that workers compute on: `cuda`, `cpu` or `xla`."""
 ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
 """`1` when a script may end without having sharded a model."""
 REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"

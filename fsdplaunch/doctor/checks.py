@@ -9,7 +9,7 @@ from fsdplaunch.config.resolve import CPU_WORKERS
 from fsdplaunch.display_text import GIB, MIB
 from fsdplaunch.doctor.facts import Check, DoctorFacts, NetworkInterface, Status
 from fsdplaunch.errors import EXIT_MACHINE
-from fsdplaunch.launch.preflight import describe_process
+from fsdplaunch.launch.preflight import cannot_compute, describe_process
 from fsdplaunch.probe.hardware import Gpu
 from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
@@ -44,7 +44,12 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
     if not driver.version:
-        if facts.wants_gpus and torch is not None and torch.cuda:
+        if torch is not None and torch.sees_gpus:
+            text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
+            yield Check(
+                "driver", "warning", text, "only NVIDIA GPUs are used; are the driver's libraries complete?"
+            )
+        elif facts.wants_gpus and torch is not None and torch.cuda:
             hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
             yield Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
         else:
@@ -62,8 +67,9 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
         text = f"{driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}, torch needs {torch.cuda}"
         yield Check("driver", "problem", text, hint)
     elif facts.gpus and torch.sees_gpus < len(facts.gpus):
-        text = f"the driver shows {len(facts.gpus)} GPUs, torch can use {torch.sees_gpus}"
-        yield Check("driver", "problem", text, "nvidia-smi, then a fresh process, say more")
+        reason = f": {torch.gpu_error}" if torch.gpu_error else ""
+        text = f"the driver shows {len(facts.gpus)} GPUs, torch can use {torch.sees_gpus}{reason}"
+        yield Check("driver", "problem" if facts.wants_gpus else "warning", text, "nvidia-smi says more")
     else:
         yield Check("driver", "ok", f"{driver.version}{runs}")
 
@@ -82,7 +88,7 @@ def check_nccl(facts: DoctorFacts) -> Iterator[Check]:
 
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     """Check how many there are, and whether they are alike."""
-    for note in facts.driver.notes:
+    for note in facts.notes:
         yield Check("gpus", "warning", note)
     if not facts.gpus:
         required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
@@ -103,9 +109,9 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
 
 def check_busy(facts: DoctorFacts) -> Iterator[Check]:
     """Check that nobody else computes on them."""
-    for number, gpu in enumerate(facts.gpus):
+    for gpu in facts.gpus:
         for pid, used in gpu.busy:
-            text = f"GPU {number} is used by {describe_process(pid)}, {used / GIB:.1f} GiB"
+            text = f"GPU {gpu.visible_name} is used by {describe_process(pid)}, {used / GIB:.1f} GiB"
             yield Check("gpus", "warning", text, "choose others with gpu_ids, or end it")
 
 
@@ -126,8 +132,10 @@ def check_links(facts: DoctorFacts) -> Iterator[Check]:
 
 def check_health(facts: DoctorFacts) -> Iterator[Check]:
     """Check that no GPU has lost data in its memory."""
-    for number, errors in facts.driver.bad_memory.items():
-        text = f"GPU {number} has {errors} uncorrected memory errors since the driver was loaded"
+    for gpu in facts.gpus:
+        if not gpu.bad_memory:
+            continue
+        text = f"GPU {gpu.visible_name} has {gpu.bad_memory} uncorrected memory errors since the driver was loaded"
         yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
 
 
@@ -136,19 +144,15 @@ def check_dtypes(facts: DoctorFacts) -> Iterator[Check]:
     if not facts.gpus:
         return
     config = facts.config
-    wanted = "" if config is None else "fp8" if config.mixed_precision == "fp8" else str(config.precision.param)
-    for number, gpu in enumerate(facts.gpus):
-        if (wanted == "fp8" and not gpu.has_fp8) or (wanted == "bf16" and not gpu.has_bf16):
-            text = f"GPU {number} ({gpu.name}) cannot compute {wanted}"
-            hint = f"set mixed_precision to {'bf16' if wanted == 'fp8' else 'fp16'}"
-            yield Check("dtypes", "problem", text, hint)
+    for gpu in facts.gpus:
+        for wanted, instead in cannot_compute(config, gpu) if config is not None and not config.use_cpu else ():
+            text = f"GPU {gpu.visible_name} ({gpu.name}) cannot compute in {wanted}"
+            yield Check("dtypes", "problem", text, f"set mixed_precision to {instead}")
     archs = facts.torch.archs if facts.torch else ()
     majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
-    for number, gpu in enumerate(facts.gpus):
+    for gpu in facts.gpus:
         if majors and str(gpu.compute_capability[0]) not in majors:
-            text = (
-                f"torch has no code for GPU {number} (sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]})"
-            )
+            text = f"torch has no code for GPU {gpu.visible_name} ({_arch(gpu)})"
             yield Check("dtypes", "problem", text, "install another build of torch")
 
 
@@ -325,11 +329,11 @@ def check_port(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the port the nodes meet at is free."""
     if not facts.port:
         yield Check("port", "ok", "any free one: the run is on one node")
-    elif facts.port_holder is None:
+    elif not facts.port_is_taken:
         yield Check("port", "ok", f"{facts.port} is free")
     else:
         status: Status = "problem" if facts.nodes > 1 else "warning"
-        text = f"{facts.port} is in use by {facts.port_holder}"
+        text = f"{facts.port} is in use, as ss -ltnp shows"
         yield Check("port", status, text, "set main_process_port to a free one")
 
 

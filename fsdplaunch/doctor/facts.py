@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +19,10 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import read_text
 from fsdplaunch.launch.coordination.network import interfaces
 from fsdplaunch.launch.plan import join_port, opens_port
-from fsdplaunch.launch.preflight import check_gpus, find_holder
+from fsdplaunch.launch.preflight import is_taken
 from fsdplaunch.launch.secret_variables import HIDDEN, IN_URL, SECRET_VALUE, TELLING, is_secret
 from fsdplaunch.parent_death import ended_with_us
-from fsdplaunch.probe.hardware import Gpu, driver_is_installed, read_hardware
+from fsdplaunch.probe.hardware import Driver, Gpu, read_driver, read_hardware
 
 Status = Literal["ok", "warning", "problem", "skipped"]
 
@@ -54,7 +53,8 @@ class TorchFacts:
         cuda: Version of CUDA it was built for; empty for a CPU build.
         nccl: Version of NCCL it was built with; empty without.
         archs: GPU architectures it has code for, `sm_90`.
-        sees_gpus: GPUs that torch itself can use.
+        sees_gpus: GPUs on which torch has made a tensor.
+        gpu_error: Why it could not on the others; empty when it could.
         has_gloo: Whether gloo is there.
         has_distributed: Whether torch.distributed is there.
         error: Why it could not be imported or asked; empty when it could.
@@ -65,28 +65,10 @@ class TorchFacts:
     nccl: str = ""
     archs: tuple[str, ...] = ()
     sees_gpus: int = 0
+    gpu_error: str = ""
     has_gloo: bool = False
     has_distributed: bool = False
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverFacts:
-    """NVIDIA's driver.
-
-    Attributes:
-        version: For example `580.126`; empty without a driver.
-        cuda: The newest CUDA it runs, `(13, 0)`.
-        peers: For each pair of GPUs, whether one can read the other's memory.
-        bad_memory: GPUs with uncorrected memory errors, and how many.
-        notes: What it complained about.
-    """
-
-    version: str = ""
-    cuda: tuple[int, int] | None = None
-    peers: Mapping[tuple[int, int], bool] = field(default_factory=dict)
-    bad_memory: Mapping[int, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +114,7 @@ class DoctorFacts:
         torch: Of the same interpreter; None when it was not asked.
         driver: NVIDIA's.
         gpus: Those CUDA would show.
+        notes: What reading them complained about.
         cpus: Processors this process may use.
         memory: Host memory it may use, in bytes; None when unknown.
         shared_memory: Size of /dev/shm in bytes; None when there is none.
@@ -141,7 +124,7 @@ class DoctorFacts:
         interfaces: That are up.
         hostname: This node's name.
         own_address: What that name resolves to; empty when it does not.
-        port_holder: Who listens on the port the nodes meet at; None when it is free.
+        port_is_taken: Somebody listens on the port the nodes meet at.
         port: That port, 0 for any.
         environ: Variables that change how training communicates.
         config: The configuration; None when it could not be read.
@@ -152,8 +135,9 @@ class DoctorFacts:
 
     python: str
     torch: TorchFacts | None
-    driver: DriverFacts = field(default_factory=DriverFacts)
+    driver: Driver = field(default_factory=Driver)
     gpus: tuple[Gpu, ...] = ()
+    notes: tuple[str, ...] = ()
     cpus: int = 1
     memory: int | None = None
     shared_memory: int | None = None
@@ -163,7 +147,7 @@ class DoctorFacts:
     interfaces: tuple[NetworkInterface, ...] = ()
     hostname: str = ""
     own_address: str = ""
-    port_holder: str | None = None
+    port_is_taken: bool = False
     port: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Config | None = None
@@ -208,16 +192,13 @@ def collect_facts(
     folders["checkpoints"] = config.checkpoint.dir if config else "checkpoints"
     obstacles = []
     if config is not None:
-        chosen = [str(number) for number in range(len(hardware.gpus))]
-        obstacles = [
-            (found.message, found.hint, found.fatal) for found in check_gpus(config, hardware.gpus, chosen)
-        ]
         obstacles += list(_counts(config, len(hardware.gpus)))
     return DoctorFacts(
         python=f"{platform.python_version()} ({sys.executable})",
         torch=torch,
-        driver=read_driver(),
+        driver=read_driver(hardware.gpus),
         gpus=hardware.gpus,
+        notes=hardware.notes,
         cpus=hardware.cpu_count,
         memory=hardware.memory_bytes,
         shared_memory=_shared_memory(),
@@ -228,7 +209,7 @@ def collect_facts(
         hostname=socket.gethostname(),
         own_address=_own_address(),
         port=port if config is None or opens_port(config) else 0,
-        port_holder=find_holder(port) if config is None or opens_port(config) else None,
+        port_is_taken=is_taken(port) if config is None or opens_port(config) else False,
         environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
         config=config,
         config_path=str(loaded.path) if loaded and loaded.path else "none, built-in defaults",
@@ -245,50 +226,6 @@ def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
     if configured is not None and gpus and configured > gpus and not config.use_cpu:
         text = f"the configuration sets {configured} workers on this node, it has {gpus} visible GPUs"
         yield text, "lower num_processes, or set use_cpu: true", True
-
-
-def read_driver() -> DriverFacts:
-    """Ask NVIDIA's management library what `probe` does not: versions, links, memory errors."""
-    if not driver_is_installed():
-        return DriverFacts()
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-    except Exception as error:
-        return DriverFacts(notes=(f"the NVIDIA driver does not answer: {error}",))
-    try:
-        return _ask(nvml)
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _ask(nvml: Any) -> DriverFacts:
-    version = nvml.nvmlSystemGetDriverVersion()
-    newest = int(nvml.nvmlSystemGetCudaDriverVersion())
-    handles = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):
-            handles.append((index, nvml.nvmlDeviceGetHandleByIndex(index)))
-    peers: dict[tuple[int, int], bool] = {}
-    errors: dict[int, int] = {}
-    for index, handle in handles:
-        with suppress(nvml.NVMLError):
-            count = nvml.nvmlDeviceGetTotalEccErrors(
-                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            )
-            errors |= {index: int(count)} if count else {}
-        for other, second in handles:
-            if index < other:
-                with suppress(nvml.NVMLError):
-                    status = nvml.nvmlDeviceGetP2PStatus(handle, second, nvml.NVML_P2P_CAPS_INDEX_READ)
-                    peers[index, other] = status == nvml.NVML_P2P_STATUS_OK
-    return DriverFacts(
-        version=version.decode() if isinstance(version, bytes) else version,
-        cuda=(newest // 1000, newest % 1000 // 10),
-        peers=peers,
-        bad_memory=errors,
-    )
 
 
 def read_interfaces(root: Path = Path("/sys/class/net")) -> Iterator[NetworkInterface]:
@@ -365,12 +302,20 @@ import torch.distributed as dist
 there = dist.is_available()
 cuda = torch.version.cuda or ""
 nccl = ""
+sees_gpus, gpu_error = 0, ""
+try:
+    if cuda or torch.version.hip:
+        torch.cuda.init()
+        for number in range(torch.cuda.device_count()):
+            torch.empty(1, device=f"cuda:{number}")
+            sees_gpus += 1
+except Exception as error:
+    gpu_error = (str(error).splitlines() or [type(error).__name__])[0]
 if there and dist.is_nccl_available() and cuda:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
 sys.stdout.write("\\n" + json.dumps({
     "version": torch.__version__, "cuda": cuda, "nccl": nccl,
-    "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
-    "sees_gpus": torch.cuda.device_count() if cuda else 0,
+    "archs": torch.cuda.get_arch_list() if sees_gpus else [], "sees_gpus": sees_gpus, "gpu_error": gpu_error,
     "has_gloo": there and dist.is_gloo_available(), "has_distributed": there,
 }))
 """

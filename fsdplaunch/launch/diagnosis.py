@@ -13,6 +13,11 @@ _SIZE = r"([\d.]+ [KMGT]iB)"
 _TIMEOUT = re.compile(
     r"Timed out waiting|Watchdog caught collective operation timeout|Collective .* timed? ?out|Wait timeout", re.I
 )
+_NO_GPU_MEMORY = re.compile(
+    r"CUDA out of memory|OutOfMemoryError|Cuda failure \d* ?'out of memory'"
+    r"|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDA error: out of memory"
+)
+"""Of torch; of NCCL, which needs buffers of its own; of cuBLAS, where there is no room for its workspace."""
 _NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
 _NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.I)
 _NEEDS_GPU = re.compile(
@@ -122,7 +127,7 @@ def _own_hint(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _gpu_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
-    if "CUDA out of memory" not in facts.text and "OutOfMemoryError" not in facts.text:
+    if not _NO_GPU_MEMORY.search(facts.text):
         return None
     asked = re.search(rf"Tried to allocate {_SIZE}", facts.text)
     total = re.search(rf"total capacity of {_SIZE}", facts.text)
@@ -134,7 +139,17 @@ def _gpu_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
         why += f", and {asked[1]} were wanted" if asked else ""
     if others:
         why += f"; another process holds {others[1]}"
-    return Diagnosis(why=why, remedies=tuple(_savings(facts.config)))
+    remedies = _savings(facts.config)
+    unused = re.search(rf"{_SIZE} is reserved by PyTorch but unallocated", facts.text)
+    if unused and asked and _bytes(unused[1]) >= _bytes(asked[1]):
+        why += f"; {unused[1]} are held in pieces that are too small"
+        remedies.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    return Diagnosis(why=why, remedies=tuple(remedies))
+
+
+def _bytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * float(1024 ** " KMGT".index(unit[0]))
 
 
 def _savings(config: Config | None) -> list[str]:
@@ -204,6 +219,14 @@ def _lost_connection(facts: FailureFacts) -> Diagnosis | None:
         why="the connection to another rank broke, and no rank of this node says why",
         remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",),
     )
+
+
+def _nccl_error(facts: FailureFacts) -> Diagnosis | None:
+    """Recognize an error of NCCL's that no row explains: what it said last says most."""
+    found = re.search(r"Last error:\s*(\S[^\n]*)", facts.text)
+    if not found:
+        return None
+    return Diagnosis(why=f"NCCL: {found[1].strip()}", remedies=("NCCL_DEBUG=INFO, and every rank's stderr.log",))
 
 
 def _killed_from_outside(facts: FailureFacts) -> Diagnosis | None:
@@ -283,6 +306,60 @@ def _ranks(ranks: Sequence[int]) -> str:
     return listed(list(map(str, ranks)), 8)
 
 
+_GPU_FAULTS: Sequence[_Recognise] = (
+    _says(
+        "duplicate GPU detected",
+        "two ranks compute on one GPU: the script chooses it by something else than LOCAL_RANK",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is on a GPU',
+        "no more workers on a node than it has GPUs",
+    ),
+    _says(
+        "no socket interface found",
+        "NCCL found no network interface: NCCL_SOCKET_IFNAME names none that is up here",
+        "unset NCCL_SOCKET_IFNAME, or --network-interface with one that fsdplaunch doctor lists",
+    ),
+    _says(
+        "uncorrectable ECC error",
+        "the GPU's memory has an error that it cannot correct",
+        "leave this GPU out (gpu_ids), and reset or replace it: nvidia-smi -q -d ECC",
+    ),
+    _says(
+        "illegal memory access|device-side assert triggered",
+        "a kernel on the GPU used a wrong address or index, such as a token beyond the embedding's size",
+        "CUDA_LAUNCH_BLOCKING=1, which shows the line; --cpu, which names the index",
+    ),
+    _says(
+        r"\bXid\b|fallen off the bus|GPU is lost|unspecified launch failure",
+        "the GPU or its driver has failed",
+        "as root: dmesg | grep Xid; then reset the GPU, or leave it out (gpu_ids)",
+    ),
+    _says(
+        "no kernel image is available",
+        "this build of torch has no code for this GPU, or an extension was compiled for another one",
+        "install a build of torch for it: fsdplaunch doctor names both",
+    ),
+    _says(
+        "driver on your system is too old|driver version is insufficient",
+        "the NVIDIA driver is older than the CUDA of this torch needs",
+        "install a newer driver, or a torch that was built for an older CUDA: fsdplaunch doctor names both",
+    ),
+    _says(
+        "system not yet initialized|Error 802",
+        "the NVSwitches between the GPUs are not set up: the fabric manager does not run",
+        "as root: systemctl start nvidia-fabricmanager (of the driver's own version)",
+    ),
+    _says(
+        "Cannot re-initialize CUDA in forked subprocess",
+        "a process was forked after CUDA had been used, and cannot use it itself",
+        "multiprocessing_context='spawn' for data loaders that use the GPU; no CUDA before a fork",
+        "--no-preload, if a module of launch.preload uses CUDA when it is imported",
+    ),
+    _says(
+        r"(_scaled_mm|fp8).*(compute capability|only supported|requires)|float8.*not supported",
+        "this GPU does not compute in fp8",
+        "--mixed-precision bf16",
+    ),
+)
 _KINDS: Sequence[_Recognise] = (
     _own_hint,
     _says(
@@ -294,12 +371,13 @@ _KINDS: Sequence[_Recognise] = (
     _gpu_out_of_memory,
     _host_out_of_memory,
     _says(
-        "insufficient shared memory",
-        "shared memory (/dev/shm) is used up, which data loaders pass their batches through",
+        "insufficient shared memory|creating shared memory segment",
+        "shared memory (/dev/shm) is used up, which data loaders and NCCL pass data through",
         "fewer data loader workers",
         "a larger /dev/shm (docker run --shm-size=8g)",
         died_of="SIGBUS",  # nearly always
     ),
+    *_GPU_FAULTS,
     _unequal_collectives,
     _collective_timeout,
     _says(
@@ -308,6 +386,7 @@ _KINDS: Sequence[_Recognise] = (
         "leave main_process_port out to take a free one",
         "see who holds it: ss -ltnp",
     ),
+    _nccl_error,
     _lost_connection,
     _killed_from_outside,
     _native_crash,

@@ -23,8 +23,6 @@ PRELOADED = (
     "fsdplaunch.runtime.torch_internals.compiler_import",
 )
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
-WARM_SERVER = Path(__file__).parents[1] / "warm" / "main.py"
-"""Started by its path, for the same reason."""
 _TORCH = ("torch", "torch.distributed")
 _BOOTSTRAP = ("-m", BOOTSTRAP)
 

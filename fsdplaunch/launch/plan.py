@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED, RUN_DIR, encode
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, DEVICE, RUN_DIR, encode
 from fsdplaunch.config.resolve import CPU_WORKERS, uses_xla, with_mesh
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.errors import MachineError, UsageError
@@ -28,19 +28,21 @@ class NodeFacts:
     """What a plan needs to know about the node it is for.
 
     Attributes:
-        gpus: Visible GPUs.
+        gpus: Visible GPUs, by the names that CUDA_VISIBLE_DEVICES has for them, in CUDA's order.
         cpus: Usable cores.
         python: The interpreter that workers run.
+        has_amd: There are GPUs of AMD's, which are not used.
         tpu_chips: TPU chips that are attached.
-        port_holder: Who listens on the port the configuration names; None when it is free.
+        port_is_taken: Somebody listens on the port the configuration names.
         environ: The caller's environment; a variable the user set is not overridden by a guess of ours.
     """
 
-    gpus: int
+    gpus: Sequence[str] = ()
     cpus: int
     python: str = sys.executable
+    has_amd: bool = False
     tpu_chips: int = 0
-    port_holder: str | None = None
+    port_is_taken: bool = False
     environ: Mapping[str, str]
 
 
@@ -173,7 +175,8 @@ def build_plan(
         *_rendezvous(_with_a_free_port(config, node), run_id),
         f"--log-dir={run_dir}",
     ]
-    env = _worker_variables(_with_device_known(config, device), node, workers, run_dir=run_dir, ranks=ranks)
+    known = _with_device_known(config, device)
+    env = _worker_variables(known, node, workers, device=device, run_dir=run_dir, ranks=ranks)
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"
     if device == "xla":
@@ -219,13 +222,13 @@ def _workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
 
 def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
     """Return the GPUs left to this run: those `gpu_ids` names, or all visible ones."""
-    if _names_all_gpus(config):
-        return tuple(map(str, range(node.gpus)))
+    if _names_all_gpus(config) or not node.gpus:
+        return tuple(node.gpus)
     wanted = [item.strip() for item in (config.gpu_ids or "").split(",") if item.strip()]
-    missing = [item for item in wanted if item.isdigit() and int(item) >= node.gpus]
+    missing = [item for item in wanted if item.isdigit() and item not in node.gpus]
     if missing and not config.use_cpu:
-        msg = f"gpu_ids names GPU {', '.join(missing)}, but this node has {node.gpus} visible GPUs"
-        raise MachineError(msg, hint="set gpu_ids to numbers from 0, or leave it out to use all")
+        msg = f"gpu_ids names GPU {', '.join(missing)}, and this node shows {', '.join(node.gpus)}"
+        raise MachineError(msg, hint="name some of these, or leave gpu_ids out to use all")
     return tuple(wanted)
 
 
@@ -234,7 +237,7 @@ def _names_all_gpus(config: Config) -> bool:
 
 
 def _worker_variables(
-    config: Config, node: NodeFacts, workers: int, *, run_dir: Path, ranks: int | None
+    config: Config, node: NodeFacts, workers: int, *, device: str, run_dir: Path, ranks: int | None
 ) -> dict[str, str]:
     """Return the variables that agent and workers get beside the caller's."""
     world = workers * config.num_machines if ranks is None else ranks
@@ -244,7 +247,11 @@ def _worker_variables(
     env[RUN_DIR] = str(run_dir)
     if on_xla:
         env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA
-    if not _names_all_gpus(config):
+    env[DEVICE] = device
+    if device == "cpu":
+        # Whatever torch or a script finds by itself, the workers compute where the plan says.
+        env |= {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if node.has_amd else {})
+    elif not _names_all_gpus(config):
         env["CUDA_VISIBLE_DEVICES"] = config.gpu_ids or ""
     if config.launch.max_restarts or config.launch.nodes:
         # Without it torch keeps one store for all attempts, and new workers meet the dead ones' addresses.
@@ -264,49 +271,29 @@ def _worker_variables(
 
 def _rendezvous(config: Config, run_id: str) -> list[str]:
     """Return where the agents meet. `is_host` and the local address are always given: torchrun's guesses hang."""
-    launch, endpoint, rank = config.launch, config.launch.rendezvous_endpoint, config.machine_rank
+    launch, endpoint, address = config.launch, config.launch.rendezvous_endpoint, config.launch.local_address
     if config.num_machines == 1:
-        address = launch.local_address or "127.0.0.1"
+        address = address or "127.0.0.1"
         endpoint = endpoint or f"{address}:{config.main_process_port or 0}"
-        return _c10d(config, endpoint, launch.rendezvous_id or run_id, address, is_host=True)
-    if endpoint is None and config.main_process_ip:
+    elif endpoint is None and config.main_process_ip:
         endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
     if endpoint is None:
         msg = f"num_machines is {config.num_machines}, but nothing says where the nodes meet"
         raise UsageError(msg, hint="set main_process_ip (and main_process_port) to node 0's address")
-    if rank is None:
+    if config.num_machines > 1 and config.machine_rank is None:
         msg = f"num_machines is {config.num_machines}, but nothing says which node this is"
-        raise UsageError(
-            msg, hint=f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
-        )
-    name = launch.rendezvous_id or endpoint
-    if config.rdzv_backend != "static":
-        return _c10d(config, endpoint, name, launch.local_address, is_host=rank == 0)
-    host, _, port = endpoint.rpartition(":")
-    return [
-        "--rdzv-backend=static",
-        *(f"--master-addr={host}", f"--master-port={port}", f"--node-rank={rank}"),
-        f"--rdzv-id={name}",
-        f"--rdzv-conf={_settings(config, limit='timeout')}",
-        *([f"--local-addr={launch.local_address}"] if launch.local_address else []),
-    ]
-
-
-def _c10d(config: Config, endpoint: str, name: str, address: str | None, *, is_host: bool) -> list[str]:
+        hint = f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
+        raise UsageError(msg, hint=hint)
+    timeout = max(1, round(launch.rendezvous_timeout_seconds))
+    is_host = config.num_machines == 1 or config.machine_rank == 0
+    settings = {"is_host": int(is_host), "join_timeout": timeout} | launch.rendezvous_options
     return [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={name}",
-        f"--rdzv-conf={_settings(config, is_host=str(int(is_host)))}",
+        f"--rdzv-id={launch.rendezvous_id or (run_id if config.num_machines == 1 else endpoint)}",
+        f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
         *([f"--local-addr={address}"] if address else []),
     ]
-
-
-def _settings(config: Config, *, limit: str = "join_timeout", **fixed: str) -> str:
-    """Return torch's rendezvous settings; what the configuration sets goes last and wins."""
-    timeout = max(1, round(config.launch.rendezvous_timeout_seconds))
-    settings = fixed | {limit: str(timeout)} | config.launch.rendezvous_options
-    return ",".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _with_device_known(config: Config, device: str) -> Config:
@@ -317,7 +304,7 @@ def _with_device_known(config: Config, device: str) -> Config:
 
 def _with_a_free_port(config: Config, node: NodeFacts) -> Config:
     """Return the configuration with any free port for a lone node; several cannot agree on another one here."""
-    if config.num_machines > 1 or node.port_holder is None:
+    if config.num_machines > 1 or not node.port_is_taken:
         return config
     return replace(config, main_process_port=0, launch=replace(config.launch, rendezvous_endpoint=None))
 
@@ -327,9 +314,10 @@ def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -
     if device == "xla" and not config.use_cpu and is_on_cpu(config, environ=node.environ, chips=node.tpu_chips):
         notes.append("no TPU is attached: running PyTorch/XLA on CPU")
     if device == "cpu" and not config.use_cpu:
-        notes.append("no GPU is visible: running on CPU with gloo")
-    if config.num_machines == 1 and node.port_holder is not None:
-        notes.append(f"the configured port is in use by {node.port_holder}: another one is taken")
+        named = "" if _names_all_gpus(config) else f", though gpu_ids names {config.gpu_ids}"
+        notes.append(f"no GPU is visible{named}: running on CPU with gloo")
+    if config.num_machines == 1 and node.port_is_taken:
+        notes.append("the configured port is in use: another one is taken")
     if not target.is_python and config.distributed_type == "FSDP":
         notes.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
     return notes

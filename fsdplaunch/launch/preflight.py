@@ -54,24 +54,17 @@ class Finding:
         return MachineError(self.message, hint=self.hint)
 
 
-def find_holder(port: int) -> str | None:
-    """Return who listens on a port, in words; None when it is free.
-
-    Args:
-        port: 0 is always free.
-    """
-    return None if port == 0 or is_free(port) else _holder(port)
-
-
-def is_free(port: int) -> bool:
-    """Return whether a server could listen on all addresses now, as torch's store does."""
+def is_taken(port: int) -> bool:
+    """Return whether no server could listen on all addresses now, as torch's store does; port 0 is always free."""
+    if port == 0:
+        return False
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104  (see above)
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((address, port))
             trial.listen(1)
-            return True
-    return False
+            return False
+    return True
 
 
 def describe_process(pid: int) -> str:
@@ -87,25 +80,6 @@ def describe_process(pid: int) -> str:
     return f"process {pid} ({', '.join(words) or 'of another user or container'})"
 
 
-def _holder(port: int) -> str:
-    inodes = {inode for name in ("tcp", "tcp6") for inode in _listeners(name, port)}
-    for link in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
-        with suppress(OSError):
-            target = str(link.readlink())
-            if target.startswith("socket:[") and target[8:-1] in inodes:
-                return describe_process(int(link.parts[2]))
-    return "another program"
-
-
-def _listeners(name: str, port: int) -> Iterator[str]:
-    """Return the kernel's numbers of the sockets that listen on a port."""
-    with suppress(OSError):
-        for line in Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
-            words = line.split()
-            if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":  # LISTEN, proc(5)
-                yield words[9]
-
-
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
     """Check everything a launch needs here.
 
@@ -119,7 +93,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_target(plan.target),
         *check_torch(),
         *(check_torch_xla() if uses_xla(config) else ()),
-        *check_gpus(config, gpus, plan.gpus),
+        *check_gpus(config, [gpu for gpu in gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
         *check_space(folders),
         *check_weights(config),
         *check_port(config),
@@ -209,23 +183,30 @@ def check_torch_xla() -> Iterator[Finding]:
         yield Finding(message=problem.message, hint=problem.hint)
 
 
-def check_gpus(config: Config, gpus: Sequence[Gpu], chosen: Sequence[str]) -> Iterator[Finding]:
+def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Check that the GPUs the workers get can compute in the configured dtype, and are not in use.
 
     Args:
         config: Resolved configuration.
-        gpus: Visible GPUs, in CUDA's order.
-        chosen: Numbers of those that are used.
+        gpus: Those that are used.
     """
-    for number in (int(name) for name in chosen if name.isdigit() and int(name) < len(gpus)):
-        gpu = gpus[number]
-        if config.precision.param == "bf16" and not gpu.has_bf16:
-            message = f"GPU {number} ({gpu.name}) cannot compute in bf16"
-            yield Finding(message=message, hint="set mixed_precision to fp16")
+    for gpu in gpus:
+        number = gpu.visible_name
+        for wanted, instead in cannot_compute(config, gpu):
+            message = f"GPU {number} ({gpu.name}) cannot compute in {wanted}"
+            yield Finding(message=message, hint=f"set mixed_precision to {instead}")
         for pid, used in gpu.busy:
             held = f", which holds {used / GIB:.1f} GiB" if used else ""
             message = f"GPU {number} is in use by {describe_process(pid)}{held}"
             yield Finding(message=message, hint="choose others with gpu_ids, or end it", fatal=False)
+
+
+def cannot_compute(config: Config, gpu: Gpu) -> Iterator[tuple[str, str]]:
+    """Yield each dtype of a configuration that a GPU does not compute, and what to set instead."""
+    if config.mixed_precision == "fp8" and not gpu.has_fp8:
+        yield "fp8", "bf16" if gpu.has_bf16 else "fp16"
+    elif config.precision.param == "bf16" and not gpu.has_bf16:
+        yield "bf16", "fp16"
 
 
 def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
@@ -271,6 +252,6 @@ def check_weights(config: Config) -> Iterator[Finding]:
 def check_port(config: Config) -> Iterator[Finding]:
     """Check that the port the nodes join at is free, where this node opens it. A lone node takes another."""
     port = join_port(config)
-    if config.num_machines > 1 and opens_port(config) and (holder := find_holder(port)) is not None:
-        message = f"port {port} is in use by {holder}"
+    if config.num_machines > 1 and opens_port(config) and is_taken(port):
+        message = f"port {port} is in use, as ss -ltnp shows"
         yield Finding(message=message, hint="set main_process_port to a free one, the same on every node")

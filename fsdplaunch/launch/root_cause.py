@@ -20,6 +20,13 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """What a rank says when another one has gone or did not come to a collective."""
+_OWN_FAULT = re.compile(
+    r"duplicate GPU detected|no socket interface found|shared memory segment|out of memory|invalid usage|Xid"
+    r"|uncorrectable ECC|illegal memory access|device-side assert|launch failure|no kernel image|CUBLAS_STATUS"
+    r"|driver (version |on your system )?is (too old|insufficient)|system not yet initialized|fallen off the bus",
+    re.IGNORECASE,
+)
+"""What NCCL, or its watchdog, says where this rank itself is at fault."""
 UNEQUAL_COLLECTIVES = "Received data size doesn't match expected size"
 """What gloo says where ranks are in different collectives, before it aborts the process."""
 WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -58,10 +65,14 @@ def is_consequence(worker: Worker) -> bool:
     error, code = worker["error"], worker["code"] or 0
     if error is not None:
         message = error["message"] or ""
-        return message.startswith(_COLLECTIVE_TYPES) and _LOST_PEER.search(message) is not None
+        return message.startswith(_COLLECTIVE_TYPES) and _blames_another(message)
     # The watchdog thread of NCCL aborts the process; what it had to say is on the error output.
     said = "\n".join(worker["tail"])
-    return code == -signal.SIGABRT and UNEQUAL_COLLECTIVES not in said and _LOST_PEER.search(said) is not None
+    return code == -signal.SIGABRT and UNEQUAL_COLLECTIVES not in said and _blames_another(said)
+
+
+def _blames_another(text: str) -> bool:
+    return _LOST_PEER.search(text) is not None and _OWN_FAULT.search(text) is None
 
 
 def moment(worker: Worker) -> int:

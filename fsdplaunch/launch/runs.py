@@ -28,7 +28,7 @@ _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY
 State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
 _TASK = "task"
-"""Folder of a task of an array inside its run's, with its number; RUN/task3 is also its name."""
+"""Folder of a task of an array inside its run's, with its number."""
 
 
 def _matching(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
@@ -41,7 +41,6 @@ _JOBS = {
     "ssh": _PROCESS | {"hosts?": [str]},
     "slurm": {"job": _matching(_JOB)},
     "kubernetes": {
-        "kind": lambda value: value in ("job", "trainjob"),
         "name": _matching(_NAME),
         "namespace?": Maybe(_matching(_NAME)),
     },
@@ -116,8 +115,6 @@ class Run:
         script: What it runs.
         state: In one or a few words.
         unfinished: It may still do something.
-        task: Its number, where it is a task of an array.
-        tasks: Of an array, as runs of their own.
     """
 
     id: str
@@ -127,8 +124,6 @@ class Run:
     script: str
     state: str
     unfinished: bool
-    task: int | None = None
-    tasks: Sequence["Run"] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data."""
@@ -140,7 +135,6 @@ class Run:
             "script": self.script,
             "state": self.state,
             "unfinished": self.unfinished,
-            **({"tasks": [task.to_dict() for task in self.tasks]} if self.tasks else {}),
         }
 
 
@@ -171,12 +165,11 @@ def _is_run(path: Path) -> bool:
 
 
 def find_run(folder: Path, name: str) -> Run:
-    """Return the run of this name, or of which this is the beginning or the end; with /task3 behind it, that task.
+    """Return the run of this name, or of which this is the beginning or the end.
 
     Raises:
         UsageError: There is none, or more than one.
     """
-    name, _, task = name.partition("/")
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
@@ -191,16 +184,7 @@ def find_run(folder: Path, name: str) -> Run:
         msg = f"{count} in {folder} by the name {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
     (run,) = _read_all([folder / chosen[0]])
-    return _task_of(run, task) if task else run
-
-
-def _task_of(run: Run, name: str) -> Run:
-    found = next((task for task in run.tasks if task.dir.name == name), None)
-    if found is None:
-        msg = f"{run.id} has no {name}"
-        numbers = ", ".join(task.dir.name for task in run.tasks)
-        raise UsageError(msg, hint=f"it has {numbers}" if numbers else "it is not an array: leave the / out")
-    return found
+    return run
 
 
 def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
@@ -208,10 +192,10 @@ def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Ru
     route = str(job.get("route") or "here")
     script = str(read_json(path / PLAN).get("script") or "")
     run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
-    if route == "slurm" and (tasks := _tasks(run, reported)):
-        counts = Counter(task.state for task in tasks)
+    if route == "slurm" and (tasks := _tasks(path, reported)):
+        counts = Counter(state for state, _ in tasks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
-        return replace(run, state=words, unfinished=any(task.unfinished for task in tasks), tasks=tasks)
+        return replace(run, state=words, unfinished=any(unfinished for _, unfinished in tasks))
     state, unfinished = _state(run, reported.get(""))
     return replace(run, state=state, unfinished=unfinished)
 
@@ -228,22 +212,18 @@ def _state(run: Run, reported: str | None) -> State:
     return state, unfinished
 
 
-def _tasks(run: Run, reported: Mapping[str, str]) -> list[Run]:
-    """Return the tasks of an array that have started, or of which SLURM knows."""
-    started = (path.name.removeprefix(_TASK) for path in run.dir.glob(f"{_TASK}*"))
-    tasks = []
-    for number in sorted(int(text) for text in {*started, *reported} if text.isdecimal()):
-        name, job = f"{_TASK}{number}", {**run.job, "job": f"{run.job['job']}_{number}"}
-        task = replace(run, id=f"{run.id}/{name}", dir=run.dir / name, job=job, task=number)
-        state, unfinished = _slurm_state(reported.get(str(number)), _result_of(task.dir))
-        tasks.append(replace(task, state=state, unfinished=unfinished))
-    return tasks
+def _tasks(run_dir: Path, reported: Mapping[str, str]) -> list[State]:
+    """Return the states of an array's tasks that have started, or of which SLURM knows, by number."""
+    started = (path.name.removeprefix(_TASK) for path in run_dir.glob(f"{_TASK}*"))
+    numbers = sorted(int(text) for text in {*started, *reported} if text.isdecimal())
+    return [_slurm_state(reported.get(str(one)), _result_of(run_dir / f"{_TASK}{one}")) for one in numbers]
 
 
 def status_of(run: Run) -> int:
     """Return the status of a run that has ended: its workers' own; of an array, of the first task that failed."""
-    if run.tasks:
-        return next((status for task in run.tasks if (status := status_of(task))), 0)
+    if tasks := [_result_of(path) for path in sorted(run.dir.glob(f"{_TASK}*"))]:
+        statuses = [EXIT_FAILED if ended is None else int(ended["exit_code"]) for ended in tasks]
+        return next(filter(None, statuses), 0)
     if run.route == "kubernetes":
         return int(feature(KUBERNETES).status_of(run.job))
     ended = _result_of(run.dir)
@@ -282,28 +262,20 @@ def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
         stream: `stdout` or `stderr`, of a rank.
     """
     if rank is None and run.route == "slurm":
-        if run.task is not None:
-            return list(run.dir.parent.glob(f"slurm-{run.job['job']}.out"))
         return sorted(run.dir.glob("slurm-*.out"), key=lambda path: (len(path.name), path.name))
     found = run.dir.rglob(str(rank_folder(Path(), rank or 0) / f"{stream}*.log"))
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 class LogTail:
-    """What has been added to some files since the last look; files may come later.
+    """What has been added to some files since the last look; files may come later."""
 
-    Args:
-        root: Where the files are of several tasks, each one's part begins with its name, as seen from here.
-    """
-
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._seen: dict[Path, int] = {}
-        self._last: Path | None = None
 
     def read(self, files: Sequence[Path]) -> bytes:
         """Return the new bytes, file by file."""
-        return b"".join(self._header(path) + part for path in files if (part := self._part(path)))
+        return b"".join(map(self._part, files))
 
     def _part(self, path: Path) -> bytes:
         with suppress(OSError), open_file(path) as file:
@@ -312,9 +284,3 @@ class LogTail:
             self._seen[path] = self._seen.get(path, 0) + len(part)
             return part
         return b""
-
-    def _header(self, path: Path) -> bytes:
-        if self._root is None or path == self._last:
-            return b""
-        self._last = path
-        return f"==> {path.relative_to(self._root)} <==\n".encode()

@@ -7,11 +7,12 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fsdplaunch.display_text import GIB
@@ -123,6 +124,8 @@ class Gpu:
         compute_capability: For example `(9, 0)`.
         busy: Processes that use it now: (process id, bytes).
         bus_id: Its PCI address as the kernel writes it, `0000:3b:00.0`; empty where unknown.
+        bad_memory: Uncorrected memory errors since the driver was loaded.
+        is_slice: It is a part of a GPU (MIG).
     """
 
     index: int
@@ -132,6 +135,13 @@ class Gpu:
     uuid: str = ""
     busy: tuple[tuple[int, int], ...] = ()
     bus_id: str = ""
+    bad_memory: int = 0
+    is_slice: bool = False
+
+    @property
+    def visible_name(self) -> str:
+        """Return how CUDA_VISIBLE_DEVICES and gpu_ids name it."""
+        return self.uuid if self.is_slice else str(self.index)
 
     @property
     def has_bf16(self) -> bool:
@@ -149,13 +159,22 @@ class Gpu:
         return self.compute_capability >= _FP16_FROM
 
 
-@dataclass(frozen=True, slots=True)
-class _Driver:
-    """What the driver reported: whole GPUs, the requested slices, and what went wrong."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """NVIDIA's driver.
 
-    gpus: tuple[Gpu, ...] = ()
-    slices: tuple[Gpu, ...] = ()
-    notes: tuple[str, ...] = ()
+    Attributes:
+        version: For example `580.126`; empty without a driver.
+        cuda: The newest CUDA it runs, `(13, 0)`.
+        peers: For each pair of visible GPUs, by their names, whether one can read the other's memory.
+    """
+
+    version: str = ""
+    cuda: tuple[int, int] | None = None
+    peers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
+
+
+_ONE_SLICE = "CUDA shows a process one MIG slice, here {}: start a run for each slice"
 
 
 def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
@@ -164,13 +183,45 @@ def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, .
     Args:
         environ: Variables; only CUDA_VISIBLE_DEVICES is looked at.
     """
+    with _driver_library() as (nvml, problem):
+        if nvml is None:
+            return (), (problem,) if problem else ()
+        gpus, slices, notes = _read_all(nvml)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    driver = _ask_driver([entry.strip() for entry in (wanted or "").split(",")])
-    if wanted is None or not driver.gpus:
-        return driver.gpus, driver.notes
-    chosen, problem = _select(driver.gpus + driver.slices, wanted)
-    note = f"CUDA_VISIBLE_DEVICES={wanted} shows {len(chosen)} of this machine's {len(driver.gpus)} GPUs"
-    return chosen, (*driver.notes, note, *([problem] if problem else []))
+    if wanted is None or not gpus:
+        divided = {one.index for one in slices}
+        chosen = slices or tuple(gpu for gpu in gpus if gpu.index not in divided)
+    else:
+        chosen, wrong = _select(gpus, slices, wanted)
+        note = f"CUDA_VISIBLE_DEVICES={wanted} shows {len(chosen)} of this machine's {len(gpus)} GPUs"
+        notes = (*notes, note, *([wrong] if wrong else []))
+    first = next((gpu for gpu in chosen if gpu.is_slice), None)
+    if first is None or len(chosen) == 1:
+        return chosen, notes
+    return (first,), (*notes, _ONE_SLICE.format(first.uuid))
+
+
+def read_driver(gpus: Sequence[Gpu]) -> Driver:
+    """Return what only the doctor asks of the driver: its versions, and which GPUs read each other's memory.
+
+    Args:
+        gpus: Those that are visible.
+    """
+    with _driver_library() as (nvml, _):
+        if nvml is None:
+            return Driver()
+        newest = int(nvml.nvmlSystemGetCudaDriverVersion())
+        # A tuple with this number in nvidia-ml-py 12.535 to 13.615.
+        read = nvml.NVML_P2P_CAPS_INDEX_READ
+        read = read[0] if isinstance(read, tuple) else read
+        peers: dict[tuple[str, str], bool] = {}
+        for one, other in combinations([gpu for gpu in gpus if not gpu.is_slice], 2):
+            with suppress(nvml.NVMLError):
+                first, second = (nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in (one, other))
+                status = nvml.nvmlDeviceGetP2PStatus(first, second, read)
+                peers[one.visible_name, other.visible_name] = status == nvml.NVML_P2P_STATUS_OK
+        version = _text(nvml.nvmlSystemGetDriverVersion())
+        return Driver(version=version, cuda=(newest // 1000, newest % 1000 // 10), peers=peers)
 
 
 def driver_is_installed() -> bool:
@@ -184,38 +235,50 @@ def driver_is_installed() -> bool:
     return True
 
 
-def _ask_driver(entries: list[str]) -> _Driver:
-    """Read every GPU, and the slices (MIG) among these entries of CUDA_VISIBLE_DEVICES."""
-    if not driver_is_installed():
-        return _Driver()
+@contextmanager
+def _driver_library() -> Iterator[tuple[Any, str | None]]:
+    """Give the bindings of the driver's library, opened; or None, and what is wrong with the driver."""
+    nvml: Any = None
+    problem = None
+    if driver_is_installed():
+        with suppress(ImportError):
+            nvml = import_module("pynvml")
+    if nvml is not None:
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            nvml, problem = None, None if absent else f"the NVIDIA driver does not answer: {error}"
     try:
-        import pynvml as nvml
-    except ImportError:
-        return _Driver()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        return _Driver() if absent else _Driver(notes=(f"the NVIDIA driver does not answer: {error}",))
-    try:
-        return _read_all(nvml, entries)
+        yield nvml, problem
     finally:
-        nvml.nvmlShutdown()
+        if nvml is not None:
+            nvml.nvmlShutdown()
 
 
-def _read_all(nvml: ModuleType, entries: list[str]) -> _Driver:
-    """Leave out a GPU that fails and name it: the others still train."""
-    gpus, notes = [], []
+def _read_all(nvml: Any) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...], tuple[str, ...]]:
+    """Return whole GPUs, the slices (MIG) of those that are divided, and notes.
+
+    A GPU that fails is left out and named: the others still train.
+    """
+    gpus: list[Gpu] = []
+    slices: list[Gpu] = []
+    notes = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            gpus.append(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(_read_gpu(nvml, handle))
+            slices += _slices_of(nvml, handle, gpus[-1])
         except nvml.NVMLError as error:
             notes.append(f"GPU {index} does not answer: {error}")
-    slices = [_read_slice(nvml, entry) for entry in entries if entry.startswith("MIG-")]
-    return _Driver(tuple(gpus), tuple(part for part in slices if part), tuple(notes))
+    return tuple(gpus), tuple(slices), tuple(notes)
 
 
-def _read_gpu(nvml: ModuleType, handle: Any) -> Gpu:
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:
+    errors = 0
+    with suppress(nvml.NVMLError):
+        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        errors = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
     return Gpu(
         index=int(nvml.nvmlDeviceGetIndex(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
@@ -224,27 +287,29 @@ def _read_gpu(nvml: ModuleType, handle: Any) -> Gpu:
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         busy=_processes(nvml, handle),
         bus_id=_bus_id(nvml, handle),
+        bad_memory=errors,
     )
 
 
-def _read_slice(nvml: ModuleType, uuid: str) -> Gpu | None:
-    """Return a MIG slice: its own memory, everything else its GPU's."""
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        gpu = _read_gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))
-        return replace(gpu, uuid=uuid, memory_bytes=_memory(nvml, handle))
-    except nvml.NVMLError:
-        return None
+def _slices_of(nvml: Any, handle: Any, gpu: Gpu) -> Iterator[Gpu]:
+    """Yield the slices of a GPU that is divided: each has its own memory, everything else is its GPU's."""
+    with suppress(nvml.NVMLError):
+        if nvml.nvmlDeviceGetMigMode(handle)[0]:
+            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with suppress(nvml.NVMLError):  # fewer have been made than there may be
+                    part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                    uuid, memory = _text(nvml.nvmlDeviceGetUUID(part)), _memory(nvml, part)
+                    yield replace(gpu, uuid=uuid, memory_bytes=memory, is_slice=True)
 
 
-def _memory(nvml: ModuleType, handle: Any) -> int:
+def _memory(nvml: Any, handle: Any) -> int:
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError:
         return 0  # GPUs that share the host's memory have none of their own to report
 
 
-def _processes(nvml: ModuleType, handle: Any) -> tuple[tuple[int, int], ...]:
+def _processes(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
     try:
         found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:  # not allowed in some containers, and only of interest
@@ -252,7 +317,7 @@ def _processes(nvml: ModuleType, handle: Any) -> tuple[tuple[int, int], ...]:
     return tuple((int(entry.pid), int(entry.usedGpuMemory or 0)) for entry in found)
 
 
-def _bus_id(nvml: ModuleType, handle: Any) -> str:
+def _bus_id(nvml: Any, handle: Any) -> str:
     """Write a bus id as the kernel does: the domain in four digits, in lower case."""
     try:
         domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
@@ -265,13 +330,13 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _select(present: tuple[Gpu, ...], wanted: str) -> tuple[tuple[Gpu, ...], str | None]:
+def _select(gpus: Sequence[Gpu], slices: Sequence[Gpu], wanted: str) -> tuple[tuple[Gpu, ...], str | None]:
     """Return what CUDA would show: everything up to the first entry that names no GPU or one twice."""
     chosen: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if entry in ("", "-1", "NoDevFiles"):
             return tuple(chosen), None
-        named = _named(present, entry)
+        named = _named(gpus, slices, entry)
         if named is None:
             return tuple(chosen), f"{entry!r} in CUDA_VISIBLE_DEVICES names no GPU here; CUDA stops reading there"
         if named in chosen:
@@ -280,10 +345,11 @@ def _select(present: tuple[Gpu, ...], wanted: str) -> tuple[tuple[Gpu, ...], str
     return tuple(chosen), None
 
 
-def _named(present: tuple[Gpu, ...], entry: str) -> Gpu | None:
+def _named(gpus: Sequence[Gpu], slices: Sequence[Gpu], entry: str) -> Gpu | None:
+    """Return what an entry names; of a GPU that is divided, its first slice."""
     if re.fullmatch(r"[0-9]{1,6}", entry):
-        return next((gpu for gpu in present if gpu.index == int(entry)), None)
-    matches = [gpu for gpu in present if gpu.uuid and gpu.uuid.startswith(entry)]
+        return next((gpu for gpu in (*slices, *gpus) if gpu.index == int(entry)), None)
+    matches = [gpu for gpu in (*gpus, *slices) if gpu.uuid and gpu.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -358,12 +424,14 @@ class Hardware:
         gpus: GPUs CUDA would show, in its order.
         cpu_count: Processors this process may use (affinity and cgroup quota).
         memory_bytes: Host memory it may use (installed, or the cgroup's limit); None where unknown.
+        has_amd: There is a driver of AMD's GPUs, which are not counted.
         notes: What the reader should know about how this was found.
     """
 
     gpus: tuple[Gpu, ...] = ()
     cpu_count: int = 1
     memory_bytes: int | None = None
+    has_amd: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -385,9 +453,22 @@ def read_hardware(environ: Mapping[str, str], *, root: Path = Path("/")) -> Hard
         root: Where /proc and /sys are found.
     """
     gpus, notes = read_gpus(environ)
-    if not gpus and not notes and (root / "dev/kfd").exists():
-        notes = ("an AMD GPU driver is loaded, but only NVIDIA GPUs are counted here",)
-    return Hardware(gpus=gpus, cpu_count=usable_cpus(root), memory_bytes=usable_memory(root), notes=notes)
+    has_amd = (root / "dev/kfd").exists()
+    if not gpus and not notes:
+        uncounted = next(
+            (name for name in ("nvidia0", "dxg", "nvhost-gpu") if (root / "dev" / name).exists()), None
+        )
+        if has_amd:
+            notes = ("AMD GPUs are not used: only NVIDIA's are counted here",)
+        elif uncounted is not None and not driver_is_installed():
+            notes = (f"GPUs are not used: there is /dev/{uncounted}, but no libnvidia-ml.so.1 to count them",)
+    return Hardware(
+        gpus=gpus,
+        cpu_count=usable_cpus(root),
+        memory_bytes=usable_memory(root),
+        has_amd=has_amd,
+        notes=notes,
+    )
 
 
 def describe_hardware(hardware: Hardware) -> str:

@@ -13,7 +13,14 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED, COMPARE_DIR, MEASURE_STEPS, REHEARSAL_STEPS, decode
+from fsdplaunch.config.environment import (
+    ALLOW_UNSHARDED,
+    COMPARE_DIR,
+    DEVICE,
+    MEASURE_STEPS,
+    REHEARSAL_STEPS,
+    decode,
+)
 from fsdplaunch.config.resolve import shards_models, uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
@@ -138,6 +145,10 @@ def _set_up_replicas(config: Config) -> None:
     from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
 
     wait_for_gloo_at_exit()
+    if os.environ.get(DEVICE) == "cuda":
+        from fsdplaunch.runtime.device import require_gpus
+
+        require_gpus()
     if config.use_cpu and config.distributed_type != "NO":
         before_import("accelerate", _keep_accelerate_on_cpu)
     keep_gloo_quiet()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdplaunch.config.environment import DEVICE
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import MachineError
 from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
@@ -32,24 +33,51 @@ def see_own_gpu() -> None:
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return `cuda:LOCAL_RANK`, or the CPU when the configuration sets it or there is no GPU.
+    """Return `cuda:LOCAL_RANK`, or the CPU when the launcher has planned that, or there is no GPU.
 
     Raises:
-        MachineError: There are fewer GPUs than workers here, or they cannot compute in the configured dtype.
+        MachineError: The launcher has planned for GPUs that torch cannot use here, there are fewer GPUs than
+            workers, or they cannot compute in the configured dtype.
     """
-    if config.use_cpu or not torch.cuda.is_available():
+    planned = os.environ.get(DEVICE)
+    if config.use_cpu or planned == "cpu" or (planned != "cuda" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    require_gpus()
     index = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()
     if index >= count:
         msg = f"local rank {index} has no GPU of its own: {count} visible"
         raise MachineError(msg, hint="start fewer workers per machine, or make more GPUs visible")
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.empty(1, device=device)  # a lost GPU, and NVSwitches without their manager, show here and not before
+    except RuntimeError as error:
+        raise _unusable(error) from None
     if config.precision.param == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         msg = f"{torch.cuda.get_device_name(device)} cannot compute in bf16"
         raise MachineError(msg, hint="set mixed_precision to fp16")
     return device
+
+
+def require_gpus() -> None:
+    """Refuse to go on where the launcher has planned for GPUs and torch cannot use any.
+
+    Raises:
+        MachineError: With torch's own reason.
+    """
+    if os.environ.get(DEVICE) == "cuda" and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # a build for the CPU asserts
+            raise _unusable(error) from None
+        raise _unusable(RuntimeError("torch.cuda.is_available() is False"))
+
+
+def _unusable(error: Exception) -> MachineError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    msg = f"this machine has GPUs, and torch {torch.__version__} cannot use them: {reason}"
+    return MachineError(msg, hint="fsdplaunch doctor says more; --cpu runs on the CPU with gloo")
 
 
 def join_group(config: Config, device: torch.device) -> None:

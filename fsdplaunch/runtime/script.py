@@ -144,7 +144,8 @@ def conclude(failure: BaseException) -> int:
     """Record and print what ended the script, and return the status to exit with.
 
     Ctrl-C ends quietly with 130. `sys.exit(n)` keeps n. Anything else prints its traceback, from the user's first
-    line on, and ends with 1. Errors of this package that no line of the user's raised print as one sentence.
+    line on, and ends with 1. Errors of this package that no line of the user's raised print as one sentence and
+    end with their own status.
     """
     if isinstance(failure, KeyboardInterrupt):
         return EXIT_INTERRUPTED
@@ -163,7 +164,7 @@ def conclude(failure: BaseException) -> int:
             write_error(f"error: {printable(words)}\n")
         else:
             _print(failure, lines, text)
-    return EXIT_FAILED
+    return failure.exit_code if isinstance(failure, LaunchError) and short else EXIT_FAILED
 
 
 def _print(failure: BaseException, lines: TracebackType | None, text: str) -> None:

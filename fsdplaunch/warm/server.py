@@ -296,10 +296,6 @@ class WarmServer:
         self._is_closing = True
 
 
-class CannotStayError(Exception):
-    """This process cannot be forked from later."""
-
-
 def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> list[str]:
     """Wait for launches in this process until its time is over; returns in agents forked from it only.
 
@@ -308,32 +304,16 @@ def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: f
         modules: What was to be imported before the fork server was forked, and in it.
         seconds: How long to stay after the last run.
     """
-    try:
-        server = make_server(record, modules, seconds)
-    except (OSError, UnsafeFolderError, CannotStayError):
-        os._exit(0)  # there is nobody to tell, and nothing is lost
-    return server.serve()
-
-
-def make_server(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> WarmServer:
-    """Listen, and import what is left while the first launch may already wait.
-
-    Raises:
-        OSError: It cannot listen.
-        UnsafeFolderError: The folder for it is not this user's alone.
-        CannotStayError: It cannot be forked from.
-    """
     environ = record.environ_before
     name = server_name(sys.executable, modules, environ, folder=record.folder_before)
     about = {"python": sys.executable, "modules": [*modules[0], *modules[1]]}
-    server = WarmServer(folder_path(environ), name, record, seconds, about)
     try:
-        with record.noting():
-            importlib.import_module("fsdplaunch.agent.elastic_agent")  # beside what its fork server has
-        why_not = "it has threads, or has opened the GPU" if has_threads() or uses_gpu() else record.change()
-        if why_not is not None:
-            raise CannotStayError(why_not)
-    except BaseException:
+        server = WarmServer(folder_path(environ), name, record, seconds, about)
+    except (OSError, UnsafeFolderError):
+        os._exit(0)  # there is nobody to tell, and nothing is lost
+    with record.noting():  # while the first launch may already wait
+        importlib.import_module("fsdplaunch.agent.elastic_agent")  # beside what its fork server has
+    if has_threads() or uses_gpu() or record.change() is not None:
         server.close()
-        raise
-    return server
+        os._exit(0)
+    return server.serve()

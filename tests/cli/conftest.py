@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ def cli(tmp_path: Path) -> Cli:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
 
-    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fsdplaunch", *arguments]
+    def run(*arguments: str, before: Sequence[str] = (), **env: str) -> subprocess.CompletedProcess[str]:
+        command = [*before, sys.executable, "-m", "fsdplaunch", *arguments]
         return subprocess.run(
             command,
             cwd=tmp_path,

@@ -257,7 +257,7 @@ def test_a_worker_on_a_tpu_sees_what_accelerate_sets(name, tmp_path, monkeypatch
     arguments, _, _ = _validate_launch_command(arguments)
     assert arguments.tpu
     there = launch.prepare_tpu(arguments, {})[1]
-    node = NodeFacts(gpus=0, cpus=8, tpu_chips=4, environ={})
+    node = NodeFacts(cpus=8, tpu_chips=4, environ={})
     config = load_config(path, environ={}).config
     env = build_plan(config, node=node, target=LaunchTarget(name="t.py"), run_id="r", run_dir=tmp_path).env
     own = ("FSDPLAUNCH_", "FSDP_", "TORCH_")  # FSDP_*: nobody reads them without ACCELERATE_USE_FSDP

@@ -73,14 +73,6 @@ def test_without_a_file_defaults_are_used_and_said(cli, tmp_path):
     assert plan["device"] == "cpu"
 
 
-def test_nodes_that_do_not_join_must_be_numbered(cli, tmp_path):
-    (tmp_path / "t.py").write_text("")
-    words = ["--launch.meeting", "false", "--num-machines", "2", "--main-process-ip", "localhost", "t.py"]
-    done = cli("launch", *words)
-    assert done.returncode == 2
-    assert "launch.meeting is false, and nothing says which node this is" in done.stderr
-
-
 def test_kubernetes_objects_are_printed_as_they_would_be_applied(cli, tmp_path):
     (tmp_path / "t.py").write_text("")
     words = [

@@ -50,8 +50,6 @@ def test_static_rendezvous_numbers_machines_as_they_say(three: Lab, folder: Path
     assert (code0, code1) == (0, 0), err0 + err1
     assert "rank 0 of 3 on host0 sum 6.0" in out0
     assert "rank 2 of 3 on host1 sum 6.0" in out1
-    plan = json.loads((folder / "runs" / "latest" / "plan.json").read_text())
-    assert "--rdzv-backend=static" in plan["argv"]
 
 
 @campaign

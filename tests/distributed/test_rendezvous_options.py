@@ -26,7 +26,7 @@ SAID = LaunchSection(
 
 def torchs(config):
     """The plan's options as torch's LaunchConfig."""
-    machine = NodeFacts(gpus=0, cpus=8, environ={})
+    machine = NodeFacts(cpus=8, environ={})
     plan = build_plan(
         resolve(config), node=machine, target=LaunchTarget(name="t.py"), run_id="r1", run_dir=Path("/runs/r1")
     )

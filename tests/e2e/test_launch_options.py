@@ -120,7 +120,7 @@ def test_busy_port_is_replaced_and_said(launch):
         port = server.getsockname()[1]
         run = launch(SEEN, "--main-process-port", str(port))
     assert run.code == 0, run.stderr
-    assert "the configured port is in use by process" in run.stderr
+    assert "the configured port is in use: another one is taken" in run.stderr
     assert seen(run)["env"]["MASTER_PORT"] != str(port)
 
 

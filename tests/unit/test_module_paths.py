@@ -74,6 +74,6 @@ def test_modules_to_start_and_to_look_up_are_modules():
 
 
 def test_programs_started_by_their_path_take_their_folder_off_the_search_path():
-    for file in ("agent/main.py", "agent/fork_server.py", "warm/main.py"):
+    for file in ("agent/main.py", "agent/fork_server.py"):
         text = (PACKAGE / file).read_text()
         assert f'sys.path[0].endswith("{Path(file).parent.name}")' in text

@@ -93,17 +93,6 @@ def _two_addresses(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, message, "keep one of the two")
 
 
-@rule("static-restarts")
-def _static_restarts(context: RuleContext) -> Iterator[Violation]:
-    """Refuse launch.max_restarts with torch's static rendezvous, whose store keeps dead workers' addresses."""
-    config = context.config
-    torchs_own = config.num_machines > 1 and not config.launch.meeting
-    if torchs_own and config.rdzv_backend == "static" and config.launch.max_restarts:
-        message = "static cannot start workers again: each new one would look for the dead ones"
-        about = (("rdzv_backend",), ("launch", "max_restarts"))
-        yield Violation(about, message, "use c10d, or leave launch.max_restarts out")
-
-
 @rule("elastic-run")
 def _elastic_run(context: RuleContext) -> Iterator[Violation]:
     """Refuse launch.nodes with a range, and keys that count on a fixed number of nodes."""
@@ -170,13 +159,10 @@ def _variable_of_a_key(context: RuleContext) -> Iterator[Violation]:
 _READ_ALONE = frozenset({"read_timeout"})
 _READ_FIXED = _READ_ALONE | {"join_timeout", "timeout"}
 _READ_ELASTIC = _READ_FIXED | {"last_call_timeout"}
-_NUMBERS = _READ_ELASTIC | {"close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
 _FOR_SEVERAL: tuple[KeyPath, ...] = (
     ("main_process_ip",),
     ("launch", "rendezvous_timeout_seconds"),
     ("launch", "machine_timeout_seconds"),
-    ("launch", "meeting"),
-    ("launch", "secret_file"),
 )
 
 
@@ -190,9 +176,8 @@ def _may_be_several(context: RuleContext) -> bool:
 def _not_a_number(context: RuleContext) -> Iterator[Violation]:
     """Refuse a timeout or an interval in launch.rendezvous_options that is not a whole number."""
     for name, text in context.config.launch.rendezvous_options.items():
-        if name in _NUMBERS and not (text.isascii() and text.isdecimal()):
-            unit = "" if name == "keep_alive_max_attempt" else " of seconds"
-            yield Violation((_OPTIONS,), f"{name} must be a whole number{unit}, got {text or 'nothing'}")
+        if name in _READ_ELASTIC and not (text.isascii() and text.isdecimal()):
+            yield Violation((_OPTIONS,), f"{name} must be a whole number of seconds, got {text or 'nothing'}")
 
 
 @note_rule("unused-rendezvous-options")
@@ -201,8 +186,6 @@ def _unused_options(context: RuleContext) -> Iterator[Violation]:
     least, most = node_range(context.config)
     if not _may_be_several(context):
         read, why = _READ_ALONE, "one node meets nobody"
-    elif not context.config.launch.meeting:
-        return  # torch's own rendezvous reads them all
     else:
         read, why = _READ_FIXED if least == most else _READ_ELASTIC, "the launchers number the nodes themselves"
     unread = sorted(set(context.config.launch.rendezvous_options) - read)

@@ -95,21 +95,6 @@ class LaunchSection:
     rendezvous_timeout_seconds: float = key(
         v.SECONDS, 300.0, "How long to wait for the other nodes before giving up."
     )
-    meeting: bool = key(
-        v.FLAG,
-        True,
-        """Have the launchers of several nodes compare versions and configuration before torch starts, watch
-        each other and end together. Torch's store then gets a free port. False is for a run whose other nodes are
-        started by torchrun.""",
-    )
-    secret_file: str | None = key(
-        v.TEXT,
-        None,
-        """File (mode 0600) with the secret that the nodes of a run prove to each other, one line of 32 or more
-        hexadecimal digits, the same on every node. Left out, node 0 makes one for each run, and prints it with the
-        command for the other nodes; nodes that share launch.log_dir find it there.""",
-        per_node=True,
-    )
     machine_timeout_seconds: float = key(
         v.SECONDS, 10.0, "How long a node may be silent before it counts as lost."
     )
@@ -308,7 +293,6 @@ class SlurmSection:
 class KubernetesSection:
     """What the Kubernetes objects say that `launch --kubernetes` applies."""
 
-    kind: v.KubernetesName = key(v.KUBERNETES, "job", "job is an Indexed Job, trainjob a Kubeflow TrainJob.")
     image: str | None = key(v.TEXT, None, "Container image with fsdplaunch and the script.")
     namespace: str | None = key(v.TEXT, None, "Namespace of the objects. Left out, that of kubectl's context.")
     working_dir: str | None = key(v.TEXT, None, "Folder in the image to start in. Left out, the image's own.")
@@ -333,7 +317,6 @@ class KubernetesSection:
     retries: int = key(
         v.WHOLE, 3, "How often a pod may fail in a way that another start can mend. Evictions do not count."
     )
-    runtime: str = key(v.TEXT, "torch-distributed", "ClusterTrainingRuntime a TrainJob refers to.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

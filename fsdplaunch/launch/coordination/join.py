@@ -20,7 +20,6 @@ from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignme
 from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.preflight import find_holder
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.sockets import make_room
@@ -100,9 +99,8 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
     try:
         listener = network.listen(host, place.port)
     except OSError as error:
-        holder = find_holder(place.port) or network.reason(error)
-        msg = f"the nodes are to join at port {place.port} of this node, which is in use by {holder}"
-        hint = "set main_process_port to a free port, the same on every node; or end that program"
+        msg = f"the nodes are to join at port {place.port} of this node: {network.reason(error)}"
+        hint = "set main_process_port to a free port on every node, or end the program that has it (ss -ltnp)"
         raise MachineError(msg, hint=hint) from None
     address, configured = own_address(spec), _configured_address(spec.config) is not None
     reachability_probe = network.ReachabilityProbe(_bindable(address) if configured or host else "")

@@ -1,7 +1,6 @@
-"""How one node comes to the run's secret: from a variable, a file, or the folder that the nodes share."""
+"""How one node comes to the run's secret: from a variable, or the folder that the nodes share."""
 
 import os
-import shlex
 import stat
 import time
 from collections.abc import Mapping
@@ -19,13 +18,13 @@ _SHARED_SECONDS = 15.0
 _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
 _NAME = ".join-"
-_HOW = f"use the command that node 0 printed, or set {SECRET}, or launch.secret_file, alike on every node"
+_HOW = f"use the command that node 0 printed, or set {SECRET}, alike on every node"
 
 
 class SecretSource:
     """One node's way to the secret.
 
-    Without a variable or a file of the user's, node 0 makes a secret and leaves it, for as long as nodes may join,
+    Without a variable of the user's, node 0 makes a secret and leaves it, for as long as nodes may join,
     in a file (0600) in the folder of runs. Nodes that share that folder need nothing else; others get it from the
     user. What a killed launcher has left there is the secret of a run that is over.
     """
@@ -87,7 +86,7 @@ def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str]
         address: Node 0's, where the configuration does not say it.
 
     Raises:
-        UsageError: What is given is not a secret, or others may read the file.
+        UsageError: What is given is not a secret.
     """
     name = proof("", place.host or address, str(place.port))[:12]
     shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
@@ -96,36 +95,7 @@ def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str]
             msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
             raise UsageError(msg, hint="make one with: openssl rand -hex 32")
         return SecretSource(given, shared)
-    file = config.launch.secret_file
-    return SecretSource(read_secret_file(Path(file)) if file else "", shared)
-
-
-def read_secret_file(path: Path) -> str:
-    """Return the secret in a file of the user's.
-
-    Raises:
-        UsageError: There is none, or others may read it.
-    """
-    named = shlex.quote(str(path))
-    try:
-        # A named pipe is not waited for.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            data = file.read(_LONGEST + 1) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        msg = f"launch.secret_file: {path}: {(error.strerror or str(error)).lower()}"
-        raise UsageError(msg, hint=f"make it with: (umask 077; openssl rand -hex 32 > {named})") from None
-    if stat.S_ISREG(status.st_mode) and status.st_uid not in (0, os.geteuid()):
-        msg = f"launch.secret_file: {path} is another user's, who knows what it holds (user {status.st_uid})"
-        raise UsageError(msg, hint="name a file of your own")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
-        msg = f"launch.secret_file: others may read {path} (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise UsageError(msg, hint=f"chmod 600 {named}")
-    found = data.decode(errors="replace").strip() if len(data) <= _LONGEST else ""
-    if not is_secret(found):
-        msg = f"launch.secret_file: {path} does not hold a secret: one line of at least 32 hexadecimal digits"
-        raise UsageError(msg, hint="make one with: openssl rand -hex 32")
-    return found
+    return SecretSource("", shared)
 
 
 def _identity(path: Path) -> tuple[int, int]:

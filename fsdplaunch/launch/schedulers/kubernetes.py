@@ -1,6 +1,6 @@
 """A run on Kubernetes: its objects, kubectl, and how the run is doing there.
 
-A run is an Indexed Job with a headless Service, or a Kubeflow TrainJob. Words reach the container as a list: no
+A run is an Indexed Job with a headless Service. Words reach the container as a list: no
 shell is in between. What the kubelet would expand, `$(NAME)`, is escaped. The rest of the package imports this
 file by name, and works without it.
 """
@@ -26,9 +26,8 @@ CONFIG_FOLDER = "/etc/fsdplaunch"
 CONFIG_KEY = "config.yaml"
 PROGRAM = ("python3", "-P", "-m", "fsdplaunch")
 _LABEL = "app.kubernetes.io/managed-by"
-_TRAIN_JOB = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-_JOB_CONTAINER, _TRAIN_JOB_CONTAINER = "trainer", "node"
-"""The container that runs the launcher: in our own Job, and as every ClusterTrainingRuntime has to call it."""
+_CONTAINER = "trainer"
+"""The container that runs the launcher."""
 _MARGIN_SECONDS = 15
 _LONGEST_NAME = 52
 """A pod's name adds `-INDEX-SUFFIX` and must be a DNS label of at most 63 characters."""
@@ -87,9 +86,6 @@ def objects(
     parts = [settings, *([secret] if secrets else [])]
     # Each start of the pods gets a folder of its own: the cluster does not count them.
     env = {GROUP_RUN: f"{run_id}/"}
-    if kube.kind == "trainjob":
-        container = _container(config, words, name, env, secrets)
-        return [*parts, {**_TRAIN_JOB, "metadata": meta, "spec": _train_job(config, container, name)}]
     if least > 1:
         parts.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service})
         env[variable_of("main_process_ip")] = f"{name}-0.{name}"
@@ -129,11 +125,11 @@ def _job(config: Config, container: Object, name: str) -> Object:
 
 
 def _on_code(action: str, code: int) -> Object:
-    return {"action": action, "onExitCodes": {"containerName": _JOB_CONTAINER, "operator": "In", "values": [code]}}
+    return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
 
 
 def _pod(config: Config, name: str) -> Object:
-    """Return what holds for the pods of both kinds."""
+    """Return what the configuration says of a pod."""
     kube = config.kubernetes
     who = {"runAsUser": kube.user, "runAsGroup": kube.user, "fsGroup": kube.user} if kube.user else {}
     named: Object = {
@@ -155,7 +151,7 @@ def _container(
     kube = config.kubernetes
     hidden = [{"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets]
     return {
-        "name": _JOB_CONTAINER,
+        "name": _CONTAINER,
         "image": kube.image,
         "command": [literal(word) for word in words[: len(PROGRAM)]],
         "args": [literal(word) for word in words[len(PROGRAM) :]],
@@ -198,37 +194,6 @@ def _mounts(kube: KubernetesSection) -> list[Object]:
     return own + [{"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(kube.volumes)]
 
 
-def _train_job(config: Config, container: Object, name: str) -> Object:
-    """Describe a TrainJob: the operator makes the pods and the service; rendezvous stays ours (c10d)."""
-    kube = config.kubernetes
-    if kube.secrets:
-        msg = "kubernetes.secrets cannot be set in a TrainJob"
-        raise UsageError(msg, hint="give them to the ClusterTrainingRuntime's pods, or use kind: job")
-    trainer = {
-        **{part: container[part] for part in ("image", "command", "args", "env")},
-        "numNodes": config.num_machines,
-        **({"resourcesPerNode": container["resources"]} if kube.resources else {}),
-    }
-    # What a TrainJob has no word of its own for is changed in its runtime's pods.
-    patched = {part: container[part] for part in ("volumeMounts", "securityContext")}
-    pod = {**_pod(config, name), "containers": [{"name": _TRAIN_JOB_CONTAINER, **patched}]}
-    job = {"name": _TRAIN_JOB_CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
-    return {
-        "runtimeRef": {
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "ClusterTrainingRuntime",
-            "name": kube.runtime,
-        },
-        "trainer": trainer,
-        "runtimePatches": [
-            {
-                "manager": "fsdplaunch.dev/launch",
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
-            }
-        ],
-    }
-
-
 def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
     """Return a kubectl command line."""
     return ["kubectl", *(["--namespace", namespace] if namespace else []), *action]
@@ -245,9 +210,7 @@ def apply(text: str, namespace: str | None) -> str:
 
 def delete(job: Mapping[str, Any]) -> str:
     """Delete a run's objects; returns what was done."""
-    own = ["service", "job"] if job.get("kind") == "job" else ["trainjob"]
-    kinds = ["configmap", "secret", *own]
-    for kind in reversed(kinds):
+    for kind in ("job", "service", "secret", "configmap"):
         # Without waiting: the pods may take their grace.
         words = ["delete", "--ignore-not-found", "--wait=false", kind, str(job["name"])]
         _ask(words_for(words, job.get("namespace")))
@@ -279,33 +242,17 @@ def _ask(words: Sequence[str], text: str = "") -> str:
     ).strip()
 
 
-def selector(job: Job) -> str:
-    """Return the labels of a run's pods: Kubernetes' own for a Job, those of the JobSet that a TrainJob becomes.
-
-    Args:
-        job: What the run is known by: kind, name, namespace.
-    """
-    if job.get("kind") == "job":
-        return f"job-name={job['name']}"
-    return f"jobset.sigs.k8s.io/jobset-name={job['name']},jobset.sigs.k8s.io/replicatedjob-name=node"
-
-
-def container(job: Job) -> str:
-    """Return the container that runs the launcher."""
-    return _JOB_CONTAINER if job.get("kind") == "job" else _TRAIN_JOB_CONTAINER
-
-
 def state_of(job: Job) -> State:
     """Return the state of a run, as the cluster has it."""
     try:
-        found = read([str(job.get("kind")), str(job["name"])], job.get("namespace"))
+        found = read(["job", str(job["name"])], job.get("namespace"))
     except LaunchError as error:
         return f"unknown: {error}", True
     return object_state(found)
 
 
 def object_state(found: Mapping[str, Any]) -> State:
-    """Return the state of a Job or TrainJob.
+    """Return the state of a Job.
 
     Args:
         found: The object; empty when it is not there any more.
@@ -320,8 +267,6 @@ def object_state(found: Mapping[str, Any]) -> State:
         return f"failed: {true['Failed'].get('reason') or 'no reason given'}", False
     if "Suspended" in true:
         return "suspended", True
-    if "jobsStatus" in status:  # of a TrainJob, which counts jobs and not pods
-        return ("running" if any(one["ready"] for one in status["jobsStatus"]) else "pending"), True
     ready = status.get("ready") or 0
     return (f"running ({ready} of {found['spec']['parallelism']} pods ready)" if ready else "pending"), True
 
@@ -330,14 +275,14 @@ def status_of(job: Job) -> int:
     """Return the exit status of a run that has ended: 0, or that of the container that failed first."""
     if state_of(job)[0] == "done":
         return 0
-    ends = [end for pod in _pods(job) if (end := _end_of(pod, container(job))) and end["exitCode"]]
+    ends = [end for pod in _pods(job) if (end := _end_of(pod, _CONTAINER)) and end["exitCode"]]
     first = min(ends, key=lambda end: str(end.get("finishedAt")), default=None)
     return int(first["exitCode"]) if first else EXIT_FAILED
 
 
 def _pods(job: Job) -> list[dict[str, Any]]:
     """Return the run's pods by number, those of earlier starts included."""
-    found = read(["pods", "--selector", selector(job)], job.get("namespace"))
+    found = read(["pods", "--selector", f"job-name={job['name']}"], job.get("namespace"))
     return sorted(found.get("items") or (), key=lambda pod: int(pod["metadata"]["labels"].get(_INDEX, 0)))
 
 
@@ -351,7 +296,7 @@ def _end_of(pod: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 def show_logs(job: Job) -> int:
     """Print what all pods have printed; returns kubectl's status."""
-    what = ["logs", "--tail=-1", "--container", container(job), "--selector", selector(job)]
+    what = ["logs", "--tail=-1", "--container", _CONTAINER, "--selector", f"job-name={job['name']}"]
     screen = ShownStreams()
     stream = _open_stream(what, job, screen)
     screen.copy_all()
@@ -397,7 +342,7 @@ def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"], scree
         running = sum(stream.poll() is None for stream in streams.values())
         if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= _MOST_STREAMS:
             continue
-        streams[name] = _open_stream(["logs", "--follow", "--container", container(job), name], job, screen)
+        streams[name] = _open_stream(["logs", "--follow", "--container", _CONTAINER, name], job, screen)
 
 
 def _open_stream(what: Sequence[str], job: Job, screen: ShownStreams) -> "subprocess.Popen[bytes]":

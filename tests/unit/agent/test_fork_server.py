@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from fsdplaunch.agent import fork_server
+
 _TELLS = """
 from fsdplaunch.agent.fork_server import ForkServerProcess
 from fsdplaunch.channel import open_channel
@@ -44,3 +48,29 @@ handle.close()
 def test_a_signal_reaches_a_worker_in_its_first_moment():
     done = subprocess.run([sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[-15]\n", "")
+
+
+_ASKS = """
+import os, sys
+os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+from fsdplaunch.agent import fork_server
+open("asks.py", "w").write("import os\\nSEEN = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')\\n")
+sys.path.insert(0, "")
+loaded = fork_server.import_all(["asks"], before=dict(os.environ))
+print(sys.modules["asks"].SEEN, "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ, dict(loaded.changes))
+fork_server._GPU_DEVICES = ("/dev/null",)
+before, file = fork_server.uses_gpu(), open("/dev/null")
+print(before, fork_server.uses_gpu())
+"""
+
+
+def test_a_preloaded_module_that_asks_for_gpus_opens_none_and_an_open_device_is_noticed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKS], capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.PIPE
+    )
+    assert done.stdout == "1 False {}\nFalse True\n", done.stderr
+
+
+@pytest.mark.parametrize("device", ["/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"])
+def test_devices_of_every_gpu_driver_count(device):
+    assert device.startswith(fork_server._GPU_DEVICES)

@@ -20,6 +20,19 @@ NCCL_TIMEOUT = (
 )
 
 
+def nccl(said: str) -> str:
+    """What torch makes of an error of NCCL's."""
+    return (
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error (run with"
+        " NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call failed.\n"
+        f"Last error:\n{said}"
+    )
+
+
+def cuda(said: str) -> str:
+    return f"AcceleratorError: CUDA error: {said}\nCUDA kernel errors might be asynchronously reported"
+
+
 def seen(*workers, config=None, **more) -> Diagnosis:
     return diagnose(
         FailureFacts(
@@ -50,6 +63,23 @@ def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
 def test_gpu_memory_that_another_process_holds_is_named(worker):
     text = OOM + ". Process 4242 has 30.00 GiB memory in use."
     assert "another process holds 30.00 GiB" in seen(worker(message=text)).why
+
+
+def test_gpu_memory_in_pieces_is_told_of_expandable_segments(worker):
+    text = (
+        OOM + ", and 4.00 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large"
+    )
+    found = seen(worker(message=text), config=Config())
+    assert found.why.endswith("; 4.00 GiB are held in pieces that are too small")
+    assert found.remedies[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def test_rank_whose_own_gpu_failed_is_the_cause_though_nccl_says_so(worker):
+    lost = worker(
+        0, at=1, message="DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited"
+    )
+    own = worker(1, at=2, message=nccl("Cuda failure 2 'out of memory'"))
+    assert first_failure([lost, own]) is own
 
 
 def test_host_memory_is_told_from_the_kernels_counter(worker):
@@ -122,6 +152,40 @@ def test_block_class_that_another_library_did_not_find(worker):
         ("SystemExit: 7", "the script itself ended the run: sys.exit(7)"),
         ("NeverShardedError: t.py ended without sharding a model", "a replica of its own"),
         ("RuntimeError: DataLoader worker is killed by signal: insufficient shared memory (shm)", "/dev/shm"),
+        (
+            nccl("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+            "two ranks compute on one GPU",
+        ),
+        (nccl("Bootstrap : no socket interface found"), "NCCL_SOCKET_IFNAME names none"),
+        (
+            nccl("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"),
+            "(/dev/shm) is used up",
+        ),
+        (nccl("Cuda failure 2 'out of memory'"), "the GPU's memory is used up"),
+        (nccl("Invalid config blocking attribute value 2"), "NCCL: Invalid config blocking attribute value 2"),
+        (cuda("uncorrectable ECC error encountered"), "an error that it cannot correct"),
+        (cuda("an illegal memory access was encountered"), "a wrong address or index"),
+        (cuda("device-side assert triggered"), "a wrong address or index"),
+        (cuda("unspecified launch failure"), "the GPU or its driver has failed"),
+        (cuda("no kernel image is available for execution on the device"), "no code for this GPU"),
+        (
+            cuda("CUDA driver version is insufficient for CUDA runtime version"),
+            "older than the CUDA of this torch",
+        ),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found version 12020).", "driver is older"),
+        (
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+            "fabric",
+        ),
+        (
+            "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA",
+            "a process was forked after",
+        ),
+        (cuda("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "the GPU's memory is used up"),
+        (
+            "RuntimeError: torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0",
+            "does not compute in fp8",
+        ),
     ],
 )
 def test_kinds_that_a_sentence_tells(worker, text, why):

@@ -15,12 +15,13 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_pl
 def make(
     config: Config | None = None,
     *,
-    gpus: int = 0,
+    gpus: int | list[str] = 0,
     environ: dict[str, str] | None = None,
     facts: dict | None = None,
     **kwargs,
 ) -> LaunchPlan:
-    machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
+    names = list(map(str, range(gpus))) if isinstance(gpus, int) else gpus
+    machine = NodeFacts(gpus=names, cpus=8, python="/usr/bin/python3", environ=environ or {}, **(facts or {}))
     options = {"target": LaunchTarget(name="train.py"), "run_id": "r1", "run_dir": Path("/runs/r1"), **kwargs}
     return build_plan(resolve(config or Config()), node=machine, **options)
 
@@ -126,11 +127,35 @@ def test_gpu_ids_become_visible_devices():
     assert make(Config(gpu_ids="1,0"), gpus=2).env["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
-def test_static_rendezvous_only_when_asked():
-    machines = {"num_machines": 2, "num_processes": 2, "main_process_ip": "h", "machine_rank": 1}
-    plan = make(Config(rdzv_backend="static", main_process_port=1234, **machines))
-    assert {"--rdzv-backend=static", "--master-addr=h", "--master-port=1234", "--node-rank=1"} <= set(plan.argv)
-    assert "--rdzv-backend=c10d" in make(Config(rdzv_backend="static")).argv  # one machine: nothing to agree on
+def test_gpu_ids_name_gpus_inside_of_what_is_visible():
+    plan = make(Config(gpu_ids="4,5"), gpus=["4", "5", "6", "7"])
+    assert (plan.gpus, plan.env["CUDA_VISIBLE_DEVICES"]) == (("4", "5"), "4,5")
+    with pytest.raises(MachineError, match="gpu_ids names GPU 0, 1, and this node shows 4, 5, 6, 7"):
+        make(Config(gpu_ids="0,1"), gpus=["4", "5", "6", "7"])
+
+
+def test_gpu_ids_on_a_machine_without_gpus_are_a_note():
+    plan = make(Config(gpu_ids="0,1"))
+    assert (plan.device, plan.workers) == ("cpu", 2)
+    assert plan.notes[-1] == "no GPU is visible, though gpu_ids names 0,1: running on CPU with gloo"
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "device", "hidden"),
+    [
+        (Config(use_cpu=True), 8, "cpu", True),
+        (Config(use_cpu=True, gpu_ids="0,1"), 8, "cpu", True),
+        (Config(), 0, "cpu", True),
+        (Config(), 8, "cuda", False),
+    ],
+)
+def test_workers_are_told_the_device_and_see_no_gpu_where_it_is_the_cpu(config, gpus, device, hidden):
+    env = make(config, gpus=gpus).env
+    assert env["FSDPLAUNCH_DEVICE"] == device
+    assert (env.get("CUDA_VISIBLE_DEVICES") == "") is hidden
+    assert make(config, gpus=gpus, facts={"has_amd": True}).env.get("HIP_VISIBLE_DEVICES") == (
+        "-1" if hidden else None
+    )
 
 
 def test_plan_as_data_is_plain():
@@ -169,9 +194,9 @@ def test_one_worker_per_gpu_without_gpus_is_refused():
 )
 def test_busy_port_is_replaced_on_one_machine_and_said(said):
     assert "--rdzv-endpoint=127.0.0.1:29500" in make(Config(**said)).argv
-    plan = make(Config(**said), facts={"port_holder": "process 7 (user me, python3)"})
+    plan = make(Config(**said), facts={"port_is_taken": True})
     assert "--rdzv-endpoint=127.0.0.1:0" in plan.argv
-    assert "in use by process 7 (user me, python3): another one is taken" in plan.notes[-1]
+    assert "the configured port is in use: another one is taken" in plan.notes[-1]
 
 
 def test_torchruns_options_come_from_keys():

@@ -145,34 +145,13 @@ def array(tmp_path: Path, monkeypatch) -> Path:
     return run_dir
 
 
-def test_array_is_one_run_with_its_tasks(array: Path):
+def test_array_is_one_run_that_counts_its_tasks(array: Path, tmp_path: Path):
     run = find_run(array.parent, "r1")
-    assert run.state == "1 done, 1 failed (7), 1 running, 1 pending (Resources)"
-    assert [task.id for task in run.tasks] == [f"r1/task{number}" for number in range(4)]
-    assert [task.unfinished for task in run.tasks] == [False, False, True, True]
-    assert [task["state"] for task in run.to_dict()["tasks"]][2:] == ["running", "pending (Resources)"]
+    assert (run.state, run.unfinished) == ("1 done, 1 failed (7), 1 running, 1 pending (Resources)", True)
     assert status_of(run) == 7
-
-
-def test_task_of_an_array_has_its_own_output_and_end(array: Path, tmp_path: Path):
-    task = find_run(array.parent, "r1/task1")
-    assert LogTail().read(log_files(task, rank=None, stream="stdout")) == b"from 1\n"
-    assert "12_2" in cancel(find_run(array.parent, "r1/task2"))
-    assert (tmp_path / "cancelled").read_text() == "12_2\n"
-    with pytest.raises(UsageError, match="r1/task0 is not running: done"):
-        cancel(find_run(array.parent, "r1/task0"))
-    with pytest.raises(UsageError, match="r1 has no task9"):
-        find_run(array.parent, "r1/task9")
-
-
-def test_output_of_an_array_names_the_task_it_is_from(array: Path):
-    run = find_run(array.parent, "r1")
-    tail = LogTail(run.dir)
-    files = log_files(run, rank=None, stream="stdout")
-    assert tail.read(files) == b"==> slurm-12_0.out <==\nfrom 0\n==> slurm-12_1.out <==\nfrom 1\n"
-    with (array / "slurm-12_1.out").open("a") as file:
-        file.write("more\n")
-    assert tail.read(files) == b"more\n"
+    assert LogTail().read(log_files(run, rank=None, stream="stdout")) == b"from 0\nfrom 1\n"
+    cancel(run)
+    assert (tmp_path / "cancelled").read_text() == "12\n"
 
 
 def test_array_that_slurm_has_forgotten_is_known_by_its_folders(array: Path, monkeypatch):

@@ -25,7 +25,7 @@ def config_of(text):
 
 
 def plan_of(text, *, chips=0, environ=None):
-    facts = NodeFacts(gpus=2, cpus=8, tpu_chips=chips, environ=environ or {})
+    facts = NodeFacts(gpus=["0", "1"], cpus=8, tpu_chips=chips, environ=environ or {})
     target = LaunchTarget(name="t.py")
     return build_plan(config_of(text), node=facts, target=target, run_id="r", run_dir=Path("/runs/r"))
 

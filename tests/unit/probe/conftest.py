@@ -23,6 +23,7 @@ class FakeNvml(ModuleType):
     NVMLError = NVMLError
     NVML_ERROR_DRIVER_NOT_LOADED = 9
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     def __init__(self, cards, slices=None, *, driver=True):
         super().__init__("pynvml")
@@ -45,13 +46,21 @@ class FakeNvml(ModuleType):
             raise NVMLError("GPU is lost")
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        if uuid not in self._slices:
-            raise NVMLError("not found")
-        return uuid
+    def nvmlDeviceGetMigMode(self, handle):  # noqa: N802
+        divided = any(card == handle for card, _ in self._slices.values())
+        return [int(divided), int(divided)]
 
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):  # noqa: N802
-        return self._slices[handle][0]
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):  # noqa: N802
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, number):  # noqa: N802
+        made = [uuid for uuid, (card, _) in self._slices.items() if card == handle]
+        if number >= len(made):
+            raise NVMLError("not found")
+        return made[number]
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, since):  # noqa: N802
+        raise NVMLError("Not Supported")
 
     def nvmlDeviceGetIndex(self, handle):  # noqa: N802
         return handle
@@ -69,7 +78,7 @@ class FakeNvml(ModuleType):
         return self._cards[handle][2]
 
     def nvmlDeviceGetUUID(self, handle):  # noqa: N802
-        return self._cards[handle][3]
+        return handle if isinstance(handle, str) else self._cards[handle][3]
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
         if self._cards[handle][4] is None:

@@ -124,12 +124,14 @@ def test_read_gpus_entry_that_names_no_single_gpu_is_pointed_out(install_driver,
     assert said in notes[1]
 
 
-def test_read_gpus_slice_has_its_own_memory_and_its_gpus_ability(install_driver):
-    install_driver(cards(2), {"MIG-5": (1, 10 * GIB)})
-    found, _ = read_gpus({"CUDA_VISIBLE_DEVICES": "MIG-5"})
-    assert [(gpu.index, gpu.memory_bytes, gpu.compute_capability, gpu.uuid) for gpu in found] == [
+@pytest.mark.parametrize("visible", ["MIG-5", "MIG-5,MIG-6", "1", None])
+def test_read_gpus_process_sees_one_slice_with_its_own_memory_and_its_gpus_ability(install_driver, visible):
+    install_driver(cards(2), {"MIG-5": (1, 10 * GIB), "MIG-6": (1, 10 * GIB)})
+    found, notes = read_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [(gpu.index, gpu.memory_bytes, gpu.compute_capability, gpu.visible_name) for gpu in found] == [
         (1, 10 * GIB, (9, 0), "MIG-5")
     ]
+    assert any("one MIG slice, here MIG-5" in note for note in notes) is (visible in (None, "MIG-5,MIG-6"))
 
 
 def test_read_gpus_unknown_slice_ends_the_list(install_driver):

@@ -2,7 +2,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from fsdplaunch.display_text import GIB
+from fsdplaunch.probe import hardware
 from fsdplaunch.probe.hardware import Gpu, Hardware, describe_hardware, read_hardware
 
 
@@ -31,7 +34,15 @@ def test_read_hardware_amd_driver_without_nvidia_is_said(install_driver, make_ro
     install_driver([], driver=12)
     found = read_hardware({}, root=make_root({"proc/meminfo": "MemTotal: 1 kB", "dev/kfd": ""}))
     assert found.gpus == ()
+    assert found.has_amd
     assert "AMD" in found.notes[0]
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "dxg"])
+def test_read_hardware_gpus_that_nothing_can_count_are_said(monkeypatch, make_root, device):
+    monkeypatch.setattr(hardware, "driver_is_installed", lambda: False)
+    found = read_hardware({}, root=make_root({"proc/meminfo": "MemTotal: 1 kB", f"dev/{device}": ""}))
+    assert found.notes == (f"GPUs are not used: there is /dev/{device}, but no libnvidia-ml.so.1 to count them",)
 
 
 def test_hardware_mixed_gpus_plan_with_the_smallest_and_the_least_able():

@@ -155,7 +155,6 @@ def test_a_misspelt_key_in_such_a_file_is_the_only_problem():
         ("num_machines: 2\nlaunch: {rendezvous_options: {last_call_timeout: 9}}\n", True),
         ("launch: {nodes: '1:2', rendezvous_options: {last_call_timeout: 9}}\n", False),
         ("launch: {nodes: '1:2', rendezvous_options: {store_type: file}}\n", True),
-        ("num_machines: 2\nlaunch: {meeting: false, rendezvous_options: {store_type: file}}\n", False),
         ("main_process_ip: 10.0.0.1\nssh: {hosts: [a, b]}\n", False),
         ("num_machines: 2\nmain_process_ip: 10.0.0.1\n", False),
         ("launch: {rendezvous_timeout_seconds: 9}\n", True),

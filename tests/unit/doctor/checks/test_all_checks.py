@@ -9,14 +9,16 @@ from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.doctor import checks
 from fsdplaunch.doctor import checks as config_checks
 from fsdplaunch.doctor.checks import run_checks, status_of, summary
-from fsdplaunch.doctor.facts import Disk, DoctorFacts, DriverFacts, NetworkInterface, TorchFacts
-from fsdplaunch.probe.hardware import Gpu
+from fsdplaunch.doctor.facts import Disk, DoctorFacts, NetworkInterface, TorchFacts
+from fsdplaunch.probe.hardware import Driver, Gpu
 
 GIB = 1024**3
 CUDA_TORCH = TorchFacts(
     version="2.13.0+cu130", cuda="13.0", nccl="2.29.1", archs=("sm_80", "sm_90"), sees_gpus=2, has_gloo=True,
     has_distributed=True,
 )  # fmt: skip
+
+BLIND_TORCH = replace(CUDA_TORCH, sees_gpus=0)
 
 
 def gpu(index, **changes):
@@ -33,7 +35,7 @@ TWO_MACHINES = config("num_machines=2", "main_process_ip=a")
 GOOD = DoctorFacts(
     python="3.11.7",
     torch=CUDA_TORCH,
-    driver=DriverFacts(version="580.1", cuda=(13, 0), peers={(0, 1): True}),
+    driver=Driver(version="580.1", cuda=(13, 0), peers={("0", "1"): True}),
     gpus=(gpu(0), gpu(1)),
     cpus=16,
     memory=512 * GIB,
@@ -95,11 +97,24 @@ def test_torch(torch, status, says):
     ("changes", "status", "says"),
     [
         ({}, "ok", "580.1, runs CUDA up to 13.0"),
-        ({"driver": DriverFacts(version="535.1", cuda=(12, 2))}, "problem", "torch needs 13.0"),
+        ({"driver": Driver(version="535.1", cuda=(12, 2))}, "problem", "torch needs 13.0"),
         ({"torch": replace(CUDA_TORCH, cuda="", nccl="")}, "problem", "built without CUDA"),
-        ({"torch": replace(CUDA_TORCH, sees_gpus=1)}, "problem", "torch can use 1"),
-        ({"driver": DriverFacts(), "gpus": ()}, "warning", "no NVIDIA driver, but torch has CUDA"),
-        ({"driver": DriverFacts(), "gpus": (), "config": config("use_cpu=true")}, "skipped", "CPU and gloo"),
+        ({"torch": replace(CUDA_TORCH, sees_gpus=1, gpu_error="e")}, "problem", "torch can use 1: e"),
+        (
+            {"driver": Driver(), "gpus": (), "torch": BLIND_TORCH},
+            "warning",
+            "no NVIDIA driver, but torch has CUDA",
+        ),
+        (
+            {"driver": Driver(), "gpus": (), "torch": CUDA_TORCH},
+            "warning",
+            "can use 2 GPUs, which NVIDIA's library",
+        ),
+        (
+            {"driver": Driver(), "gpus": (), "torch": BLIND_TORCH, "config": config("use_cpu=true")},
+            "skipped",
+            "CPU and gloo",
+        ),
     ],
 )
 def test_driver_matches_torch(changes, status, says):
@@ -128,20 +143,20 @@ def test_gpu_that_was_asked_for_and_is_not_there_is_a_problem():
 
 def test_links_between_gpus():
     assert only(checks.check_links) == ("ok", "all pairs read each other's memory")
-    slow = DriverFacts(version="1", peers={(0, 1): False})
+    slow = Driver(version="1", peers={("0", "1"): False})
     assert only(checks.check_links, driver=slow)[0] == "warning"
     assert only(checks.check_links, gpus=(gpu(0),))[0] == "skipped"
 
 
 def test_memory_errors_are_a_problem_of_one_gpu():
     assert found(checks.check_health) == []
-    assert only(checks.check_health, driver=DriverFacts(bad_memory={1: 4}))[1].startswith("GPU 1 has 4")
+    assert only(checks.check_health, gpus=(gpu(0), gpu(5, bad_memory=4)))[1].startswith("GPU 5 has 4")
 
 
 def test_formats_that_a_gpu_cannot_compute():
     old = (gpu(0, compute_capability=(7, 5)),)
     bf16 = found(checks.check_dtypes, gpus=old, config=config("mixed_precision=bf16"))
-    assert ("problem", "GPU 0 (H100) cannot compute bf16") in bf16
+    assert ("problem", "GPU 0 (H100) cannot compute in bf16") in bf16
     assert any("torch has no code for GPU 0 (sm_75)" in text for _, text in bf16)
     assert found(checks.check_dtypes, config=config("mixed_precision=bf16")) == []
 
@@ -223,7 +238,7 @@ def test_name_that_other_machines_cannot_use():
 def test_port():
     assert only(checks.check_port)[0] == "ok"
     assert only(checks.check_port, port=29500) == ("ok", "29500 is free")
-    assert only(checks.check_port, port=29500, port_holder="process 7")[0] == "warning"
+    assert only(checks.check_port, port=29500, port_is_taken=True)[0] == "warning"
 
 
 def test_config_that_is_wrong_or_that_this_machine_cannot_do():

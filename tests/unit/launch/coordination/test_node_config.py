@@ -32,7 +32,7 @@ def assignment(rank: int) -> RunAssignment:
 
 def plan_of(rank: int, launch: LaunchSection, *, gpus: int) -> LaunchPlan:
     config = agreed_config(resolve(Config(num_machines=2, launch=launch)), assignment(rank))
-    machine = NodeFacts(gpus=gpus, cpus=8, python="/usr/bin/python3", environ={})
+    machine = NodeFacts(gpus=list(map(str, range(gpus))), cpus=8, python="/usr/bin/python3", environ={})
     run_dir = node_folder(Path("/runs/r7"), rank)
     return build_plan(
         config,

@@ -1,7 +1,5 @@
 """The run's secret: where a node finds it, who is refused, and what both sides are told."""
 
-import os
-import shlex
 import threading
 
 import pytest
@@ -10,7 +8,7 @@ from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import NodePlacement
 from fsdplaunch.launch.coordination.protocol import PROTOCOL, CoordinatorHandshake, NodeHandshake, ProtocolError
-from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret, read_secret_file
+from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret
 from fsdplaunch.run_secret import SECRET, is_secret, make_secret
 from tests.joining import SECRET as GIVEN
 from tests.joining import Place, counter
@@ -56,29 +54,10 @@ def test_run_that_comes_after_leaves_its_own_file(tmp_path):
     assert file.read_text().strip() == later
 
 
-def test_variable_goes_before_the_file(tmp_path):
-    path = tmp_path / "secret"
-    path.write_text(make_secret())
-    path.chmod(0o600)
-    (by_file, _), (by_variable, _) = (
-        sources(tmp_path / "runs", environ, secret_file=str(path)) for environ in ({}, {SECRET: GIVEN})
-    )
-    assert by_file.offer() == path.read_text()
+def test_variable_goes_before_the_folder(tmp_path):
+    by_variable, _ = sources(tmp_path / "runs", {SECRET: GIVEN})
     assert by_variable.offer() == by_variable.wait() == GIVEN
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("mode", "text", "said"),
-    [(0o644, GIVEN, "others may read"), (0o600, "hunter2", "does not hold a secret"), (None, "", "no such file")],
-)
-def test_file_that_is_no_secret_is_refused(tmp_path, mode, text, said):
-    path = tmp_path / "secret"
-    if mode is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    with pytest.raises(UsageError, match=said):
-        read_secret_file(path)
 
 
 def test_variable_that_is_no_secret_is_refused(tmp_path):
@@ -128,44 +107,3 @@ def test_source_waits_a_moment_for_a_shared_file_and_no_longer(tmp_path):
     threading.Timer(0.3, lambda: SecretSource("", tmp_path / ".join-x").offer()).start()
     assert is_secret(source.wait())
     assert [path.name for path in tmp_path.iterdir()] == [".join-x"]
-
-
-def test_secret_file_that_is_no_file_of_this_users_alone_is_refused(tmp_path, monkeypatch):
-    good = "ab" * 32
-    path = tmp_path / "s; rm -rf x"
-    for mode in (0o604, 0o640, 0o620, 0o666):
-        path.write_text(good)
-        path.chmod(mode)
-        with pytest.raises(UsageError, match=rf"others may read .* \(mode {mode:04o}\)") as caught:
-            read_secret_file(path)
-        assert caught.value.hint == f"chmod 600 {shlex.quote(str(path))}"
-    path.chmod(0o600)
-    assert read_secret_file(path) == good
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    if path.stat().st_uid:
-        with pytest.raises(UsageError, match="is another user's"):
-            read_secret_file(path)
-    monkeypatch.undo()
-    for text in ("", "ab", "xy" * 32, good[:-1] + "\u0661", f"{good}\n{good}", "\x00" * 64, "ab" * 5000):
-        path.write_text(text)
-        with pytest.raises(UsageError, match="does not hold a secret"):
-            read_secret_file(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
-def test_secret_file_of_another_user_is_refused(tmp_path):
-    path = tmp_path / "secret"
-    path.write_text("ab" * 32)
-    path.chmod(0o600)
-    os.chown(path, 65534, 65534)
-    with pytest.raises(UsageError, match=r"is another user's, who knows what it holds \(user 65534\)"):
-        read_secret_file(path)
-
-
-def test_secret_file_that_would_be_waited_for_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to("loop")
-    cases = {"pipe": "does not hold a secret", "loop": "symbolic links", "": "is a directory", "no": "no such"}
-    for name, said in cases.items():
-        with pytest.raises(UsageError, match=said):
-            read_secret_file(tmp_path / name)

@@ -54,11 +54,8 @@ def test_objects_of_a_job_pass_the_schemas_of_kubernetes(kube, machines):
             kubernetes_validate.validate(one, version, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_secrets_stand_in_the_secret_alone_and_containers_refer_to_it(kind):
-    secret, *others = sorted(
-        make(KubernetesSection(image="i", kind=kind)), key=lambda one: one["kind"] != "Secret"
-    )
+def test_secrets_stand_in_the_secret_alone_and_containers_refer_to_it():
+    secret, *others = sorted(make(KubernetesSection(image="i")), key=lambda one: one["kind"] != "Secret")
     assert {name: base64.b64decode(text).decode() for name, text in secret["data"].items()} == SECRETS
     shown = yaml.safe_dump_all(others)
     assert not any(value in shown or value in yaml.safe_dump(secret) for value in SECRETS.values())
@@ -76,33 +73,8 @@ def test_schema_check_finds_a_misspelt_key():
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
 
 
-def lost_keys(before: Any, after: Any, path: str = "") -> list[str]:
-    """Keys that did not survive reading: the models take unknown ones in silence."""
-    if isinstance(before, dict):
-        found = [f"{path}.{key}" for key in before if not isinstance(after, dict) or key not in after]
-        pairs = [(key, before[key], after[key]) for key in before if isinstance(after, dict) and key in after]
-        return found + [lost for key, one, other in pairs for lost in lost_keys(one, other, f"{path}.{key}")]
-    if isinstance(before, list):
-        return [lost for one, other in zip(before, after, strict=True) for lost in lost_keys(one, other, path)]
-    return []
-
-
-@pytest.mark.parametrize("kube", [replace(FULL, secrets=()), KubernetesSection(image="i")], ids=["full", "least"])
-def test_train_job_passes_the_schema_of_kubeflow_trainer(kube):
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra kubeflow-trainer-api")
-    job = by_kind(make(replace(kube, kind="trainjob")))["TrainJob"]
-    read = models.TrainerV1alpha1TrainJob.from_dict(job)
-    assert lost_keys(job, read.to_dict()) == []
-    wrong = copy.deepcopy(job)
-    wrong["spec"]["trainer"]["numNode"] = 2
-    assert lost_keys(wrong, models.TrainerV1alpha1TrainJob.from_dict(wrong).to_dict()) == [".spec.trainer.numNode"]
-
-
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_words_reach_the_container_unchanged(kind):
-    job = make(replace(FULL, kind=kind, secrets=()))[-1]
-    again = yaml.safe_load(yaml.safe_dump(job))
-    place = again["spec"]["trainer"] if kind == "trainjob" else container(again)
+def test_words_reach_the_container_unchanged():
+    place = container(yaml.safe_load(yaml.safe_dump(make()[-1])))
     assert [expand(word) for word in [*place["command"], *place["args"]]] == WORDS
 
 
@@ -158,7 +130,6 @@ def test_exit_codes_decide_what_the_job_does():
     [
         (KubernetesSection(), LaunchSection(), "kubernetes.image is not set"),
         (FULL, LaunchSection(nodes="1:2"), "is elastic"),
-        (replace(FULL, kind="trainjob"), LaunchSection(), "kubernetes.secrets cannot be set in a TrainJob"),
         (replace(FULL, resources={"gpu": 8}), LaunchSection(), "kubernetes.resources holds gpu"),
     ],
 )

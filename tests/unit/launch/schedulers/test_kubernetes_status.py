@@ -43,14 +43,6 @@ def job(**status: Any) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "n"}, "spec": spec, "status": status}
 
 
-def train_job(*conditions: dict[str, str], ready: int = 0) -> dict[str, Any]:
-    counts = {"active": 1, "failed": 0, "name": "node", "ready": ready, "succeeded": 0, "suspended": 0}
-    moment = {"lastTransitionTime": "2026-01-01T00:00:00Z", "message": ""}
-    status = {"conditions": [moment | one for one in conditions], "jobsStatus": [counts]}
-    spec = {"runtimeRef": {"name": "torch-distributed"}}
-    return {"kind": "TrainJob", "metadata": {"name": "n"}, "spec": spec, "status": status}
-
-
 @pytest.mark.parametrize(
     ("found", "state"),
     [
@@ -62,10 +54,6 @@ def train_job(*conditions: dict[str, str], ready: int = 0) -> dict[str, Any]:
         (job(failed=1, conditions=[FAILED]), ("failed: BackoffLimitExceeded", False)),
         (job(active=1, ready=1, conditions=[FAILED | {"status": "False"}]), ("running (1 of 2 pods ready)", True)),
         (job(conditions=[{"type": "Suspended", "status": "True"}]), ("suspended", True)),
-        (train_job(), ("pending", True)),
-        (train_job(ready=1), ("running", True)),
-        (train_job(CONDITION), ("done", False)),
-        (train_job(FAILED), ("failed: BackoffLimitExceeded", False)),
     ],
 )
 def test_state_of_an_object_is_read_from_its_status(found: dict[str, Any], state: tuple[str, bool]):
@@ -74,12 +62,8 @@ def test_state_of_an_object_is_read_from_its_status(found: dict[str, Any], state
 
 def test_objects_of_these_tests_are_those_of_the_real_schemas():
     validate = pytest.importorskip("kubernetes_validate", reason="needs the dev extra kubernetes-validate")
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra kubeflow-trainer-api")
     version = validate.latest_version()
     validate.validate(job(active=2, ready=1, failed=1, conditions=[FAILED]), version, strict=True)
-    read = models.TrainerV1alpha1TrainJobStatus.from_dict(train_job(FAILED, ready=1)["status"])
-    assert read.jobs_status[0].ready == 1
-    assert read.conditions[0].reason == "BackoffLimitExceeded"
 
 
 def pod(number: int, phase: str, *, code: int | None = None, at: str = "") -> dict[str, Any]:
@@ -129,39 +113,30 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 LAUNCH = ("launch", "--kubernetes", "--use-cpu", "--kubernetes.image", "i", "--kubernetes.namespace", "team")
-SELECTORS = {
-    "job": "job-name={}",
-    "trainjob": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=node",
-}
 
 
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_followed_run_prints_its_pods_and_ends_with_the_status_that_came_first(cluster: Cluster, kind: str):
+def test_followed_run_prints_its_pods_and_ends_with_the_status_that_came_first(cluster: Cluster):
     ended = [
         pod(0, "Failed", code=1, at="2026-01-01T00:00:09Z"),
         pod(1, "Failed", code=7, at="2026-01-01T00:00:08Z"),
     ]
     lists = [[pod(0, "Pending")], [pod(1, "Running"), pod(0, "Running")], ended, ended]
-    running = job(ready=2) if kind == "job" else train_job(ready=1)
-    failed = job(conditions=[FAILED]) if kind == "job" else train_job(FAILED)
-    cluster.answers(
-        **{kind: [job(), running, failed, failed, failed], "pods": [{"items": pods} for pods in lists]}
-    )
-    words = (*LAUNCH, "--follow", "--num-machines", "2", "--kubernetes.kind", kind, "t.py")
+    running, failed = job(ready=2), job(conditions=[FAILED])
+    cluster.answers(job=[job(), running, failed, failed, failed], pods=[{"items": pods} for pods in lists])
+    words = (*LAUNCH, "--follow", "--num-machines", "2", "t.py")
     done = cluster.run(*words)
     assert done.returncode == 7, done.stderr
     assert sorted(done.stdout.splitlines()) == ["printed by pod-0", "printed by pod-1"]
     (told,) = (cluster.folder / "runs").glob("2*")
     name = json.loads((told / "job.json").read_text())["name"]
-    selector = SELECTORS[kind].format(name)
-    assert f"{kind} {name}: running" in done.stderr
+    selector = f"job-name={name}"
+    assert f"job {name}: running" in done.stderr
     assert "failed: BackoffLimitExceeded" in done.stderr
     asked = cluster.asked()
-    container = {"job": "trainer", "trainjob": "node"}[kind]
     logs = sorted(words for words in asked if words[0] == "logs")
-    assert logs == [["logs", "--follow", "--container", container, f"pod-{number}"] for number in (0, 1)]
+    assert logs == [["logs", "--follow", "--container", "trainer", f"pod-{number}"] for number in (0, 1)]
     assert asked[0] == ["apply", "-f", "-"]
-    assert asked[1] == asked[2] == ["get", kind, name, "--ignore-not-found", "--output", "json"]
+    assert asked[1] == asked[2] == ["get", "job", name, "--ignore-not-found", "--output", "json"]
     assert asked[3] == ["get", "pods", "--selector", selector, "--ignore-not-found", "--output", "json"]
 
 
