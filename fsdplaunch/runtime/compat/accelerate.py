@@ -5,32 +5,25 @@ first, and says what goes wrong without.
 """
 
 import functools
-import importlib
+import importlib.util
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import LAYERS, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
-from fsdplaunch.runtime.sharding.mesh import TENSOR
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
-
-if TYPE_CHECKING:
-    from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
 
@@ -46,9 +39,7 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_without_cache)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
-    wrap_once_imported("transformers.modeling_utils", "PreTrainedModel.from_pretrained", _load_in_full)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_compare)
-    wrap_once_imported(_ACCELERATOR, "Accelerator._prepare_tp", _split)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
         wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", _refuse_indivisible)
@@ -279,118 +270,16 @@ def _prepare_on_cpu(prepare: Any, self: Any, model: Any, *args: Any, **kwargs: A
         return prepare(self, model, *args, **kwargs)
 
 
-# Scripts that split layers give `from_pretrained` the Accelerator's mesh and `tp_plan="auto"`, and `prepare`
-# shards what comes back over the mesh's other axes. Newer versions of transformers make a mesh of their own
-# instead, of all processes, and have no `ReplicateParallel`, which accelerate imports. With these the model is
-# loaded in full here, and `prepare` splits it as `fsdplaunch.prepare` does.
-
-_MISSING = "ReplicateParallel"
-_plans: "weakref.WeakKeyDictionary[nn.Module, SplitPlan]" = weakref.WeakKeyDictionary()
-"""How models are split that are not sharded yet."""
-
-
-def _splits_here() -> bool:
-    """Return whether the installed transformers lacks what accelerate splits layers with."""
-    try:
-        styles = importlib.import_module("transformers.integrations.tensor_parallel")
-    except ImportError:
-        return False
-    return not hasattr(styles, _MISSING)
-
-
-def _load_in_full(load: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have `from_pretrained` leave the layers of a mesh that has an axis for them to `prepare`."""
-    mesh: Any = kwargs.get("device_mesh")
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if TENSOR not in names or not _splits_here():
-        return load(cls, *args, **kwargs)
-    plan = kwargs.pop("tp_plan", None)
-    if plan not in (None, "auto"):
-        msg = "from_pretrained is given a tp_plan of its own, which this version of transformers keeps to itself"
-        raise ShardingError(msg, hint='write it as sharding.tensor_parallel_plan, and give tp_plan="auto"')
-    kwargs.pop("tp_size", None)
-    model = load(cls, *args, **{name: value for name, value in kwargs.items() if name != "device_mesh"})
-    model._tp_size = mesh[TENSOR].size()
-    return model
-
-
-def _split(prepare_tp: Any, self: Any, *args: Any) -> Any:
-    """Have `Accelerator.prepare` split layers before it shards."""
-    if not _splits_here() or not any(_is_full(each) for each in args):
-        return prepare_tp(self, *args)
-    _check(self)
-    first = [each if isinstance(each, nn.Module) else self._prepare_one(each, first_pass=True) for each in args]
-    result = [each if isinstance(each, nn.Module) else self._prepare_one(each) for each in first]
-    exchanged = {old: new for model in result if _is_full(model) for old, new in _split_model(model, self)}
-    for group in _groups(result):
-        group["params"] = [exchanged.get(param, param) for param in group["params"]]
-    return result
-
-
-def _prepare_and_compare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the first pass of what was split with the same one unsplit."""
-    result = prepare(self, *args, **kwargs)
-    for model in (each for each in args if isinstance(each, nn.Module)):
-        plan = _plans.pop(model, None)
-        if plan is not None:
-            _expect(plan, model, self)
-    return result
-
-
-def _is_full(model: Any) -> bool:
-    from fsdplaunch.runtime.inspection.units import has_shards
-
-    return isinstance(model, nn.Module) and not has_shards(model)
-
-
-def _check(accelerator: Any) -> None:
-    """Refuse a mesh over which accelerate cannot shard, and let it shard models that are split.
+def _refuse_split_layers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse what accelerate cannot do with newer transformers, which lacks a name that it asks for.
 
     Raises:
-        ShardingError: It would shard over no ranks.
+        ShardingError: The mesh has ranks that split layers, and transformers no `ReplicateParallel`.
     """
-    plugin, sizes = getattr(accelerator.state, "fsdp_plugin", None), accelerator.parallelism_config
-    if plugin is None:
+    build(self, *args, **kwargs)
+    size = getattr(self.parallelism_config, "tp_size", 1)
+    if size == 1 or importlib.util.find_spec("transformers") is None:
         return
-    if not sizes.dp_shard_cp_dim_names:
-        msg = "accelerate cannot shard over dp_shard_size x cp_size: both are 1, and tp_size is all there is"
-        raise ShardingError(msg, hint="set dp_shard_size to 2 or more, or use fsdplaunch.prepare instead")
-    plugin.cpu_ram_efficient_loading = False  # rank 0's values are sent here, before layers are split
-
-
-def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Split a model's layers; yield each parameter that it had with the one that it has instead."""
-    from fsdplaunch.runtime.collectives.rank_group import RankGroup
-    from fsdplaunch.runtime.inspection.parameters import model_tensors
-
-    axis = accelerator.torch_device_mesh[TENSOR]
-    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(decode().sharding.tensor_parallel_plan), axis)
-    ranks = RankGroup()
-    for entry in model_tensors(model):
-        old = entry.tensor
-        old.data = old.data.to(_kept_in(old, accelerator)).contiguous()
-        ranks.send(old.data)
-        plan.split_parameter(entry)
-        if entry.tensor is not old:
-            yield old, entry.tensor  # type: ignore[misc]
-    _plans[model] = plan
-    messages.say(f"accelerate: layers split over {axis.size()} ranks, by {plan.origin}")
-
-
-def _kept_in(tensor: "torch.Tensor", accelerator: Any) -> "torch.dtype":
-    """Return the dtype that accelerate gives a parameter when it shards; it cannot do so when that is split."""
-    raised = accelerator.is_fsdp2 and accelerator.mixed_precision != "no"
-    return torch.float32 if raised and tensor.requires_grad else tensor.dtype
-
-
-def _groups(prepared: list[Any]) -> Iterator[dict[str, Any]]:
-    from torch.optim import Optimizer
-
-    for each in prepared:
-        if isinstance(each, Optimizer):
-            yield from each.param_groups
-
-
-def _expect(plan: "SplitPlan", model: nn.Module, accelerator: Any) -> None:
-    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
-    plan.expect_same_inputs(model, accelerator.device, getattr(policy, "param_dtype", None))
+    if not hasattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel"):
+        msg = f"accelerate splits layers (tp_size {size}) by ReplicateParallel, which this transformers lacks"
+        raise ShardingError(msg, hint="shard by fsdplaunch.prepare, which splits layers, or take tp_size out")
