@@ -55,25 +55,21 @@ class LoaderPass:
     goes_on: bool = False
 
 
-class _Counted:
-    """What a prepared loader's class is derived from before its own: it counts the batches that it gives."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin a pass, at once and not at its first batch: workers start here, and seeds are drawn."""
-        mine: Any = self
-        reading: LoaderPass = mine.__dict__[_READING]
-        reading.epoch = getattr(_innermost_sampler(mine), "epoch", 0)
-        reading.skipped, reading.skip = reading.skip, 0
-        reading.batches, reading.is_over = reading.skipped, False
-        before = _random_states(mine) if reading.goes_on else ()
-        batches = super().__iter__()  # type: ignore[misc]
-        for generator, state in before:  # the pass had drawn its seed when it began
-            generator.set_state(state)
-        reading.goes_on = False
-        if isinstance(mine.dataset, IterableDataset):
-            for _ in itertools.islice(batches, reading.skipped):  # a stream has to be read to get there
-                pass
-        return _count(batches, reading)
+def _begin_pass(kind: Any, loader: Any) -> Iterator[Any]:
+    """Stand for `kind.__iter__`, at once and not at the first batch: workers start here, and seeds are drawn."""
+    reading: LoaderPass = loader.__dict__[_READING]
+    reading.epoch = getattr(_innermost_sampler(loader), "epoch", 0)
+    reading.skipped, reading.skip = reading.skip, 0
+    reading.batches, reading.is_over = reading.skipped, False
+    before = _random_states(loader) if reading.goes_on else ()
+    batches = kind.__iter__(loader)
+    for generator, state in before:  # the pass had drawn its seed when it began
+        generator.set_state(state)
+    reading.goes_on = False
+    if isinstance(loader.dataset, IterableDataset):
+        for _ in itertools.islice(batches, reading.skipped):  # a stream has to be read to get there
+            pass
+    return _count(batches, reading)
 
 
 def _count(batches: Iterator[Any], reading: LoaderPass) -> Iterator[Any]:
@@ -88,7 +84,8 @@ def _keep_count(loader: DataLoader[Any], readers: int) -> None:
     if _READING not in loader.__dict__:
         loader.__dict__[_READING] = LoaderPass(readers)
         kind = type(loader)
-        loader.__class__ = type(kind.__name__, (_Counted, kind), {"__module__": kind.__module__})
+        own = {"__module__": kind.__module__, "__iter__": lambda self: _begin_pass(kind, self)}
+        loader.__class__ = type(kind.__name__, (kind,), own)
 
 
 def position_of(loader: Any) -> Position:

@@ -116,8 +116,8 @@ def _candidates(model: nn.Module) -> list[str]:
 def is_recursive(policy: Callable[..., Any]) -> bool:
     """Return whether a wrap function is of torch's form, and no predicate of a module.
 
-    Torch calls `policy(module=..., recurse=..., nonwrapped_numel=...)`: with `recurse` to know whether to look into
-    the module, without whether it, with so many parameters that none inside of it has taken, is a unit.
+    Torch calls `policy(module=..., recurse=..., nonwrapped_numel=...)`: with `recurse` to know whether to look
+    into the module, without whether it, with so many parameters that none inside of it has taken, is a unit.
     """
     try:
         return "recurse" in inspect.signature(policy).parameters
