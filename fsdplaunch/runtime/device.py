@@ -93,7 +93,8 @@ def join_group(config: Config, device: torch.device) -> None:
     wait_for_gloo_at_exit()
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
     place = _store_of_run(timeout)
-    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timeout)
     if device.type == "cuda":
         dist.init_process_group(_BACKENDS, timeout=timeout, device_id=device, **place)
         # The device connected NCCL at once. Kept, torch 2.9 would split this group for each axis of a mesh, with

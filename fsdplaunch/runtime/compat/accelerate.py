@@ -15,14 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
+from fsdplaunch.runtime.inspection.parameters import count, parameters_of
+from fsdplaunch.runtime.inspection.units import is_sharded
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
@@ -38,6 +42,7 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_without_cache)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_average)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
     wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
     if keeps:
@@ -88,12 +93,21 @@ def shuffle_alike_of_accelerate() -> None:
 def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     """Let accelerate shard models whose state has buffers (BatchNorm's), or parameters that no layer holds.
 
-    With `cpu_ram_efficient_loading` it takes each entry of the state for a shard, and ends with an AttributeError
-    at the first buffer (1.15). A parameter of the model itself (a ViT's `cls_token`) it looks for in the layer
-    before the dot of its name, ending in a ValueError, unless the model has transformers' method for that.
+    With `cpu_ram_efficient_loading` it moves the model to the meta device, where modules to ignore are no longer
+    found by their parameters: then rank 0's values are sent before, and it does without. Else it takes each entry
+    of the state for a shard, and ends with an AttributeError at the first buffer (1.15). A parameter of the model
+    itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name, ending in a ValueError, unless
+    the model has transformers' method for that.
     """
     prepared: nn.Module
-    if not getattr(accelerator.state.fsdp_plugin, "cpu_ram_efficient_loading", False):
+    plugin: Any = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading and plugin.ignored_modules is not None:
+        from fsdplaunch.runtime.compat.fsdp1 import send_from_rank_0  # only where it is used
+
+        send_from_rank_0(model)
+        with own_attribute(plugin, "cpu_ram_efficient_loading", False):
+            return _prepare_with_buffers(prepare, accelerator, model)
+    if not plugin.cpu_ram_efficient_loading:
         prepared = prepare(accelerator, model)
         return prepared
 
@@ -146,6 +160,44 @@ def _prepare_without_cache(prepare: Any, self: Any, *args: Any, **kwargs: Any) -
         for model in (each for each in args if isinstance(each, nn.Module)):
             keep_no_cache(model)
     return prepare(self, *args, **kwargs)
+
+
+def _prepare_and_average(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep equal on all ranks what accelerate leaves unsharded (`fsdp_ignored_modules`) and an optimizer trains.
+
+    Torch leaves such gradients as each rank has computed them, so that the ranks would train apart.
+    """
+    result = prepare(self, *args, **kwargs)
+    for model in result if isinstance(result, tuple) else (result,):
+        if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
+            _keep_unsharded_equal(model)
+    return result
+
+
+def _keep_unsharded_equal(model: nn.Module) -> None:
+    left_out = [
+        param
+        for param in parameters_of(model)
+        if param.requires_grad and not isinstance(param, DTensor) and not is_in_flat_parameter(param)
+    ]
+    new = [param for param in left_out if not hasattr(param, _KEPT_EQUAL)]
+    if not new:
+        return
+    from fsdplaunch.runtime.sharding.optimizers import step_with_local_shards
+    from fsdplaunch.runtime.sharding.registry import keep_equal
+
+    for param in new:
+        setattr(param, _KEPT_EQUAL, True)
+        sent = param.data.contiguous()
+        RankGroup().send(sent)
+        param.data.copy_(sent)
+    keep_equal(new, None)
+    step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
+    size = count(sum(param.numel() for param in new))
+    messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
+
+
+_KEPT_EQUAL = "fsdplaunch_unsharded"
 
 
 class _SavedAsShards(list[Any]):
