@@ -96,7 +96,7 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> n
     With `cpu_ram_efficient_loading` it moves the model to the meta device, where modules to ignore are no longer
     found by their parameters: then rank 0's values are sent before, and it does without. Else it takes each entry
     of the state for a shard, and ends with an AttributeError at the first buffer (1.15). A parameter of the model
-    itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name, ending in a ValueError, unless
+    itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless
     the model has transformers' method for that.
     """
     prepared: nn.Module
