@@ -21,12 +21,13 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection.parameters import count, parameters_of
-from fsdplaunch.runtime.inspection.units import is_sharded
+from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
-from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, param_groups
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
@@ -45,6 +46,7 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_average)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
     wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
+    wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
         wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", _refuse_indivisible)
@@ -168,10 +170,29 @@ def _prepare_and_average(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> 
     Torch leaves such gradients as each rank has computed them, so that the ranks would train apart.
     """
     result = prepare(self, *args, **kwargs)
-    for model in result if isinstance(result, tuple) else (result,):
+    for model in result if isinstance(result, tuple | list) else (result,):
         if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
+            _check_dtypes(model)
             _keep_unsharded_equal(model)
     return result
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name.
+
+    Raises:
+        ShardingError: There is one.
+    """
+    names = {id(param): name for name, param in named_parameters(model)}
+    for name, unit in model.named_modules():
+        for group in param_groups(unit) if is_unit(unit) else ():
+            shards = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+            by_dtype = {str(shard.dtype).removeprefix("torch."): names.get(id(shard), "") for shard in shards}
+            if len(by_dtype) > 1:
+                found = " and ".join(f"{param} in {dtype}" for dtype, param in by_dtype.items())
+                msg = f"{script_line()}: {clean_name(name) or class_name(model)} has {found}: FSDP2 takes one"
+                hint = "set mixed_precision, convert the model to one dtype, or use fsdplaunch.prepare"
+                raise ShardingError(msg, hint=hint)
 
 
 def _keep_unsharded_equal(model: nn.Module) -> None:
@@ -245,6 +266,32 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
         return not around
 
     return wraps
+
+
+_named_rates: list[bool] = []
+
+
+def _step_and_compare(step: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Print once that accelerate advances a schedule of learning rates by as many steps as there are workers."""
+    if _named_rates:
+        step(self, *args, **kwargs)
+        return
+    rates: list[float] = []
+    advance = self.scheduler.step
+
+    def note(*inner: Any, **more: Any) -> None:
+        advance(*inner, **more)
+        rates.append(self.scheduler.get_last_lr()[0])
+
+    with own_attribute(self.scheduler, "step", note):
+        step(self, *args, **kwargs)
+    if len(rates) > 1 and rates[0] != rates[-1]:
+        _named_rates.append(True)
+        messages.say_unequal(
+            f"{script_line()}: accelerate advances the schedule of learning rates {len(rates)} times for a step,"
+            f" once for each worker: to {rates[-1]:g}, where one process advances it to {rates[0]:g};"
+            " Accelerator(step_scheduler_with_optimizer=False) advances it once"
+        )
 
 
 _DIVIDES = (
