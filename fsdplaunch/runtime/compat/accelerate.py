@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
@@ -44,6 +45,7 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_without_cache)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_average)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_each_model)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
     wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
     wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
@@ -164,13 +166,38 @@ def _prepare_without_cache(prepare: Any, self: Any, *args: Any, **kwargs: Any) -
     return prepare(self, *args, **kwargs)
 
 
+def _prepare_each_model(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare models one by one, each with its own optimizers: accelerate takes one model under FSDP2."""
+    models = [each for each in args if isinstance(each, nn.Module)]
+    if len(models) < 2 or not getattr(self, "is_fsdp2", False):  # noqa: PLR2004  (one is what it takes)
+        return prepare(self, *args, **kwargs)
+    rest = [each for each in args if not isinstance(each, nn.Module)]
+    ready: dict[int, Any] = {}
+    for model in models:
+        own = set(map(id, parameters_of(model)))
+        its = [each for each in rest if isinstance(each, Optimizer) and _trains(each, own)]
+        rest = [each for each in rest if each not in its]
+        ready |= zip(map(id, (model, *its)), _as_tuple(prepare(self, model, *its)), strict=True)
+    if rest:
+        ready |= zip(map(id, rest), _as_tuple(prepare(self, *rest)), strict=True)
+    return tuple(ready[id(each)] for each in args)
+
+
+def _trains(optimizer: Optimizer, params: set[int]) -> bool:
+    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
 def _prepare_and_average(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep equal on all ranks what accelerate leaves unsharded (`fsdp_ignored_modules`) and an optimizer trains.
 
     Torch leaves such gradients as each rank has computed them, so that the ranks would train apart.
     """
     result = prepare(self, *args, **kwargs)
-    for model in result if isinstance(result, tuple | list) else (result,):
+    for model in _as_tuple(result):
         if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
             _check_dtypes(model)
             _keep_unsharded_equal(model)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -51,6 +51,8 @@ def adapt_hugging_face() -> None:
     wrap_once_imported("accelerate.accelerator", "Accelerator.save_model", _save_full_model)
     wrap_once_imported(_TRAINER, "Trainer.save_model", _save_model)
     wrap_once_imported(_TRAINER, "Trainer.compute_loss", compute_loss)
+    wrap_once_imported(_TRAINER, "Trainer.evaluation_loop", _evaluate)
+    wrap_once_imported(_TRAINER, "Trainer.train", _train)
 
 
 def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +187,30 @@ def _save_full_model(save_model: Any, self: Any, model: Any, *args: Any, **kwarg
         own_attribute(self, "get_state_dict", lambda *_, **__: state),
     ):
         return save_model(self, model, *args, **kwargs)
+
+
+def _evaluate(loop: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer evaluate before it trains: accelerate shards by FSDP2 with an optimizer only."""
+    accelerator = self.accelerator
+    if not getattr(accelerator, "is_fsdp2", False) or accelerator._models:
+        return loop(self, *args, **kwargs)
+    prepare_both = accelerator.prepare
+
+    def prepare(model: nn.Module) -> nn.Module:
+        prepared: nn.Module
+        prepared, _ = prepare_both(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        accelerator._optimizers.pop()
+        return prepared
+
+    with own_attribute(accelerator, "prepare", prepare):
+        return loop(self, *args, **kwargs)
+
+
+def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer train what FSDP1 has sharded for an evaluation, whose wrapper it forgets."""
+    if isinstance(self.model, FullyShardedDataParallel):
+        self.model_wrapped = self.model
+    return train(self, *args, **kwargs)
 
 
 _COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)
