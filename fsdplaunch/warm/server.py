@@ -249,8 +249,10 @@ class WarmServer:
         try:
             signal.set_wakeup_fd(-1)
             self._listener.close()
-            for end in (*self._wake, *(other.fileno() for other in self._runs.values())):
+            for end in self._wake:
                 os.close(end)
+            for other in self._runs.values():  # by their own: the number would be closed again when they go
+                other.close()
             argv = _become_agent(message, files, self._record.temporary_folder)
             files.clear()
             channel.limit_waiting(_GO_SECONDS)
