@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.bootstrapped import forked_workers
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -146,50 +144,3 @@ def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> Non
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 ['--lr', '1'] gloo" for rank in (0, 1)]
     assert done.stderr.count("sharded Sequential: 2 x Linear, 40 parameters, FSDP2 FULL_SHARD over 2 ranks") == 1
     assert all((run_dir / "ranks" / str(rank) / "sharded").exists() for rank in (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("shard", "codes", "says"),
-    [
-        ("explicit", [1, 1], "2 workers each held a full replica (DistributedDataParallel)"),
-        ("auto", [0, 0], "sharded Linear: one unit, 20 parameters, FSDP2 FULL_SHARD over 2 ranks, fp32 kept"),
-    ],
-)
-def test_replicas_are_sharded_or_named(tmp_path: Path, shard: str, codes: list[int], says: str) -> None:
-    write(
-        tmp_path / "train.py",
-        """
-        from torch import nn
-        nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        """,
-    )
-    done = forked_workers("train.py", cwd=tmp_path, FSDPLAUNCH_LAUNCH_SHARD=shard)
-    assert done.codes == codes, done.stderr
-    assert says in done.stderr
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "fully_shard(model, mesh=init_device_mesh('cpu', (2,)))",
-        "model = FSDP(model, device_id=torch.device('cpu'))",
-    ],
-)
-def test_sharding_by_the_scripts_own_code_counts(tmp_path: Path, line: str) -> None:
-    write(
-        tmp_path / "train.py",
-        f"""
-        import torch
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
-
-        def main():
-            model = nn.Linear(4, 4)
-            {line}
-
-        main()  # the model is garbage by now
-        """,
-    )
-    done = forked_workers("train.py", cwd=tmp_path)
-    assert done.codes == [0, 0], done.stderr

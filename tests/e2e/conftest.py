@@ -30,36 +30,32 @@ def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The runtime folder of warm interpreters, which end with the tests."""
     folder = tmp_path_factory.mktemp("warm")
     folder.chmod(0o700)
+    (folder / "t.py").write_text("")
     yield folder
-    warm(folder, "--stop")
+    command = [sys.executable, "-m", "fsdplaunch", "warm", "--stop"]
+    subprocess.run(
+        command, env=clean_environ() | {"XDG_RUNTIME_DIR": str(folder)}, check=True, capture_output=True
+    )
 
 
-def warm(folder: Path, *options: str) -> dict[str, str]:
-    """Run `fsdplaunch warm OPTIONS`; return the variables of launches that find what it leaves."""
+def leave_warm(folder: Path, *options: str) -> dict[str, str]:
+    """Launch a script that leaves its interpreter; return the variables of launches that find it."""
     environ = clean_environ() | {"XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-m", "fsdplaunch", "warm", *options]
+    command = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--keep-warm", "1800", *options, "t.py"]
     subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)
     return environ
-
-
-SHARDED = ("--set", "use_cpu=true")
-PLAIN = ("--set", "distributed_type=MULTI_CPU")
-
-
-def start_warm(folder: Path, *options: str) -> dict[str, str]:
-    return warm(folder, "--start", "--set", "launch.keep_warm_seconds=1800", "--set", "num_processes=2", *options)
 
 
 @pytest.fixture(scope="session")
 def warm_environ(warm_folder: Path) -> dict[str, str]:
     """The variables of launches that find torch imported: tests that are not about a start need not wait."""
-    return start_warm(warm_folder, *SHARDED)
+    return leave_warm(warm_folder, "--use-cpu", "--allow-unsharded")
 
 
 @pytest.fixture(scope="session")
 def warm_plain_environ(warm_folder: Path) -> dict[str, str]:
     """The same for launches that shard nothing, whose workers import less."""
-    return start_warm(warm_folder, *PLAIN)
+    return leave_warm(warm_folder, "--distributed-type", "MULTI_CPU")
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import pytest
 
 from tests.e2e.conftest import clean_environ, run_to_the_end
 
-COLD = True
-"""A worker in an interpreter of its own run: tests/e2e/test_launch_warm.py has the others."""
 PROBE = """
 import gc, importlib, json, locale, multiprocessing, os, resource, signal, sys, threading, time, warnings
 
@@ -73,7 +71,7 @@ TARGETS = {
 
 
 def compare(start, home, folder, target, *options) -> tuple[dict, dict]:
-    """What the script sees under plain python, and on rank 1 of a launch."""
+    """What the script sees under plain python, and on rank 1 of a launch; one target's imports torch itself."""
     place = home / folder
     place.mkdir(exist_ok=True)
     name = "__main__.py" if folder in ("app", "dir") else "t.py"
@@ -88,8 +86,10 @@ def compare(start, home, folder, target, *options) -> tuple[dict, dict]:
         plain = clean_environ() | {"OMP_NUM_THREADS": "1", "RANK": "9"}
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         subprocess.run(command, cwd=home, env=plain, check=True, **streams)
-    run = start(None, *options, arguments=tuple(target), env={"OMP_NUM_THREADS": "1"})
+    is_cold = target == TARGETS["script"][1]
+    run = start(None, *options, arguments=tuple(target), env={"XDG_RUNTIME_DIR": str(home)} if is_cold else {})
     assert run.end() == 0, run.stderr
+    assert run.json("agent.json")["warm"] is not (is_cold or bool(options))
     alone, launched = (json.loads((home / f"facts{rank}.json").read_text()) for rank in (9, 1))
     return alone, launched
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from safetensors import safe_open
 
 from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
@@ -45,18 +46,41 @@ def test_main_job_end_to_end(fsdplaunch, examples, tmp_path):
         assert file.get_slice("head.weight").get_shape() == [256, 128]
 
 
-def test_script_that_shards_nothing_fails_with_one_sentence(fsdplaunch, tmp_path):
-    (tmp_path / "train.py").write_text("print('trained alone')\n")
-    done = fsdplaunch("launch", "--use-cpu", "train.py")
-    assert done.returncode == 1
-    assert "train.py ended without sharding a model" in done.stderr
-    assert "fsdplaunch.prepare" in done.stderr
+BY_ITSELF = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+
+def main():
+    model = nn.Linear(4, 4)
+    {line}
+
+main()  # the model is garbage by now
+"""
+DDP = BY_ITSELF.format(line="nn.parallel.DistributedDataParallel(model)")
+NEVER = "train.py ended without sharding a model"
+REPLICAS = "2 workers each held a full replica (DistributedDataParallel)"
+ENDS = {
+    "nothing": ("print('trained alone')", (), NEVER),
+    "nothing, allowed": ("print('trained alone')", ("--allow-unsharded",), ""),
+    "os._exit": ("import os; os._exit(0)", (), "without sharding a model"),
+    "replicas": (
+        BY_ITSELF.format(line="nn.parallel.DistributedDataParallel(model)"),
+        ("--shard", "explicit"),
+        REPLICAS,
+    ),
+    "fully_shard": (BY_ITSELF.format(line="fully_shard(model, mesh=init_device_mesh('cpu', (2,)))"), (), ""),
+    "FSDP1": (BY_ITSELF.format(line="FSDP(model, device_id=torch.device('cpu'))"), (), ""),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_script_that_shards_nothing_fails_with_one_sentence(fsdplaunch, tmp_path, case):
+    text, options, said = ENDS[case]
+    (tmp_path / "train.py").write_text(text)
+    done = fsdplaunch("launch", "--use-cpu", *options, "train.py")
+    assert done.returncode == bool(said), done.stderr
+    assert said in done.stderr
+    assert NEVER not in said or "fsdplaunch.prepare" in done.stderr
     assert "Traceback" not in done.stderr
-    assert fsdplaunch("launch", "--use-cpu", "--allow-unsharded", "train.py").returncode == 0
-
-
-def test_script_that_leaves_through_os_exit_unsharded_is_caught_too(fsdplaunch, tmp_path):
-    (tmp_path / "train.py").write_text("import os\nos._exit(0)\n")
-    done = fsdplaunch("launch", "--use-cpu", "train.py")
-    assert done.returncode == 1
-    assert "without sharding a model" in done.stderr
