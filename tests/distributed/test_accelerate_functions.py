@@ -315,31 +315,44 @@ def test_parameters_of_modules_by_expression_and_by_object() -> None:
 # --- wrap policies
 
 
-def by_name_only(module: nn.Module, *, recurse: bool, nonwrapped_numel: int) -> bool:
+def of_1_12(module: nn.Module, recurse: bool, unwrapped_params: int, min_num_params: int = 3000) -> bool:
+    return unwrapped_params >= min_num_params
+
+
+def by_name_only(module: nn.Module, *, recurse: bool, unwrapped_params: int) -> bool:
     return recurse or isinstance(module, Block)
 
 
 class OfThree:
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool, n: int) -> bool:
         return recurse or isinstance(module, Block)
 
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
-POLICIES: dict[str, Any] = {
-    "torch": partial(size_based_auto_wrap_policy, min_num_params=2000),
-    "by name": by_name_only,
-    "predicate": lambda m: isinstance(m, Block),
-    "predicate with a default": lambda m, kind=Block: isinstance(m, kind),
-    "predicate partial": partial(lambda kind, m: isinstance(m, kind), Block),
-    "object": OfThree(),
+POLICIES: dict[str, tuple[Any, list[str] | None]] = {
+    "1.12": (of_1_12, None),
+    "1.12 partial": (partial(of_1_12, min_num_params=2000), BLOCKS),
+    "torch": (partial(size_based_auto_wrap_policy, min_num_params=2000), BLOCKS),
+    "short names": (lambda m, r, n: r or isinstance(m, Block), BLOCKS),
+    "by name": (by_name_only, BLOCKS),
+    "predicate": (lambda m: isinstance(m, Block), BLOCKS),
+    "predicate with a default": (lambda m, kind=Block: isinstance(m, kind), BLOCKS),
+    "predicate with two": (lambda m, kind=Block, other=None: isinstance(m, kind), BLOCKS),
+    "predicate partial": (partial(lambda kind, m: isinstance(m, kind), Block), BLOCKS),
+    "object": (OfThree(), BLOCKS),
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_wrap_policies_of_every_signature(name: str) -> None:
-    policy, model = POLICIES[name], build()
+    policy, expected = POLICIES[name]
+    model = build()
+    if expected is None:
+        with pytest.raises(ShardingError, match="the wrap policy given makes no unit"):
+            plan_units(model, Settings(wrap=policy), set())
+        return
     for each in (policy, torch_form(policy)):
-        assert list(plan_units(model, Settings(wrap=each), set())) == BLOCKS
+        assert list(plan_units(model, Settings(wrap=each), set())) == expected
     for module in model.modules():  # as torch itself calls it
         torch_form(policy)(module=module, recurse=False, nonwrapped_numel=0)
 
@@ -381,47 +394,6 @@ def test_errors_are_those_that_torch_and_accelerate_raise_too() -> None:
 
 
 # --- models on the meta device, quantised parameters
-
-
-class Plain(nn.Module):
-    """Holds a parameter that no method of it initialises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.ones(6, 4))
-        self.register_buffer("offset", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.gain.sum(0) + self.offset
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Plain(), Plain()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def filled_later() -> tuple[bool, bool, bool]:
-    with torch.device("meta"):
-        model = Stack()
-    fsdplaunch.apply_fsdp2(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-    empty = model.layers[0].gain.is_meta
-    torch.manual_seed(0)
-    full = Stack()
-    full.layers[1].offset.add_(2)
-    keys = fsdplaunch.DistModule(model).load_state_dict(full.state_dict() if dist.get_rank() == 0 else {})
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    return empty, keys == ([], []), torch.equal(model(x), full(x))
-
-
-def test_meta_model_is_sharded_empty_and_filled_from_rank_0(two_ranks: RankPool) -> None:
-    assert two_ranks.run(filled_later) == [(True, True, True)] * 2
 
 
 class Params4bit(nn.Parameter):

@@ -206,18 +206,23 @@ class Mixed(nn.Module):
 def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
     """Whether everything is rank 0's, the persistent buffer, and whether the tie holds."""
     torch.manual_seed(dist.get_rank())
-    with torch.device("meta" if kind == "meta" else "cpu"):
+    with torch.device("meta" if "meta" in kind else "cpu"):
         model = Mixed()
     model.scale = torch.tensor(2.0)
     if kind == "FSDP1":
         model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=1, auto_wrap_policy="NO_WRAP"))
+    elif kind == "meta, DistModule":
+        fsdplaunch.apply_fsdp2(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
         fully_shard(model)
     torch.manual_seed(7)
     full = Mixed()
     full.norm.running_mean.copy_(torch.arange(4.0))
     state = full.state_dict() if dist.get_rank() == 0 else {}
-    fsdplaunch.fsdp2_load_full_state_dict(model, state)
+    if kind == "meta, DistModule":
+        assert fsdplaunch.DistModule(model).load_state_dict(state) == ([], [])
+    else:
+        fsdplaunch.fsdp2_load_full_state_dict(model, state)
     if kind == "FSDP1":
         with FullyShardedDataParallel.summon_full_params(model):
             equal = torch.equal(model.module.embed.weight, full.embed.weight)
@@ -226,6 +231,9 @@ def mixed_from_rank_0(kind: str) -> tuple[bool, list[float], bool]:
     return equal, model.norm.running_mean.tolist(), model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize("kind", ["FSDP2", "meta", "FSDP1"])
+@pytest.mark.parametrize("kind", ["FSDP2", "meta", "meta, DistModule", "FSDP1"])
 def test_full_weights_with_buffers_and_ties_reach_every_shard(two_ranks: RankPool, kind: str) -> None:
-    assert two_ranks.run(mixed_from_rank_0, kind) == [(True, [0.0, 1.0, 2.0, 3.0], True)] * 2
+    assert (
+        two_ranks.run(mixed_from_rank_0, kind, env={"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"})
+        == [(True, [0.0, 1.0, 2.0, 3.0], True)] * 2
+    )

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -12,7 +13,7 @@ import typer.main
 from fsdplaunch.cli.app import run
 from fsdplaunch.cli.commands import app, expanded
 from fsdplaunch.launch.runs import write_job
-from tests.docs.pages import ROOT, blocks, every, spans
+from tests.docs.pages import PAGES, ROOT, blocks, every, spans
 
 ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"
 LLAMA = {
@@ -32,7 +33,6 @@ ELSEWHERE = {
     "test": "tests/e2e/test_check.py",
     "tune": "tests/e2e/test_tune.py",
     "doctor --network": "tests/e2e/test_check.py",
-    "warm --start": "tests/e2e/conftest.py",
 }
 """What takes many seconds, or several processes, and the tests that run it."""
 ASKS = "tests/cli/test_wizard_pty.py"
@@ -175,3 +175,27 @@ def test_command_is_run(line, scratch, capsys):
 @pytest.mark.parametrize("line", ["launch --no-such-key 1 train.py", "lunch train.py", "check --dry"])
 def test_wrong_command_lines_are_found(line, scratch):
     assert run(line.split()) == 2
+
+
+def shown_output() -> list[tuple[str, list[str]]]:
+    """Commands whose output depends on no training, with the lines that pages show after them."""
+    found = []
+    for text in map(Path.read_text, PAGES):
+        for match in re.finditer(
+            r"^    \$ (fsdplaunch (?:config --yes$|estimate ).*)\n((?: {4}.*\n|\n)+)", text, re.M
+        ):
+            lines = [line.removeprefix("    ").rstrip() for line in match[2].splitlines()]
+            found.append((match[1], [line for line in lines if line.strip(" .")]))
+    return found
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the pages show a machine without a GPU")
+@pytest.mark.parametrize(("command", "lines"), shown_output(), ids=[command for command, _ in shown_output()])
+def test_shown_output_is_what_is_printed(command, lines, scratch, capsys):
+    if "estimate" in command:  # as the page says below it
+        (scratch / "fsdp.yaml").write_text("mixed_precision: bf16\nnum_machines: 2\n")
+    assert run(words_of(command)) == 0
+    printed = "\n".join(capsys.readouterr()).splitlines()
+    if "config" in command:  # of whatever machine
+        lines, printed = ([re.sub(r"\d+", "0", line) for line in some] for some in (lines, printed))
+    assert [line for line in lines if line not in printed] == []
