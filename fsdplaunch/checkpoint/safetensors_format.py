@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +37,9 @@ class TensorHeader(NamedTuple):
     nbytes: int
 
 
-def in_file_order(entries: Iterable[TensorHeader]) -> list[TensorHeader]:
-    """Return the entries as safetensors writes them: wide dtypes first, then by name."""
-    return sorted(entries, key=lambda entry: (-entry.dtype.rank, entry.name))
+def file_order(entry: TensorHeader) -> tuple[int, str]:
+    """Return what safetensors sorts tensors by: wide dtypes first, then by name."""
+    return -entry.dtype.rank, entry.name
 
 
 def header_bytes(entries: Sequence[TensorHeader], aliases: Mapping[str, str] | None = None) -> bytes:
@@ -85,9 +85,9 @@ def split_into_files(entries: Sequence[TensorHeader], max_bytes: int) -> list[tu
         groups[-1].append(entry)
         filled += entry.nbytes
     if len(groups) == 1:
-        return [(SINGLE_NAME, in_file_order(groups[0]))]
+        return [(SINGLE_NAME, sorted(groups[0], key=file_order))]
     return [
-        (f"model-{number:05d}-of-{len(groups):05d}.safetensors", in_file_order(group))
+        (f"model-{number:05d}-of-{len(groups):05d}.safetensors", sorted(group, key=file_order))
         for number, group in enumerate(groups, 1)
     ]
 

@@ -1,153 +1,44 @@
 """Full tensors of a sharded state in one file, torch's or safetensors', gathered to rank 0 one at a time.
 
-`torch.save` wants all of them in memory; under `torch.serialization.skip_data` it leaves room for tensors that are
-filled in later, but writes no checksum of them.
+`torch.save` wants all of them at once: they are written one after the other, as safetensors where that is wanted,
+and then read back as maps of that file, of which the system keeps in memory what it has room for.
 """
 
 import collections
-import io
 import os
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdplaunch.checkpoint.chunks import Region
-from fsdplaunch.checkpoint.dtypes import DTYPES, STORAGES
-from fsdplaunch.checkpoint.safetensors_format import TensorHeader, header_bytes, in_file_order
+from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.safetensors_format import TensorHeader, file_order, header_bytes
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection.parameters import joined
 from fsdplaunch.runtime.inspection.units import as_bytes
-from fsdplaunch.runtime.torch_internals.checkpoint import tensor_builder, zip_writer
+from fsdplaunch.runtime.saving.plain_files import write_large
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor, local_tensor, shape_and_offset
 
-_STORAGE_OF = {dtype.name: name for name, dtype in STORAGES.items()}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingTensor:
-    """A tensor that is not here yet: what a file says about it before its bytes.
+    """A tensor that is not here yet.
 
     Attributes:
-        name: Its place in the state, joined by dots.
-        key: Its number in the torch file.
+        header: What safetensors says of it; its name is its place in the state, joined by dots.
+        dtype: Its dtype.
         source: What this rank has of it.
     """
 
-    name: str
-    key: int
+    header: TensorHeader
     dtype: torch.dtype
-    shape: tuple[int, ...]
     source: torch.Tensor | ShardedTensor
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all its elements."""
-        return int(torch.Size(self.shape).numel() * self.dtype.itemsize)
-
-
-def header_entry(pending: PendingTensor) -> TensorHeader:
-    """Return what a safetensors header says of a tensor."""
-    name = str(pending.dtype).removeprefix("torch.")
-    return TensorHeader(pending.name, DTYPES[name], pending.shape, pending.nbytes)
-
-
-class TorchFile:
-    """A file as `torch.save` writes it, whose tensors come one after the other."""
-
-    def __init__(self, path: Path, tree: Any) -> None:
-        self._path = path
-        self._tree = tree
-
-    def __enter__(self) -> "TorchFile":
-        self._writer: Any = zip_writer(str(self._path))
-        data = io.BytesIO()
-        _Pickler(data, protocol=2).dump(self._tree)
-        self._writer.write_record("data.pkl", data.getvalue(), len(data.getvalue()))
-        self._writer.write_record("byteorder", b"little", len(b"little"))
-        return self
-
-    def write(self, pending: PendingTensor, tensor: torch.Tensor) -> None:
-        """Append one tensor's bytes."""
-        self._writer.write_record(f"data/{pending.key}", tensor.untyped_storage(), pending.nbytes)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._writer.write_end_of_file()
-        except RuntimeError as error:  # what a full disk looks like here
-            if kind is None:
-                msg = f"cannot write {self._path}: {str(error).splitlines()[0]}"
-                raise CheckpointError(msg) from None
-        if kind is None:
-            force(self._path)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a `PendingTensor` as the tensor it stands for."""
-
-    def persistent_id(self, value: Any) -> Any:
-        return value.persistent_id if isinstance(value, _PendingStorage) else None
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, PendingTensor):
-            return NotImplemented
-        stride = torch.empty(value.shape, device="meta").stride()
-        hooks: Any = collections.OrderedDict()
-        common = (_PendingStorage(value), 0, value.shape, stride, False, hooks)
-        if _storage_class(value.dtype) is not None:
-            return tensor_builder(with_dtype=False), common
-        return tensor_builder(with_dtype=True), (*common, value.dtype)
-
-
-def _storage_class(dtype: torch.dtype) -> Any:
-    return getattr(torch, _STORAGE_OF.get(str(dtype).removeprefix("torch."), ""), None)
-
-
-class _PendingStorage:
-    """The persistent id of a tensor's memory in a torch file."""
-
-    def __init__(self, pending: PendingTensor) -> None:
-        kind = _storage_class(pending.dtype)
-        elements = pending.nbytes // (1 if kind is None else pending.dtype.itemsize)
-        self.persistent_id = ("storage", kind or torch.UntypedStorage, str(pending.key), "cpu", elements)
-
-
-class SafeFile:
-    """A safetensors file whose tensors come one after the other; none for no path."""
-
-    def __init__(self, path: Path | None, tensors: list[PendingTensor], aliases: Mapping[str, str]) -> None:
-        self._path = path
-        self._aliases = aliases
-        self._entries = [header_entry(pending) for pending in tensors if pending.name not in aliases]
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> "SafeFile":
-        if self._path is not None:
-            self._file = self._path.open("wb")
-            self._file.write(header_bytes(self._entries, self._aliases))
-        return self
-
-    def write(self, pending: PendingTensor, tensor: torch.Tensor) -> None:
-        """Append one tensor's bytes, unless the tensor stands here under another name."""
-        if self._file is not None and pending.name not in self._aliases:
-            as_bytes(tensor).numpy().tofile(self._file)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-
-def force(path: Path) -> None:
-    """Force a file that was written before to disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def storable(state: Mapping[str, Any]) -> bool:
@@ -167,8 +58,9 @@ def outline(state: Any) -> tuple[Any, list[PendingTensor]]:
         if isinstance(value, list | tuple):
             return type(value)(visit(item, f"{name}.{number}") for number, item in enumerate(value))
         if isinstance(value, torch.Tensor | ShardedTensor):
-            shape = tuple(value.size())
-            found.append(PendingTensor(name=name, key=len(found), dtype=value.dtype, shape=shape, source=value))
+            size, known = torch.Size(value.size()), DTYPES[str(value.dtype).removeprefix("torch.")]
+            header = TensorHeader(name, known, tuple(size), size.numel() * value.dtype.itemsize)
+            found.append(PendingTensor(header, value.dtype, value))
             return found[-1]
         return value
 
@@ -189,28 +81,69 @@ def write_full(
         state: Nested dictionaries and lists; names of a model at the top.
         torch_path: For `torch.load`.
         safe_path: For safetensors as well, or None.
-        aliases: Further names of tensors, each with the one under which safetensors keeps it.
+        aliases: Further names of tensors, each with the one under which the file keeps it.
         group: All ranks, over gloo.
 
     Raises:
         OSError: On rank 0, after all shards have come in, so that no other rank waits.
+        CheckpointError: As above.
     """
     tree, tensors = outline(state)
-    entries = in_file_order(list(map(header_entry, tensors)))
-    order = {entry.name: at for at, entry in enumerate(entries)}
-    tensors.sort(key=lambda pending: order[pending.name])
-    gathered_tensors = gathered(tensors, group)
+    kept = [pending for pending in tensors if pending.header.name not in aliases]
+    kept.sort(key=lambda pending: file_order(pending.header))
+    full = gathered(kept, group)
     if dist.get_rank() != 0:
-        collections.deque(gathered_tensors, maxlen=0)
+        collections.deque(full, maxlen=0)
         return
+    path = safe_path or torch_path.with_name(f"{torch_path.name}.tmp")
     try:
-        with TorchFile(torch_path, tree) as plain, SafeFile(safe_path, tensors, aliases) as safe:
-            for pending, tensor in gathered_tensors:
-                plain.write(pending, tensor)
-                safe.write(pending, tensor)
-                del tensor  # before the next one is put together
+        head = header_bytes([pending.header for pending in kept], aliases) if safe_path else b""
+        _write(path, head, full)
+        mapped = _mapped(path, len(head), kept)
+        first = {pending.header.name: pending for pending in kept}
+        mapped |= {each: mapped[first[aliases[each.header.name]]] for each in tensors if each not in mapped}
+        write_large(_filled(tree, mapped), torch_path)
+    except RuntimeError as error:  # what a full disk looks like in torch's writer
+        msg = f"cannot write {torch_path}: {str(error).splitlines()[0]}"
+        raise CheckpointError(msg) from None
     finally:
-        collections.deque(gathered_tensors, maxlen=0)
+        collections.deque(full, maxlen=0)
+        if safe_path is None:
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, head: bytes, tensors: Iterable[tuple[PendingTensor, torch.Tensor]]) -> None:
+    """Write tensors one after the other, and force them to disk."""
+    with path.open("wb") as file:
+        file.write(head)
+        for _, tensor in tensors:
+            as_bytes(tensor).numpy().tofile(file)
+            del tensor  # before the next one is put together
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _mapped(path: Path, start: int, tensors: Iterable[PendingTensor]) -> dict[PendingTensor, torch.Tensor]:
+    """Return what stands in the file from `start` on; each tensor has a storage of its own."""
+    found = {}
+    for pending in tensors:
+        shape, nbytes = pending.header.shape, pending.header.nbytes
+        if nbytes:
+            memory = torch.from_numpy(np.memmap(path, np.uint8, "c", start, (nbytes,)))
+            found[pending] = memory.view(pending.dtype).view(shape)
+        else:
+            found[pending] = torch.empty(shape, dtype=pending.dtype)
+        start += nbytes
+    return found
+
+
+def _filled(tree: Any, tensors: Mapping[PendingTensor, torch.Tensor]) -> Any:
+    """Return an outline with the tensors in their places."""
+    if isinstance(tree, dict):
+        return {key: _filled(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_filled(value, tensors) for value in tree)
+    return tensors[tree] if isinstance(tree, PendingTensor) else tree
 
 
 def gathered(
@@ -240,7 +173,7 @@ def _assembled(
     regions: list[list[Region]],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    full = torch.empty(pending.shape, dtype=pending.dtype)
+    full = torch.empty(pending.header.shape, dtype=pending.dtype)
     covered: set[Region] = set()
     for rank, held in enumerate(regions):
         for number, region in enumerate(held):
@@ -255,7 +188,7 @@ def _assembled(
                 dist.recv(as_bytes(received), src=rank, group=group)
                 goal.copy_(received)
     if sum(region.numel for region in covered) != full.numel():
-        msg = f"the ranks' shards of {pending.name} do not add up to {tuple(pending.shape)}"
+        msg = f"the ranks' shards of {pending.header.name} do not add up to {pending.header.shape}"
         raise CheckpointError(msg, hint="report this with the model and the configuration")
     return full
 

@@ -301,7 +301,7 @@ class SaveJob:
 
 def _nbytes(state: StateToSave, *, once: bool = False) -> int:
     """Return the bytes of a state over all ranks, as often as they are written, or each tensor's once."""
-    copies = 2 if state.safe_name is not None and not once else 1
+    copies = 2 if state.kind == "FULL_STATE_DICT" and not once else 1
     copies *= dist.get_world_size() if state.kind == "LOCAL_STATE_DICT" else 1
     sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(state.state))
     return copies * sum(int(count * size) for count, size in sizes)
