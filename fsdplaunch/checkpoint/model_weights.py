@@ -11,11 +11,14 @@ from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
-from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE
 from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 
+SHARD_FILE = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+"""One rank's, as torch's HuggingFaceStorageWriter(save_distributed=True) writes it."""
+SHARDS_ARE = "holds the safetensors files of single ranks"
+SHARDS_HINT = "write it with HuggingFaceStorageWriter(..., enable_consolidation=True)"
 _INDEX = ".safetensors.index.json"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
@@ -98,8 +101,10 @@ def find_weight_files(where: Path) -> WeightFiles:
 
 def _nothing(where: Path, names: list[str]) -> CheckpointError:
     children = [path.name for path in where.iterdir() if path.is_dir()]
-    is_checkpoint = INDEX_NAME in names or any(SHARD_FILE.fullmatch(name) for name in names)
-    if is_checkpoint or any(
+    if any(SHARD_FILE.fullmatch(name) for name in names):
+        msg = f"{where} {SHARDS_ARE}"
+        return CheckpointError(msg, hint=SHARDS_HINT)
+    if INDEX_NAME in names or any(
         name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in [*children, *names]
     ):
         msg = f"{where} is a checkpoint of a training run, not a model folder"

@@ -203,8 +203,8 @@ def split_files(folder: Path, kind: str) -> str:
         return str(folder / "odd name.safetensors")
     elif kind == "pickled":
         torch.save(state, folder / "pytorch_model.bin")
-    elif kind == "old pickled":
-        torch.save({"state_dict": state, "epoch": 3}, folder / "a.pt", _use_new_zipfile_serialization=False)
+    elif kind == "nested pickled":
+        torch.save({"state_dict": state, "epoch": 3}, folder / "a.pt")
         return str(folder / "a.pt")
     elif kind == "pickled, indexed":
         files = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
@@ -222,7 +222,7 @@ def split_files(folder: Path, kind: str) -> str:
         ("one file", "flat"),
         ("pickled", "FSDP2"),
         ("pickled", "flat"),
-        ("old pickled", "FSDP1 ignored"),
+        ("nested pickled", "FSDP1 ignored"),
         ("pickled, indexed", "ignored"),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, manifest_path, read_json
+from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, open_data_files, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
-from fsdplaunch.checkpoint.readers.hf_shards import SHARD_FILE, read_shards
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE, read_xla_files
@@ -51,6 +51,7 @@ _OTHER_FORMATS = (
         "save it with the default use_collectives=True",
     ),
     (DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
+    (SHARD_FILE, SHARDS_ARE, SHARDS_HINT),
     (
         re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
         "is merged already",
@@ -106,7 +107,7 @@ def listed_names(names: list[str]) -> str:
 
 _ODD = "put the real file there, or use an older checkpoint"
 _OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
-_FILES = (SHARD_FILE, RANK_FILE, XLA_FILE)
+_FILES = (RANK_FILE, XLA_FILE)
 
 
 def find_model(given: Path) -> Path:
@@ -156,7 +157,7 @@ def find_optimizer(given: Path) -> Path:
 
 
 def is_sharded(files: Iterable[str]) -> bool:
-    """Say whether a folder with these files is a checkpoint: an index, sharded safetensors, or files of ranks."""
+    """Say whether a folder with these files is a checkpoint: an index, or files of ranks."""
     return any(name == INDEX_NAME or any(one.fullmatch(name) for one in _FILES) for name in files)
 
 
@@ -299,9 +300,7 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
             index, known = read_index(folder), None
         elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
             index, known = read_rank_files(folder)
-        elif any(XLA_FILE.fullmatch(path.name) for path in folder.iterdir()):
-            index, known = read_xla_files(folder)
         else:
-            index, known = read_shards(folder)
+            index, known = read_xla_files(folder)
     with open_data_files(folder, index) as sources:
         yield OpenCheckpoint(folder, index, sources, known)

@@ -10,11 +10,9 @@ from fsdplaunch.checkpoint.dtypes import STORAGES, Dtype
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES, memory_format
 from fsdplaunch.checkpoint.safe_pickle.unpickle import (
     OBJECT,
-    Interpreter,
     PickledCallable,
     PickledDict,
     PickledRecord,
-    read_next,
     unpickle,
 )
 from fsdplaunch.checkpoint.untrusted_files import MAX_DIMENSIONS, InvalidFileError, check_counts, short
@@ -477,11 +475,6 @@ RANK_FILE_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-# How older files of torch.save begin: a number, a version, the machine, the object, its storages' keys.
-_OLD_PICKLES = 5
-_STORAGE_FIELDS = 5
-
-
 def _value(_: tuple[Any, ...]) -> None:
     """Stand for a value that is of no interest here."""
 
@@ -518,22 +511,3 @@ def check_plain(data: bytes, where: str) -> None:
         CheckpointError: It names what plain values have no use for, is damaged, or asks for much memory.
     """
     unpickle(data, _PLAIN_NAMES, persistent=storage_of, unknown=foreign, where=where)
-
-
-def check_old_plain(data: bytes, where: str) -> None:
-    """Check the pickles at the start of a file that torch.save wrote before it wrote zip files.
-
-    Raises:
-        CheckpointError: As in `check_plain`.
-    """
-    interpreter = Interpreter(data, _PLAIN_NAMES, _old_storage, foreign)
-    for _ in range(_OLD_PICKLES):
-        read_next(interpreter, where)
-
-
-def _old_storage(key: tuple[Any, ...]) -> Any:
-    """Return the storage of a `('storage', class, key, device, size, view)`."""
-    if len(key) != _STORAGE_FIELDS + 1 or key[-1] is not None:
-        msg = "its storage is a view of another one"
-        raise InvalidFileError(msg)
-    return storage_of(key[:_STORAGE_FIELDS])

@@ -391,18 +391,8 @@ def unpickle(
     Raises:
         CheckpointError: On anything that is not allowed, and on damage.
     """
-    return read_next(Interpreter(data, names, persistent, unknown), where)
-
-
-def read_next(interpreter: Interpreter, where: str) -> Any:
-    """Return the object of the pickle that begins where the interpreter stands.
-
-    Raises:
-        CheckpointError: On anything that is not allowed, and on damage.
-    """
-    interpreter.stack, interpreter.marks, interpreter.memo, interpreter.fetched = [], [], [], {}
     try:
-        return _run(interpreter)
+        return _run(Interpreter(data, names, persistent, unknown))
     except InvalidFileError as problem:
         msg = f"{where} is not a checkpoint that is safe to read: {problem}"
     except UnicodeDecodeError:

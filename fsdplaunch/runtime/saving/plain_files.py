@@ -13,7 +13,7 @@ import torch
 
 from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, member_bytes, read_zip
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_old_plain, check_plain
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, read_exactly, short
 from fsdplaunch.errors import CheckpointError
 
@@ -49,18 +49,18 @@ def read_plain(path: Path, *, checksums: bool = True) -> Any:
         raise CheckpointError(msg, hint="put the real file there, readable by the user who runs this") from None
     try:
         window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
-        is_zip = _check(window, str(path), checksums=checksums)
+        _check(window, str(path), checksums=checksums)
     finally:
         os.close(fd)
-    return _loaded(path, str(path), mmap=is_zip)
+    return _loaded(path, str(path), mmap=True)
 
 
-def _check(window: ReadWindow, where: str, *, checksums: bool) -> bool:
-    """Check a file's description, and the rest against its checksums. Returns whether it is a zip file."""
+def _check(window: ReadWindow, where: str, *, checksums: bool) -> None:
+    """Check a file's description, and the rest against its checksums."""
     try:
         if window.length < 2 or window.bytes_at(0, 2) != b"PK":  # noqa: PLR2004
-            check_old_plain(window.bytes_at(0, min(window.length, _MAX_DESCRIPTION)), where)
-            return False
+            msg = "it is not a zip file, as torch.save has written since 1.6"
+            raise InvalidFileError(msg)
         built = read_zip(window, _MAX_DIRECTORY)
         if len({name.lower() for name in built.members}) != len(built.members):
             msg = "its table of contents lists a file twice"  # torch's reader does not look at the case
@@ -77,7 +77,6 @@ def _check(window: ReadWindow, where: str, *, checksums: bool) -> bool:
         reason = problem if isinstance(problem, InvalidFileError) else "a text in it is damaged"
         msg = f"cannot read {where}: {reason}"
         raise CheckpointError(msg, hint="the file is damaged; copy it again, or use an older checkpoint") from None
-    return True
 
 
 def _crc(window: ReadWindow, start: int, size: int) -> int:

@@ -70,7 +70,7 @@ BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "one of two": ({"model-00002-of-00002.safetensors": {"a": entry(0, 4)}}, "model-00001-of-00002.safetensors"),
     "several": ({"a.safetensors": {}, "b.safetensors": {}}, "nothing says which is the model"),
-    "checkpoint": ({"shard-00001-model-00001-of-00001.safetensors": {"a": entry(0, 4)}}, "merge-weights"),
+    "shards": ({"shard-00001-model-00001-of-00001.safetensors": {"a": entry(0, 4)}}, "files of single ranks"),
     "empty": ({}, "holds no weights"),
 }
 

@@ -6,7 +6,6 @@ import os
 import pytest
 
 from fsdplaunch.checkpoint.merge.merge import merge
-from fsdplaunch.checkpoint.readers.hf_shards import read_shards
 from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model
 from fsdplaunch.checkpoint.readers.rank_files import read_rank_files
 from fsdplaunch.checkpoint.readers.xla_files import read_xla_files
@@ -215,7 +214,7 @@ def test_too_many_folders_are_refused_quickly(tmp_path, monkeypatch):
         find_model(tmp_path)
 
 
-@pytest.mark.parametrize("read", [read_rank_files, read_shards, read_xla_files], ids=["rank", "shard", "xla"])
+@pytest.mark.parametrize("read", [read_rank_files, read_xla_files], ids=["rank", "xla"])
 def test_files_that_have_gone_since_they_were_found_are_an_error(read, tmp_path):
     with pytest.raises(CheckpointError, match="was changed while it was read: its files have gone"):
         read(tmp_path)

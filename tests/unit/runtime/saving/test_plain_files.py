@@ -43,13 +43,11 @@ def _same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_plain_values_come_back(tmp_path, name, is_zip):
-    torch.save(PLAIN[name], tmp_path / "f", _use_new_zipfile_serialization=is_zip)
+def test_plain_values_come_back(tmp_path, name):
+    torch.save(PLAIN[name], tmp_path / "f")
     assert _same(PLAIN[name], read_plain(tmp_path / "f"))
     assert _same(PLAIN[name], load_plain((tmp_path / "f").read_bytes(), "it"))
-    if is_zip:
-        assert _same(PLAIN[name], load_plain(packed(PLAIN[name], "it"), "it"))
+    assert _same(PLAIN[name], load_plain(packed(PLAIN[name], "it"), "it"))
 
 
 def _zip_with(description: bytes) -> bytes:
@@ -75,18 +73,16 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_are_refused_whatever_file_they_are_in(tmp_path, name):
     (tmp_path / "f").write_bytes(_zip_with(HOSTILE[name]))
-    old = io.BytesIO()
-    torch.save(1, old, _use_new_zipfile_serialization=False)
-    end = old.getvalue().rindex(pickle.dumps(1, 2))
-    (tmp_path / "old").write_bytes(old.getvalue()[:end] + HOSTILE[name])
-    for file in ("f", "old"):
-        with pytest.raises(CheckpointError, match="safe to read"):
-            read_plain(tmp_path / file)
+    with pytest.raises(CheckpointError, match="safe to read"):
+        read_plain(tmp_path / "f")
     with pytest.raises(CheckpointError, match="safe to read"):
         load_plain(_zip_with(HOSTILE[name]), "it")
 
 
 def test_damaged_and_odd_files_are_named(tmp_path):
+    torch.save(1, tmp_path / "old", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="old: it is not a zip file, as torch.save has written since"):
+        read_plain(tmp_path / "old")
     torch.save({"w": torch.arange(1000.0)}, tmp_path / "f")
     data = bytearray((tmp_path / "f").read_bytes())
     data[len(data) // 2] ^= 1
