@@ -28,8 +28,7 @@ from fsdplaunch.checkpoint.readers.rank_files import (
     stored_tensor,
 )
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, member_bytes, read_zip
-from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import RANK_FILE_NAMES, TensorDescription, read_state
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription, read_state
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, check_count, check_counts, short
 from fsdplaunch.errors import CheckpointError
 
@@ -86,7 +85,7 @@ def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
 def _take_all(path: Path, window: ReadWindow, rank: int, world: int, found: FoundTensors) -> None:
     built = read_zip(window, MAX_DIRECTORY)
     raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
-    state = read_state(raw, f"{path}: its data.pkl", {**RANK_FILE_NAMES, **SIZE_NAMES})
+    state = read_state(raw, f"{path}: its data.pkl")
     model, metadata = state.get("model"), state.get("shard_metadata")
     if not isinstance(model, dict) or not isinstance(metadata, dict):
         msg = "it has no model with shard_metadata beside it"

@@ -1,7 +1,7 @@
 """The stand-ins for what a torch.save file names: tensors, storages, sharded tensors, placements. Inert."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def read_description(data: bytes) -> TensorDescription:
         InvalidFileError: When it describes anything but one dense tensor.
     """
     try:
-        found = unpickle(data, TENSOR_NAMES, persistent=storage_of, unknown=foreign, where="its description")
+        found = _read(data, "its description")
     except CheckpointError as problem:
         raise InvalidFileError(problem.message) from None
     if not isinstance(found, TensorDescription):
@@ -100,8 +100,13 @@ def read_description(data: bytes) -> TensorDescription:
     return found
 
 
-def foreign(module: str, name: str) -> PickledCallable:
-    """Stand for a class of some library; refuse torch's and the standard library's, where none is harmless."""
+def _foreign(module: str, name: str) -> PickledCallable:
+    """Stand for a class of some library, or one that a sharded tensor is made of; refuse torch's others.
+
+    Those of the standard library are refused as well: none is harmless.
+    """
+    if module.startswith("torch.distributed."):
+        return _fields(f"{module}.{name}")
     top = module.partition(".")[0]
     if top in _REFUSED or top in sys.stdlib_module_names:
         msg = f"it names {short(module + '.' + name)}, which a tensor has no use for"
@@ -109,7 +114,7 @@ def foreign(module: str, name: str) -> PickledCallable:
     return PickledCallable(f"{module}.{name}", call=lambda _: _Opaque(), new=_Opaque, any_arguments=True)
 
 
-def storage_of(key: tuple[Any, ...]) -> _Storage:
+def _storage_of(key: tuple[Any, ...]) -> _Storage:
     """Return the storage of a `('storage', class, key, device, size)`."""
     if len(key) != 5 or key[0] != "storage" or not isinstance(key[1], _StorageClass) or type(key[2]) is not str:  # noqa: PLR2004
         msg = "its storage is not one that torch.save writes"
@@ -209,48 +214,9 @@ def _check_number(arguments: tuple[Any, ...], least: int, most: int) -> None:
         raise InvalidFileError(msg)
 
 
-def _nothing(_: tuple[Any, ...]) -> None:
-    """Drop a device, which is of no interest on disk."""
-
-
-def _hooks(_: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return an empty OrderedDict of hooks, or a state dict."""
-    return {}
-
-
-def _split(name: str) -> tuple[str, str]:
-    module, _, last = name.rpartition(".")
-    return module, last
-
-
-_REBUILDERS: dict[str, Callable[[tuple[Any, ...]], TensorDescription | WrapperTensor]] = {
-    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
-    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-    "torch._utils._rebuild_wrapper_subclass": rebuild_shell,
-}
-_CALLS: dict[str, Callable[[tuple[Any, ...]], Any] | None] = {
-    **_REBUILDERS,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-    "torch._tensor._rebuild_from_type_v2": rebuild_subclass,
-    "torch.device": _nothing,
-    "collections.OrderedDict": _hooks,
-    "torch.Tensor": None,
-    "torch.nn.parameter.Parameter": None,
-    "torch.nn.parameter.Buffer": None,
-}
-TENSOR_NAMES: dict[tuple[str, str], Any] = {
-    **SIZE_NAMES,
-    **{_split(name): PickledCallable(name, call=call) for name, call in _CALLS.items()},
-    **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): _StorageClass(None),
-}
-
-
 # Fields come as a dictionary, or as a pair of one and the slots.
 _MAX_STATES = 2
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-_SHARDED = "torch.distributed._shard."
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,20 +288,18 @@ class SavedFields(PickledRecord):
         return next((part[key] for part in reversed(self.states) if type(part) is dict and key in part), None)
 
 
-def read_state(data: bytes, where: str, names: Mapping[tuple[str, str], Any] | None = None) -> dict[Any, Any]:
+def read_state(data: bytes, where: str) -> dict[Any, Any]:
     """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
 
     Args:
         data: The file's.
         where: It, in words.
-        names: What it may name; left out, what a state dict of torch has a use for.
 
     Raises:
         CheckpointError: When it names what a state dict has no use for, or is damaged.
         InvalidFileError: When it is not a dictionary.
     """
-    known = RANK_FILE_NAMES if names is None else names
-    found = unpickle(data, known, persistent=storage_of, unknown=foreign, where=where)
+    found = _read(data, where)
     if not isinstance(found, dict):
         msg = f"it holds a {type(found).__name__}, not a dictionary of tensors"
         raise InvalidFileError(msg)
@@ -438,70 +402,56 @@ _SUBCLASSES: dict[str, Callable[[WrapperTensor, Any], Any]] = {
     "DTensor": _mesh_shard,
     "ShardedTensor": _listed_parts,
 }
-_KINDS = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
-_SPEC = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
-# What files of ranks name besides: tensor classes, and objects that are read as the fields they were saved with.
-_TENSORS = {
-    "torch.distributed.tensor": "DTensor",
-    "torch.distributed.tensor._api": "DTensor",
-    "torch.distributed._tensor": "DTensor",
-    "torch.distributed._tensor.api": "DTensor",
-    f"{_SHARDED}sharded_tensor.api": "ShardedTensor",
-}
-_OBJECTS: dict[str, tuple[str, ...]] = {
-    "torch.distributed.tensor.placement_types": _KINDS,
-    "torch.distributed._tensor.placement_types": (*_KINDS, *_SPEC),
-    "torch.distributed.tensor._dtensor_spec": _SPEC,
-    "torch.distributed._tensor._dtensor_spec": _SPEC,
-    "torch.distributed.device_mesh": ("DeviceMesh",),
-    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
-    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
-    "torch.distributed.remote_device": ("_remote_device",),
-    f"{_SHARDED}sharded_tensor.shard": ("Shard",),
-    f"{_SHARDED}metadata": ("ShardMetadata",),
-    f"{_SHARDED}sharded_tensor.metadata": ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
-    f"{_SHARDED}sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
-    f"{_SHARDED}sharding_spec.api": ("EnumerableShardingSpec",),
-}
-RANK_FILE_NAMES: dict[tuple[str, str], Any] = {
-    **TENSOR_NAMES,
-    ("torch._tensor", "_rebuild_from_type_v2"): PickledCallable(
-        "torch._tensor._rebuild_from_type_v2", call=_rebuild
-    ),
-    ("collections", "OrderedDict"): PickledCallable("collections.OrderedDict", call=lambda _: PickledDict()),
-    **{(home, "getattr"): PickledCallable("getattr", call=_attribute) for home in ("__builtin__", "builtins")},
-    **{(home, kind): PickledCallable(f"{home}.{kind}") for home, kind in _TENSORS.items()},
-    **{(home, kind): _fields(f"{home}.{kind}") for home, kinds in _OBJECTS.items() for kind in kinds},
-}
 
 
 def _value(_: tuple[Any, ...]) -> None:
     """Stand for a value that is of no interest here."""
 
 
-# What torch's reader makes of plain values besides what state dicts hold.
-_PLAIN: dict[str, tuple[str, ...]] = {
-    "builtins": ("set", "complex", "bytearray"),
-    "__builtin__": ("set", "complex", "bytearray"),
-    "collections": ("Counter", "defaultdict"),
-    "_codecs": ("encode",),
-    "torch": ("device",),
-    "torch.serialization": ("_get_layout",),
-    "torch._utils": (
-        "_rebuild_tensor",
-        "_rebuild_sparse_tensor",
-        "_rebuild_qtensor",
-        "_rebuild_meta_tensor_no_storage",
+_REBUILDERS: dict[str, Callable[[tuple[Any, ...]], TensorDescription | WrapperTensor]] = {
+    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    _WRAPPER: rebuild_shell,
+}
+_CALLS: dict[str, Callable[[tuple[Any, ...]], Any] | None] = {
+    **_REBUILDERS,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._tensor._rebuild_from_type_v2": _rebuild,
+    "collections.OrderedDict": lambda _: PickledDict(),
+    "builtins.getattr": _attribute,
+    "__builtin__.getattr": _attribute,
+    "torch.Tensor": None,
+    "torch.nn.parameter.Parameter": None,
+    "torch.nn.parameter.Buffer": None,
+    # What torch's reader makes of plain values besides what state dicts hold.
+    **dict.fromkeys(
+        (
+            *(
+                f"{home}.{kind}"
+                for home in ("builtins", "__builtin__")
+                for kind in ("set", "complex", "bytearray")
+            ),
+            *("collections.Counter", "collections.defaultdict", "_codecs.encode", "torch.device"),
+            *("torch._utils._rebuild_tensor", "torch._utils._rebuild_sparse_tensor"),
+            *("torch._utils._rebuild_qtensor", "torch._utils._rebuild_meta_tensor_no_storage"),
+        ),
+        _value,
     ),
 }
-_PLAIN_NAMES: dict[tuple[str, str], Any] = {
-    **RANK_FILE_NAMES,
+_NAMES: dict[tuple[str, str], Any] = {
+    **SIZE_NAMES,
     **{
-        (home, kind): PickledCallable(f"{home}.{kind}", call=_value)
-        for home, kinds in _PLAIN.items()
-        for kind in kinds
+        (name.rpartition(".")[0], name.rpartition(".")[2]): PickledCallable(name, call=call)
+        for name, call in _CALLS.items()
     },
+    **{("torch", name): _StorageClass(dtype) for name, dtype in STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): _StorageClass(None),
 }
+
+
+def _read(data: bytes, where: str) -> Any:
+    return unpickle(data, _NAMES, persistent=_storage_of, unknown=_foreign, where=where)
 
 
 def check_plain(data: bytes, where: str) -> None:
@@ -510,4 +460,4 @@ def check_plain(data: bytes, where: str) -> None:
     Raises:
         CheckpointError: It names what plain values have no use for, is damaged, or asks for much memory.
     """
-    unpickle(data, _PLAIN_NAMES, persistent=storage_of, unknown=foreign, where=where)
+    _read(data, where)

@@ -81,7 +81,7 @@ def test_hostile_values_are_refused_whatever_file_they_are_in(tmp_path, name):
 
 def test_damaged_and_odd_files_are_named(tmp_path):
     torch.save(1, tmp_path / "old", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="old: it is not a zip file, as torch.save has written since"):
+    with pytest.raises(CheckpointError, match="old: it is not a zip file"):
         read_plain(tmp_path / "old")
     torch.save({"w": torch.arange(1000.0)}, tmp_path / "f")
     data = bytearray((tmp_path / "f").read_bytes())
