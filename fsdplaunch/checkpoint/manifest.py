@@ -5,12 +5,14 @@ It stands among the files of ranks, or beside the folder of a model.
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.byte_transfer import crc32
-from fsdplaunch.checkpoint.untrusted_files import read_regular
+from fsdplaunch.checkpoint.untrusted_files import MissingFileError, UnreadableError, read_regular
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import parse_json
 
 INDEX_NAME = ".metadata"
@@ -20,6 +22,8 @@ MAX_INDEX_BYTES = 256 * 2**20
 
 MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
+_PAUSES = (0.05, 0.2, 0.75)
+"""Seconds before a manifest that the system could not read is read again."""
 
 
 def manifest_path(folder: Path) -> Path:
@@ -30,8 +34,7 @@ def manifest_path(folder: Path) -> Path:
 
 def model_entry(folder: Path, number: int) -> dict[str, Any]:
     """Return what the manifest says about the model with this number in `folder`; nothing without one."""
-    manifest = read_json(manifest_path(folder))
-    models = manifest.get("models") if isinstance(manifest, dict) else None
+    models = (read_manifest(manifest_path(folder).parent) or {}).get("models")
     entry = models[number] if isinstance(models, list) and number < len(models) else None
     return entry if isinstance(entry, dict) else {}
 
@@ -63,9 +66,27 @@ def write_manifest(folder: Path, content: Mapping[str, Any], sequence: int) -> N
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder; None if it has none that can be read."""
-    data = read_json(folder / MANIFEST_NAME)
-    return data if isinstance(data, dict) else None
+    """Return the manifest of a folder; None if it has none, {} if what is there is not a manifest.
+
+    Raises:
+        CheckpointError: It is there, and the system could not read it, a few times.
+    """
+    path = folder / MANIFEST_NAME
+    for pause in (*_PAUSES, None):
+        try:
+            data = parse_json(read_regular(path, MAX_JSON))
+        except MissingFileError:
+            return None
+        except UnreadableError as problem:
+            if pause is None:
+                msg = f"{path} cannot be read: {str(problem).partition(': ')[2].lower()}"
+                raise CheckpointError(msg, hint="look after the disk or the file server, and try again") from None
+            time.sleep(pause)
+        except ValueError:
+            break
+        else:
+            return data if isinstance(data, dict) else {}
+    return {}
 
 
 def own_files(folder: Path) -> list[str]:
@@ -98,8 +119,8 @@ def find_gap(folder: Path) -> str | None:
 
 
 def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
-    if manifest is None:
-        return "its manifest cannot be read" if (folder / MANIFEST_NAME).exists() else _find_foreign_gap(folder)
+    if not manifest:
+        return _find_foreign_gap(folder) if manifest is None else "its manifest cannot be read"
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
         return "its manifest does not call it complete"

@@ -13,6 +13,14 @@ class InvalidFileError(ValueError):
     """The bytes hold something that has no place in this kind of file."""
 
 
+class MissingFileError(InvalidFileError):
+    """There is no such file."""
+
+
+class UnreadableError(InvalidFileError):
+    """The file is there, and the system cannot read it: a disk or a server that fails, or no permission."""
+
+
 def short(text: str, limit: int = 80) -> str:
     """Return `text` as a quoted, escaped and bounded piece of an error message."""
     shown = ascii(text if len(text) <= limit else text[:limit] + "...")
@@ -50,6 +58,9 @@ _KINDS = (
 )
 
 
+_UNREADABLE = "unreadable"
+
+
 def real_path(path: Path) -> Path:
     """Return where a path leads, through every link; links that lead in a circle lead to themselves."""
     return Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a circle, before Python 3.13
@@ -60,7 +71,7 @@ def odd_kind(path: Path) -> str | None:
     try:
         mode = path.stat().st_mode
     except OSError as problem:
-        return "a link that leads nowhere" if path.is_symlink() else None if _is_missing(problem) else "unreadable"
+        return "a link that leads nowhere" if path.is_symlink() else None if _is_missing(problem) else _UNREADABLE
     return _kind_of(mode)
 
 
@@ -85,8 +96,11 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as problem:
         kind = odd_kind(path)
-        msg = f"it is not a regular file but {kind}" if kind else f"it cannot be opened: {problem.strerror}"
-        raise InvalidFileError(msg) from None
+        if kind not in (None, _UNREADABLE):
+            msg = f"it is not a regular file but {kind}"
+            raise InvalidFileError(msg) from None
+        msg = f"it cannot be opened: {problem.strerror}"
+        raise (MissingFileError if _is_missing(problem) else UnreadableError)(msg) from None
     kind = _kind_of(os.fstat(fd).st_mode)
     if kind is not None:
         os.close(fd)
@@ -107,7 +121,7 @@ def read_regular(path: Path, limit: int) -> bytes:
             data = file.read(limit + 1) if size <= limit else b""
     except OSError as problem:  # of a disk that fails, or a file of the kernel's
         msg = f"it cannot be read: {problem.strerror}"
-        raise InvalidFileError(msg) from None
+        raise UnreadableError(msg) from None
     if size > limit or len(data) > limit:
         msg = f"it is larger than {limit >> 20} MiB, more than such a file is expected to need"
         raise InvalidFileError(msg)

@@ -234,6 +234,66 @@ def test_only_the_last_ones_are_kept_and_never_what_others_wrote(two_ranks: Rank
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-6", "checkpoint-2", "notes"}
 
 
+def load_what_vanishes(folder: str) -> str:
+    """The error when rank 0 alone finds out that a checkpoint has gone."""
+    from fsdplaunch.runtime.saving import save_load
+
+    found = save_load.find_checkpoint
+
+    def vanish(root: Path) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", str(root))
+
+    save_load.find_checkpoint = vanish
+    try:
+        model, _ = fresh()
+        return words_of(fsdplaunch.load_checkpoint, folder, model=model)
+    finally:
+        save_load.find_checkpoint = found
+
+
+def test_checkpoint_that_vanishes_while_rank_0_looks_is_an_error_of_all(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in two_ranks.run(load_what_vanishes, str(tmp_path)):
+        assert "rank 0: FileNotFoundError" in message
+
+
+def load_what_is_replaced(folder: str) -> tuple[int, float]:
+    """The step and the value that are loaded when another save comes into the place while the first is read."""
+    from fsdplaunch.runtime.saving import save_load
+
+    read = save_load._read_models
+    model, _ = fresh()
+
+    def replace_while_read(place: Path, *others: Any) -> None:
+        read(place, *others)
+        other = Path(folder) / "other"
+        if dist.get_rank() == 0 and other.exists():
+            place.rename(place.with_name("before"))
+            other.rename(place)
+        dist.barrier()
+
+    save_load._read_models = replace_while_read
+    try:
+        state = fsdplaunch.load_checkpoint(Path(folder) / "c", model=model)
+    finally:
+        save_load._read_models = read
+    return state["step"], state["extra"]["value"]
+
+
+def save_two(folder: str) -> None:
+    model, _ = fresh()
+    for name, step in (("c", 1), ("other", 2)):
+        place = fsdplaunch.save_checkpoint(folder, model=model, step=step, extra={"value": step / 2})
+        if dist.get_rank() == 0:
+            place.rename(Path(folder) / name)
+
+
+def test_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_two, str(tmp_path))
+    assert two_ranks.run(load_what_is_replaced, str(tmp_path)) == [(2, 1.0)] * 2
+
+
 def test_what_is_passed_over_is_said(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(save_steps, str(tmp_path), [1, 2, 3])
     next((tmp_path / "checkpoint-3").rglob("*.distcp")).unlink()

@@ -119,10 +119,10 @@ def _newest_first(root: Path) -> Iterator[Path]:
     Numbers go by what a run counted. After a return to an earlier checkpoint they do not say what is newest; our
     manifests do. Folders that have none come where their number puts them.
     """
-    found = numbered(root)
-    by_sequence = iter(sorted((path for _, path in found if sequence_of(path)), key=sequence_of, reverse=True))
-    for _, path in found:
-        yield next(by_sequence) if sequence_of(path) else path
+    sequences = {path: sequence_of(path) for _, path in numbered(root)}
+    by_sequence = iter(sorted(filter(sequences.get, sequences), key=sequences.__getitem__, reverse=True))
+    for path, sequence in sequences.items():
+        yield next(by_sequence) if sequence else path
 
 
 def _unfinished(root: Path, taken: Path | None) -> list[str]:
@@ -151,8 +151,12 @@ def remove_old(root: Path, keep: int) -> list[str]:
     Returns:
         What stayed, each with the reason, in words.
     """
-    ours = [path for _, path in numbered(root) if read_manifest(path) is not None and is_complete(path)]
-    notes = [note for path in sorted(ours, key=sequence_of, reverse=True)[keep:] for note in _set_aside(path)]
+    try:
+        ours = {path: sequence_of(path) for _, path in numbered(root) if read_manifest(path) and is_complete(path)}
+    except CheckpointError as problem:  # which of them are old is not known then
+        return [f"nothing is deleted: {problem.message}"]
+    old = sorted(ours, key=ours.__getitem__, reverse=True)[keep:]
+    notes = [note for path in old for note in _set_aside(path)]
     for left in root.glob(f".checkpoint-*{_REMOVED}"):
         notes += _remove(left)
     for left in root.glob(".checkpoint-*.partial"):

@@ -156,6 +156,9 @@ def read_full_optimizer(path: Path, names: set[str]) -> State:
     with raise_on_all_ranks(f"read {path}"):
         if dist.get_rank() == 0:
             state = read_plain(path)
+            if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+                msg = f"{path} does not hold an optimizer's state"
+                raise CheckpointError(msg, hint="give the checkpoint that the run saved")
             check_names({name for group in state["param_groups"] for name in group["params"]}, names, path)
     groups = from_rank_0(state.get("param_groups"))
     return state or {"state": {}, "param_groups": groups}

@@ -100,24 +100,20 @@ PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
 
 
-def check_same(folder: Path, target: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Check that every rank means the same folder, and sees in it what rank 0 puts there; every rank calls this.
+def check_same(folder: Path, target: Path, token: str, group: dist.ProcessGroup | None = None) -> None:
+    """Check that every rank means the same folder and sees what rank 0 has put there; every rank calls this.
 
     Args:
         folder: Made by rank 0.
+        token: What rank 0 has written there.
         target: What it is to become; as the script named it on this rank.
         group: All ranks, in a group of its own when another thread uses theirs meanwhile.
 
     Raises:
         CheckpointError: On all ranks, with the nodes and ranks that do not.
     """
-    token = secrets.token_hex(8)
-    if dist.get_rank() == 0:
-        (folder / TOKEN).write_text(token)
     sent, wanted = from_rank_0((token, str(target)), group)
     answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)), group)
-    if dist.get_rank() == 0:
-        os.unlink(folder / TOKEN)  # noqa: PTH108
     elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
     if elsewhere:
         msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
@@ -134,17 +130,17 @@ def not_shared(folder: Path, hosts: Sequence[str], blind: Sequence[int]) -> Chec
     return CheckpointError(msg, hint="use a folder on a file system that all nodes share")
 
 
-def check_found(folder: Path, mark: str) -> None:
+def check_found(folder: Path, mark: str, size: int) -> None:
     """Check that every rank sees a checkpoint that rank 0 found; every rank calls this.
 
     Args:
         folder: Of the checkpoint.
         mark: The name of a file in it that rank 0 sees.
+        size: Its bytes.
 
     Raises:
         CheckpointError: On all ranks, with the nodes and ranks that do not.
     """
-    size = from_rank_0((folder / mark).stat().st_size if dist.get_rank() == 0 else None)
     seen = from_all((socket.gethostname(), _size(folder / mark) == size))
     blind = [rank for rank, (_, sees) in enumerate(seen) if not sees]
     if blind:
@@ -164,7 +160,7 @@ def _shows(path: Path, text: str) -> bool:
         try:
             if path.read_text() == text:
                 return True
-        except OSError:
+        except (OSError, ValueError):
             pass
         if time.monotonic() > end:
             return False
@@ -213,14 +209,16 @@ class SaveJob:
         Raises:
             CheckpointError: On all ranks.
         """
+        token = secrets.token_hex(8)
         try:
             with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
                     self._warn_if_large()
                     self._lock()
-                    begin(self.target)
+                    partial = begin(self.target)
                     self._check_space()
-            check_same(partial_of(self.target), self.target, group)
+                    (partial / TOKEN).write_text(token)
+            check_same(partial_of(self.target), self.target, token, group)
         except CheckpointError:
             self.discard()
             raise
@@ -286,6 +284,7 @@ class SaveJob:
                 write_bytes(partial / name, data if isinstance(data, bytes) else data())
         with raise_on_all_ranks(self.doing, group):
             if dist.get_rank() == 0:
+                (partial / TOKEN).unlink()
                 content = {**self.manifest, "config": asdict(self.config)}
                 write_manifest(partial, content, next_sequence(self.target))
                 publish(partial, self.target)

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch import __version__
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from fsdplaunch.checkpoint.byte_transfer import crc32
+from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, MAX_JSON, read_manifest
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import monitored_barrier
 from fsdplaunch.runtime.data_loaders import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameters import unwrapped
@@ -180,45 +183,83 @@ def load_checkpoint(
     """
     background.finish()
     monitored_barrier("load_checkpoint")
-    folder = _find(_folder(dir))
+    root = _folder(dir)
     models = [unwrapped(each) for each in _several(model)]
-    with raise_on_all_ranks(f"load {folder}"):
-        _read_models(folder, models, _several(optimizer))
-    with raise_on_all_ranks(f"load {folder}"):
-        for index, each in enumerate(_several(scheduler)):
-            each.load_state_dict(_read_small(folder, SCHEDULER, index))
-        for index, each in enumerate(_several(loader)):
-            resume_at(each, _read_small(folder, LOADER, index))
-        _restore_random_states(folder)
-        extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
-    manifest = read_manifest(folder) or {}
-    return {"step": manifest.get("step"), "extra": extra, "path": folder}
+    for _ in range(_ATTEMPTS):
+        found = _find(root)
+        folder = found.folder
+        with raise_on_all_ranks(f"load {folder}"):
+            _read_models(folder, models, _several(optimizer))
+        with raise_on_all_ranks(f"load {folder}"):
+            for index, each in enumerate(_several(scheduler)):
+                each.load_state_dict(_read_small(folder, SCHEDULER, index))
+            for index, each in enumerate(_several(loader)):
+                resume_at(each, _read_small(folder, LOADER, index))
+            _restore_random_states(folder)
+            extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
+        if not any(from_all(_identity(folder) != found.identity)):
+            return {"step": found.step, "extra": extra, "path": folder}
+    msg = f"{folder} was replaced by other saves while it was read"
+    raise CheckpointError(msg, hint="load when nothing writes to it, or save with step=N")
 
 
-def _find(root: Path) -> Path:
-    """Return the checkpoint to load, the same on all ranks."""
-    folder: Path | None
+_ATTEMPTS = 3
+
+
+def _identity(folder: Path) -> int | None:
+    """Return what changes once another save of ours is in the place of this one; None without a manifest."""
+    try:
+        return crc32(read_regular(folder / MANIFEST_NAME, MAX_JSON), 0)
+    except InvalidFileError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """What rank 0 has found.
+
+    Attributes:
+        folder: The checkpoint.
+        identity: Which save it is.
+        step: The number that it was saved with.
+        mark: A file in it that all ranks must see.
+        size: Its bytes.
+    """
+
+    folder: Path
+    identity: int | None
+    step: Any
     mark: str
-    folder, mark = from_rank_0(_found(root) if dist.get_rank() == 0 else None)
-    if folder is None:
+    size: int
+
+
+def _find(root: Path) -> FoundCheckpoint:
+    """Return the checkpoint to load, the same on all ranks."""
+    chosen: FoundCheckpoint | None = None
+    with raise_on_all_ranks(f"find a checkpoint in {root}"):
+        if dist.get_rank() == 0:
+            chosen = _found(root)
+    found: FoundCheckpoint | None = from_rank_0(chosen)
+    if found is None:
         msg = f"no complete checkpoint in {root}"
         raise FileNotFoundError(msg)
-    check_found(folder, mark)
-    return folder
+    check_found(found.folder, found.mark, found.size)
+    return found
 
 
-def _found(root: Path) -> tuple[Path | None, str]:
-    """Return the checkpoint rank 0 chooses, and a file in it by which the others know it."""
+def _found(root: Path) -> FoundCheckpoint | None:
+    """Return the checkpoint that rank 0 chooses."""
     folder, skipped = find_checkpoint(root)
     for each in skipped:
         messages.say(f"skipped {each}")
     if folder is None:
-        return None, ""
+        return None
     if skipped:
         messages.say(f"loading {folder}, the newest complete checkpoint")
     files = (path for path in folder.rglob("*") if path.is_file())
     mark = folder / MANIFEST_NAME if (folder / MANIFEST_NAME).exists() else min(files)
-    return folder, str(mark.relative_to(folder))
+    identity, step = _identity(folder), (read_manifest(folder) or {}).get("step")
+    return FoundCheckpoint(folder, identity, step, str(mark.relative_to(folder)), mark.stat().st_size)
 
 
 def _folder(given: str | Path | None) -> Path:

@@ -35,7 +35,7 @@ def kind(request, tmp_path, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "shard-00000-model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_file_of_a_checkpoint_that_is_none_is_named(dcp, kind, name, tmp_path):
     folder = dcp.Draft().add("w", (4,)).save(tmp_path / "ckpt")
     (folder / name).unlink(missing_ok=True)

@@ -9,7 +9,15 @@ import pytest
 
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
-from fsdplaunch.runtime.saving.checkpoint_dirs import begin, find_checkpoint, numbered, publish, remove_old
+from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving.checkpoint_dirs import (
+    begin,
+    find_checkpoint,
+    next_sequence,
+    numbered,
+    publish,
+    remove_old,
+)
 
 NOBODY = 65534
 
@@ -203,3 +211,37 @@ def test_outside_of_a_launch_the_lock_lasts_as_long_as_a_save(tmp_path, monkeypa
         assert save_job.is_locked(target, tmp_path) is in_launch
     save_job._release_all()
     assert names(tmp_path) == set()
+
+
+def fail_to_read(monkeypatch, path: Path, times: int) -> None:
+    """Have a file server answer so many reads of a file with an error."""
+    left, really = [times], os.open
+
+    def opened(name, *args, **named):
+        if Path(name) == path and left[0]:
+            left[0] -= 1
+            raise OSError(116, "Stale file handle")
+        return really(name, *args, **named)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr("fsdplaunch.checkpoint.manifest._PAUSES", (0, 0))
+
+
+def test_manifest_whose_read_fails_once_counts(tmp_path, monkeypatch):
+    newest = save(tmp_path, 2)
+    fail_to_read(monkeypatch, newest / "fsdplaunch.json", 2)
+    assert next_sequence(tmp_path / "checkpoint-3") == 3
+
+
+def test_manifest_that_cannot_be_read_is_an_error_and_nothing_is_deleted(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    fail_to_read(monkeypatch, tmp_path / "checkpoint-3" / "fsdplaunch.json", 10**6)
+    for read in (next_sequence, find_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint-3/fsdplaunch.json cannot be read: stale file handle"
+        ):
+            read(tmp_path / "checkpoint-4" if read is next_sequence else tmp_path)
+    (note,) = remove_old(tmp_path, 1)
+    assert note.startswith("nothing is deleted: ")
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
