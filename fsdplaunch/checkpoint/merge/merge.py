@@ -158,7 +158,7 @@ def merge(
         target = _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
             result = write(opened, target, options, Watcher(progress, announce))
-    removed = options.remove_checkpoint_dir and result.verified and _remove(opened, target)
+            removed = options.remove_checkpoint_dir and result.verified and _remove(opened, target)
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
@@ -179,7 +179,7 @@ def _writer(options: MergeOptions) -> Writer:
 
 def _remove(opened: OpenCheckpoint, target: Path) -> bool:
     try:
-        return remove_checkpoint(opened.folder, opened.index)
+        return remove_checkpoint(opened)
     except OSError as problem:
         msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
         raise CheckpointError(

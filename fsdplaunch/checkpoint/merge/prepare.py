@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from fsdplaunch.checkpoint.merge.plan import MergePlan, build_plan, plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import Selection, select_weights
 from fsdplaunch.checkpoint.merge.write import written_blocks
 from fsdplaunch.checkpoint.output_folder import check_copies, check_space
-from fsdplaunch.checkpoint.readers.data_files import DataFiles
-from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause
+from fsdplaunch.checkpoint.readers.data_files import DataFiles, identity_of
+from fsdplaunch.checkpoint.readers.dcp_index import StoredTensor, gc_pause
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.untrusted_files import short
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import CheckpointError, UsageError
 
 CONFIG_NAME = "config.json"
 # What transformers' and sentence-transformers' savers write, apart from weights and training state.
@@ -204,22 +205,34 @@ def check_removal(folder: Path, skipped: tuple[str, ...], excluded: tuple[str, .
         raise UsageError(msg, hint="merge without removing the checkpoint")
 
 
-def remove_checkpoint(folder: Path, index: CheckpointIndex) -> bool:
-    """Delete the data files and the index, then the folder when nothing else is in it.
+def remove_checkpoint(opened: OpenCheckpoint) -> bool:
+    """Delete the data files and the index that were merged, then the folder when nothing else is in it.
 
-    The index goes first: without it the rest is visibly incomplete, should this be interrupted.
+    All by the open folder: what a save has put in its place meanwhile is another one. The index goes first:
+    without it the rest is visibly incomplete, should this be interrupted.
 
     Returns:
         Whether the folder is gone.
+
+    Raises:
+        CheckpointError: A file is not the one that was merged; nothing is deleted.
     """
-    (folder / INDEX_NAME).unlink(missing_ok=True)  # sharded safetensors have none
-    for path in sorted(folder.iterdir()):
-        if path.name in index.files or _DATA_FILE.fullmatch(path.name):
-            path.unlink()
-    if any(folder.iterdir()):
-        return False
-    folder.rmdir()
-    return True
+    folder, fd = opened.folder, opened.descriptor
+    for name, identity in opened.files.items():
+        with suppress(FileNotFoundError):
+            if identity_of(os.stat(name, dir_fd=fd)) == identity:
+                continue
+        msg = f"{folder} stays: {name} in it was changed after it was merged"
+        raise CheckpointError(msg, hint="the merged weights are complete; look what writes to the checkpoint")
+    listed = sorted(os.listdir(fd), key=lambda name: name != INDEX_NAME)  # noqa: PTH208  (it may have no path)
+    for name in listed:
+        if name in opened.files or _DATA_FILE.fullmatch(name):
+            os.unlink(name, dir_fd=fd)
+    with suppress(FileNotFoundError):
+        if not os.listdir(fd) and os.path.samestat(os.fstat(fd), folder.stat()):  # noqa: PTH208
+            folder.rmdir()
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,14 @@ _OTHERS = 32
 """Files that a process opens for other reasons."""
 
 
+Identity = tuple[int, int, int, int]
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Return what is equal as long as a file is the same and nobody writes into it."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class DataFiles:
     """The data files of one checkpoint folder, for one thread."""
 
@@ -37,7 +45,7 @@ class DataFiles:
         self.folder = folder
         self._open: OrderedDict[str, int] = OrderedDict()
         self._most_open = MAX_OPEN
-        self._identity: dict[str, tuple[int, int, int]] = {}
+        self.identity: dict[str, Identity] = {}
         self._check_all(files)
 
     def reopened(self, threads: int) -> Self:
@@ -65,7 +73,7 @@ class DataFiles:
             self._open.move_to_end(name)
             return self._open[name]
         fd, identity = self._open_file(name)
-        if self._identity.setdefault(name, identity) != identity:
+        if self.identity.setdefault(name, identity) != identity:
             os.close(fd)
             msg = f"{self.folder / name} changed while it was read"
             raise CheckpointError(msg, hint="merge again when nothing writes to the checkpoint")
@@ -104,7 +112,7 @@ class DataFiles:
         """Return a view of the item at `place`."""
         return ReadWindow(lambda offset, count: self.read(place, offset, count), place.length)
 
-    def _open_file(self, name: str) -> tuple[int, tuple[int, int, int]]:
+    def _open_file(self, name: str) -> tuple[int, Identity]:
         path = self.folder / name
         try:
             # Without NONBLOCK a named pipe would wait for ever.
@@ -118,7 +126,7 @@ class DataFiles:
             os.close(fd)
             msg = f"{path} is not a regular file"
             raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint")
-        return fd, (status.st_dev, status.st_ino, status.st_size)
+        return fd, identity_of(status)
 
     def _check_all(self, files: Mapping[str, int]) -> None:
         """Check presence, place and size of every file before anything is read."""
@@ -150,7 +158,7 @@ class DataFiles:
         if status.st_size < end:
             msg = f"{path} has {status.st_size} bytes, the index expects {end}"
             raise CheckpointError(msg, hint=f"the file is incomplete; {COPY_AGAIN}")
-        self._identity[path.name] = (status.st_dev, status.st_ino, status.st_size)
+        self.identity[path.name] = identity_of(status)
 
 
 def open_data_files(folder: Path, index: CheckpointIndex) -> DataFiles:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdplaunch.checkpoint.chunks import ItemLocation
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, manifest_path, read_json
 from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
-from fsdplaunch.checkpoint.readers.data_files import DataFiles, open_data_files, read_items
+from fsdplaunch.checkpoint.readers.data_files import DataFiles, Identity, identity_of, open_data_files, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
@@ -273,12 +273,16 @@ class OpenCheckpoint:
         index: What it says it holds.
         sources: Its data files.
         known: Where each chunk's bytes are when the headers had it already; None: its items have to be read.
+        descriptor: The open folder.
+        files: Which file each of its own was when it was read.
     """
 
     folder: Path
     index: CheckpointIndex
     sources: DataFiles
     known: dict[ItemLocation, TorchZipItem] | None
+    descriptor: int
+    files: Mapping[str, Identity]
 
     def items(self, tensors: Iterable[StoredTensor]) -> dict[ItemLocation, TorchZipItem]:
         """Return where each chunk's bytes of `tensors` are, by its place."""
@@ -295,12 +299,18 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
     Raises:
         CheckpointError: When it is damaged, incomplete or hostile.
     """
-    with gc_pause():
-        if (folder / INDEX_NAME).is_file():
-            index, known = read_index(folder), None
-        elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
-            index, known = read_rank_files(folder)
-        else:
-            index, known = read_xla_files(folder)
-    with open_data_files(folder, index) as sources:
-        yield OpenCheckpoint(folder, index, sources, known)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        files: dict[str, Identity] = {}
+        with gc_pause():
+            if (folder / INDEX_NAME).is_file():
+                files[INDEX_NAME] = identity_of((folder / INDEX_NAME).stat())
+                index, known = read_index(folder), None
+            elif any(RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+                index, known = read_rank_files(folder)
+            else:
+                index, known = read_xla_files(folder)
+        with open_data_files(folder, index) as sources:
+            yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
+    finally:
+        os.close(descriptor)

@@ -265,3 +265,23 @@ def test_weights_beside_an_optimizer_and_the_state_of_the_training_are_taken_alo
     found = dcp.safetensors(tmp_path / "out/model.safetensors")
     assert sorted(found) == ["layers.0.w", "tok_embeddings.weight"]
     assert set(result.skipped) == {"optimizer.state.layers.0.w.exp_avg", "train_state.step"}
+
+
+@pytest.mark.parametrize("how", ["replaced", "rewritten"])
+def test_only_what_was_merged_is_removed(dcp, tmp_path, how):
+    draft = dcp.Draft().add("w", (4,))
+    checkpoint, other = draft.save(tmp_path / "ckpt"), draft.save(tmp_path / "other")
+    left = dcp.tree(other)
+
+    def save_again(_):
+        if how == "replaced" and other.exists():
+            checkpoint.rename(tmp_path / "old")
+            other.rename(checkpoint)
+        elif how == "rewritten":
+            (checkpoint / ".metadata").write_bytes((other / ".metadata").read_bytes())
+
+    try:
+        merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True), announce=save_again)
+    except CheckpointError as problem:
+        assert "was changed after it was merged" in problem.message or "changed while" in problem.message
+    assert dcp.tree(checkpoint) == left

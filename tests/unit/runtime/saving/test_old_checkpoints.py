@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
-from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
 from fsdplaunch.runtime.saving.checkpoint_dirs import (
     begin,
     find_checkpoint,
