@@ -1,17 +1,24 @@
 """`fsdplaunch.json`: what a checkpoint is made of. Written last, so its presence says that the rest is there.
 
-It stands among the files of ranks, or beside the folder of a model.
+It stands among the files of ranks, or beside the folder of a model. It binds every file to the save: by its size,
+and by a checksum of all of an index, of what stands behind the data in each item of a data file, and of the end of
+any other file. Torch's files end with the checksums of all that they hold, so that data are not read for it.
 """
 
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.byte_transfer import crc32
-from fsdplaunch.checkpoint.untrusted_files import MissingFileError, UnreadableError, read_regular
+from fsdplaunch.checkpoint.untrusted_files import (
+    MissingFileError,
+    UnreadableError,
+    open_regular,
+    read_regular,
+)
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import parse_json
 
@@ -47,18 +54,55 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any], sequence: int) -> None:
+_ITEM_END = 2048
+_FILE_END = 2**20
+
+
+def crc_of_items(fd: int, items: Iterable[tuple[int, int]]) -> int:
+    """Return the checksum of how the items of a data file end.
+
+    Args:
+        fd: The open file.
+        items: Offset and length of each, in bytes.
+    """
+    crc = 0
+    for offset, length in sorted(items):
+        count = min(length, _ITEM_END)
+        crc = crc32(os.pread(fd, count, offset + length - count), crc)
+    return crc
+
+
+def _crc_of_end(path: Path) -> int:
+    fd = open_regular(path)
+    try:
+        return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
+    finally:
+        os.close(fd)
+
+
+def known_crcs(folder: Path) -> dict[str, int]:
+    """Return the checksums that the manifest has of the files in a model's or an optimizer's folder, by name."""
+    known = (read_manifest(folder.parent) or {}).get("crc32")
+    listed = known.items() if isinstance(known, dict) else ()
+    return {name.rpartition("/")[2]: crc for name, crc in listed if name.rpartition("/")[0] == folder.name}
+
+
+def write_manifest(
+    folder: Path, content: Mapping[str, Any], sequence: int, crcs: Mapping[str, int] | None = None
+) -> None:
     """Write the manifest of a folder whose other files are all there, and force it to disk.
 
     Args:
         folder: Of a checkpoint, not yet in its place.
         content: What it says beside its files: who wrote it, and how.
         sequence: How many checkpoints were completed in its place and beside it, this one included.
+        crcs: The checksums of data files, as `crc_of_items` returns them.
     """
     files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    indexes = {name: crc32((folder / name).read_bytes(), 0) for name in sorted(files) if _is_index(name)}
-    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": indexes}
+    known = {name: _crc_of(folder, name) for name in sorted(files) if _is_checked(name)} | dict(crcs or {})
+    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": known}
     data["complete"] = True
+    data["checksum"] = _own_checksum(json.loads(json.dumps(data)))
     with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.flush()
@@ -85,8 +129,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         except ValueError:
             break
         else:
-            return data if isinstance(data, dict) else {}
+            is_sound = isinstance(data, dict) and data.get("checksum") in (None, _own_checksum(data))
+            return data if is_sound else {}
     return {}
+
+
+def _own_checksum(data: Mapping[str, Any]) -> int:
+    """Return the checksum of what a manifest says; those of older versions have none in them."""
+    return crc32(json.dumps({**data, "checksum": None}, sort_keys=True).encode(), 0)
 
 
 def own_files(folder: Path) -> list[str]:
@@ -107,15 +157,15 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_gap(folder: Path) -> str | None:
-    """Return what a checkpoint lacks, or which index in it is damaged, or None.
+    """Return what a checkpoint lacks, or which file in it is damaged or of another save, or None.
 
-    The manifest must call it complete, every file have its size, and every index its checksum: data has checksums
-    of its own, and nothing else tells a damaged name in an index from another one. A folder without manifest was
+    The manifest must call it complete, every file have its size and its checksum; those of data files are for who
+    reads them. A folder without manifest was
     written by another tool; it counts as complete if it has a model in it and each sharded folder its index, which
     is written last, because that tool leaves no other way to tell.
     """
     manifest = read_manifest(folder)
-    return _find_gap(folder, manifest) or _find_damaged_index(folder, manifest or {})
+    return _find_gap(folder, manifest) or find_other(folder, manifest or {})
 
 
 def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
@@ -139,12 +189,32 @@ def _is_index(name: str) -> bool:
     return file == INDEX_NAME and folder not in ("", "..")
 
 
-def _find_damaged_index(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+def _is_checked(name: str) -> bool:
+    """Say whether a file is looked at before anything is read: not data, and not each rank's generators."""
+    return _is_index(name) or ("/" not in name and not name.startswith("random_states_"))
+
+
+def _crc_of(folder: Path, name: str) -> int:
+    path = folder / name
+    return crc32(read_regular(path, MAX_INDEX_BYTES), 0) if _is_index(name) else _crc_of_end(path)
+
+
+def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str | None:
+    """Return which file of a checkpoint is not the one that was saved, data files left out; None when all are.
+
+    Args:
+        folder: The checkpoint.
+        manifest: What it says.
+        only: How the names of the files begin that are looked at.
+    """
     known = manifest.get("crc32")
-    for name, crc in known.items() if isinstance(known, dict) else ():
+    listed = known.items() if isinstance(known, dict) else ()
+    for name, crc in listed:
+        if not name.startswith(only) or not _is_checked(name) or name not in manifest["files"]:
+            continue
         try:
-            if _is_index(name) and crc32(read_regular(folder / name, MAX_INDEX_BYTES), 0) != crc:
-                return f"{name} does not match its checksum"
+            if _crc_of(folder, name) != crc:
+                return f"{name} does not match its checksum: it is damaged, or of another save"
         except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"
     return None

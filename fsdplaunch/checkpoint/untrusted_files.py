@@ -1,5 +1,6 @@
 """Files that nobody vouches for: opened without waiting, read up to a limit, checked, refused in safe words."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -76,7 +77,7 @@ def odd_kind(path: Path) -> str | None:
 
 
 def _is_missing(problem: OSError) -> bool:
-    return isinstance(problem, FileNotFoundError | NotADirectoryError)
+    return isinstance(problem, FileNotFoundError | NotADirectoryError) or problem.errno == errno.ELOOP
 
 
 def _kind_of(mode: int) -> str | None:

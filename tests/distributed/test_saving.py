@@ -294,6 +294,19 @@ def test_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two_ranks: R
     assert two_ranks.run(load_what_is_replaced, str(tmp_path)) == [(2, 1.0)] * 2
 
 
+def load_words(folder: str) -> str:
+    model, _ = fresh(9)
+    return words_of(fsdplaunch.load_checkpoint, folder, model=model)
+
+
+def test_file_of_another_save_is_named_by_load(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(save_steps, str(tmp_path), [1, 2])
+    name = "pytorch_model_fsdp_0/__1_0.distcp"
+    (tmp_path / "checkpoint-2" / name).write_bytes((tmp_path / "checkpoint-1" / name).read_bytes())
+    for message in two_ranks.run(load_words, str(tmp_path)):
+        assert "__1_0.distcp does not match its checksum: it is of another save, or damaged" in message
+
+
 def test_what_is_passed_over_is_said(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(save_steps, str(tmp_path), [1, 2, 3])
     next((tmp_path / "checkpoint-3").rglob("*.distcp")).unlink()

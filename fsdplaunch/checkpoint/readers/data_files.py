@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from fsdplaunch.checkpoint.chunks import ItemLocation, Piece
-from fsdplaunch.checkpoint.manifest import INDEX_NAME
+from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items, known_crcs
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, parse_item
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, real_path, short
@@ -168,6 +168,26 @@ def open_data_files(folder: Path, index: CheckpointIndex) -> DataFiles:
         CheckpointError: When one is missing, too short, or not a file of this folder.
     """
     return DataFiles(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME})
+
+
+def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
+    """Check that data files are those of the save that the manifest is of.
+
+    Args:
+        sources: The files.
+        places: Where all items in them are.
+
+    Raises:
+        CheckpointError: One is of another save, or its checksums are damaged.
+    """
+    known = known_crcs(sources.folder)
+    items: dict[str, list[tuple[int, int]]] = {}
+    for file, offset, length in places if known else ():
+        items.setdefault(file, []).append((offset, length))
+    for file, own in items.items():
+        if file in known and crc_of_items(sources.descriptor(file), own) != known[file]:
+            msg = f"{sources.folder / file} does not match its checksum: it is of another save, or damaged"
+            raise CheckpointError(msg, hint=COPY_AGAIN)
 
 
 # Items up to this size are read whole, as many at once as fit a block.

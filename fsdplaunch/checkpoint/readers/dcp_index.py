@@ -233,11 +233,13 @@ class CheckpointIndex:
         tensors: The tensors, in the file's order.
         values: The entries that are not tensors.
         files: Every data file it refers to, with the end of the last item in it.
+        places: Where each item of a sharded checkpoint stands, those of empty chunks as well.
     """
 
     tensors: tuple[StoredTensor, ...]
     values: tuple[StoredValue, ...]
     files: Mapping[str, int] = field(default_factory=dict)
+    places: tuple[ItemLocation, ...] = ()
 
     @property
     def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
@@ -303,7 +305,9 @@ def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
         else:
             msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
             raise CheckpointError(msg, hint=COPY_AGAIN)
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files)
+    return CheckpointIndex(
+        tensors=tuple(tensors), values=tuple(values), files=files, places=tuple(places.values())
+    )
 
 
 def _path_of(name: object, meta: Metadata, where: str) -> NamePath:

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
-from fsdplaunch.checkpoint.manifest import INDEX_NAME, manifest_path, read_json
+from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_other, manifest_path, read_manifest
 from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
-from fsdplaunch.checkpoint.readers.data_files import DataFiles, Identity, identity_of, open_data_files, read_items
+from fsdplaunch.checkpoint.readers.data_files import (
+    DataFiles,
+    Identity,
+    check_save,
+    identity_of,
+    open_data_files,
+    read_items,
+)
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
@@ -238,9 +245,9 @@ def _checked(folder: Path) -> Path:
     path = manifest_path(folder)
     if not path.exists():
         return folder
-    parent, manifest = path.parent, read_json(path)
-    files = manifest.get("files", {}) if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not isinstance(files, dict):
+    parent, manifest = path.parent, read_manifest(path.parent) or {}
+    files = manifest.get("files", {})
+    if not manifest or not isinstance(files, dict):
         msg = f"{path} is not readable as a manifest"
         raise CheckpointError(msg, hint="the save did not finish, or the file is damaged")
     if manifest.get("complete") is not True:
@@ -249,6 +256,10 @@ def _checked(folder: Path) -> Path:
     for name, size in files.items():
         if name.rpartition("/")[0] == ("" if parent == folder else folder.name):
             _check_listed(folder / name.rpartition("/")[2], size)
+    other = find_other(parent, manifest, "" if parent == folder else f"{folder.name}/")
+    if other is not None:
+        msg = f"{parent}: {other}"
+        raise CheckpointError(msg, hint=COPY_AGAIN)
     return folder
 
 
@@ -311,6 +322,7 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
             else:
                 index, known = read_xla_files(folder)
         with open_data_files(folder, index) as sources:
+            check_save(sources, index.places)
             yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
     finally:
         os.close(descriptor)

@@ -105,7 +105,7 @@ def _foreign(module: str, name: str) -> PickledCallable:
 
     Those of the standard library are refused as well: none is harmless.
     """
-    if module.startswith("torch.distributed."):
+    if module.startswith("torch.distributed.") and not module.startswith("torch.distributed.checkpoint"):
         return _fields(f"{module}.{name}")
     top = module.partition(".")[0]
     if top in _REFUSED or top in sys.stdlib_module_names:

@@ -213,8 +213,8 @@ class StateToSave:
     safe_name: str | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Write it; every rank calls this.
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:
+        """Write it; every rank calls this. Returns the checksums of data files that rank 0 knows.
 
         Args:
             folder: The checkpoint's.
@@ -222,12 +222,13 @@ class StateToSave:
         """
         with quiet_torch():
             if self.kind == "SHARDED_STATE_DICT":
-                write_sharded(self.state, folder / self.name, group)
-            elif self.kind == "LOCAL_STATE_DICT":
+                return write_sharded(self.state, folder / self.name, group)
+            if self.kind == "LOCAL_STATE_DICT":
                 write_large(self.state, folder / f"{self.name}.bin")
             else:
                 safe = None if self.safe_name is None else folder / self.safe_name
                 write_full(self.state, folder / f"{self.name}.bin", safe, aliases=self.aliases, group=group)
+            return {}
 
 
 def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:

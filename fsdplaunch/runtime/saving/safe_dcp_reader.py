@@ -6,6 +6,7 @@ merge-weights reads them, and values are checked by the same interpreter before 
 """
 
 import io
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.futures import Future
 from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
-from fsdplaunch.checkpoint.readers.data_files import DataFiles
+from fsdplaunch.checkpoint.readers.data_files import DataFiles, check_save
 from fsdplaunch.checkpoint.readers.dcp_index import (
     check_places,
     gc_pause,
@@ -73,6 +74,8 @@ class SafeReader(FileSystemReader):
         wanted.sort(key=_by_place)
         ends = {place.file: place.offset + place.length for place, _ in wanted}
         with DataFiles(Path(self.path), ends) as files:
+            stored: Any = self.storage_data
+            check_save(files, stored.places_in(ends))
             for place, item in wanted:
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_value_bytes(files, place)))
@@ -177,6 +180,10 @@ class _StorageData(dict[MetadataIndex, StorageInfo]):
         super().__init__()
         self._locations = item_locations(records, where)
         check_places(records, self._locations, where)
+
+    def places_in(self, files: Container[str]) -> Iterator[ItemLocation]:
+        """Yield where each item of some files stands."""
+        return (place for place in self._locations.values() if place.file in files)
 
     def __missing__(self, key: MetadataIndex) -> StorageInfo:
         return StorageInfo(*self._locations[ItemKey(key.fqn, key.offset)])

@@ -276,9 +276,11 @@ class SaveJob:
 
     def _write(self, group: dist.ProcessGroup | None) -> None:
         partial = partial_of(self.target)
+        crcs: dict[str, int] = {}
         for state in self.states:
             with raise_on_all_ranks(self.doing, group):
-                state.write(partial, group)
+                written = state.write(partial, group)
+                crcs |= {f"{state.name}/{name}": crc for name, crc in written.items()}
         with raise_on_all_ranks(self.doing, group):
             for name, data in self.files.items():
                 write_bytes(partial / name, data if isinstance(data, bytes) else data())
@@ -286,7 +288,7 @@ class SaveJob:
             if dist.get_rank() == 0:
                 (partial / TOKEN).unlink()
                 content = {**self.manifest, "config": asdict(self.config)}
-                write_manifest(partial, content, next_sequence(self.target))
+                write_manifest(partial, content, next_sequence(self.target), crcs)
                 publish(partial, self.target)
                 if self.keep_last is not None:
                     say_once(remove_old(self.target.parent, self.keep_last))

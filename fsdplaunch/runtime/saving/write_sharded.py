@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdplaunch.checkpoint.byte_transfer import Writeback
-from fsdplaunch.checkpoint.manifest import INDEX_NAME
+from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items
 from fsdplaunch.checkpoint.readers.dcp_index import gc_pause
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
@@ -100,8 +100,11 @@ def make_index(plan: SharedPlan, places: Callable[[int], Sequence[Place]], meta:
 State = dict[str, Any]
 
 
-def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> None:
+def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> dict[str, int]:
     """Write every rank's shards into a folder, with one index, and force all of it to disk; every rank calls this.
+
+    Returns:
+        On rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned.
 
     Raises:
         CheckpointError: On all ranks, and the folder has no index.
@@ -112,14 +115,26 @@ def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -
     found = _plan_alone(state, planner, group)
     if found is None:  # not every rank can know what the others have: torch asks them
         save(state, storage_writer=writer, process_group=group)
-        return
+        return {}
     shared, own = found
     places: list[Place] = []
+    crc = 0
     with raise_on_all_ranks(f"write {folder}", group):
         places = _write_own(writer, planner, own)
-    gathered = _gather(places, group)
-    if dist.get_rank() == 0:
-        _write_index(folder, shared, gathered, writer)
+        crc = _crc(folder / data_file(dist.get_rank()), places)
+    gathered = _gather([*places, (crc, 0)], group)
+    if dist.get_rank() != 0:
+        return {}
+    every = [_pairs(each) for each in gathered]
+    _write_index(folder, shared, every, writer)
+    return {data_file(rank): own[-1][0] for rank, own in enumerate(every) if len(own) > 1}
+
+
+def _crc(path: Path, places: Sequence[Place]) -> int:
+    if not places:
+        return 0
+    with path.open("rb") as file:
+        return crc_of_items(file.fileno(), places)
 
 
 def _plan_alone(
@@ -157,7 +172,7 @@ def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SaveP
 
 
 def _gather(places: Sequence[Place], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return every rank's places on rank 0: sixteen bytes for each item, an eighth of the index."""
+    """Return every rank's places on rank 0: sixteen bytes for each item."""
     packed = array.array("q", [number for place in places for number in place]).tobytes()
     first = dist.get_rank() == 0
     gathered: list[Any] = [None] * (dist.get_world_size() if first else 0)
@@ -170,10 +185,10 @@ def _pairs(data: bytes) -> list[Place]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def _write_index(folder: Path, shared: SharedPlan, places: list[bytes], writer: FileSystemWriter) -> None:
+def _write_index(folder: Path, shared: SharedPlan, places: list[list[Place]], writer: FileSystemWriter) -> None:
     temporary = folder / f"{INDEX_NAME}.tmp"
     with gc_pause(), EarlyFile(temporary) as file:  # whose write lets other threads run; the pickler in C does not
-        metadata = make_index(shared, lambda rank: _pairs(places[rank]), writer.storage_meta())
+        metadata = make_index(shared, lambda rank: places[rank][:-1], writer.storage_meta())
         pickle.dump(metadata, file, protocol=4)
         file.flush()
         os.fsync(file.fileno())

@@ -67,7 +67,7 @@ def test_index_in_which_a_bit_has_flipped_makes_a_checkpoint_one_to_pass_over(tm
         spoilt = bytearray(b"index" * 100)
         spoilt[place] ^= 4
         good.write_bytes(spoilt)
-        assert find_gap(tmp_path) == "optimizer_0/.metadata does not match its checksum"
+        assert "optimizer_0/.metadata does not match its checksum" in (find_gap(tmp_path) or "")
 
 
 @pytest.mark.parametrize(
