@@ -14,16 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region, find_tiling_fault
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, MAX_INDEX_BYTES
-from fsdplaunch.checkpoint.safe_pickle.dcp_classes import (
-    INDEX_NAMES,
-    ItemIndex,
-    Metadata,
-    StorageInfo,
-    TensorEntry,
-    ValueEntry,
-    resolve_chunks,
-)
-from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import Metadata, TensorEntry, read_records
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular, short
 from fsdplaunch.errors import CheckpointError
 
@@ -49,26 +40,22 @@ Places = dict[ItemKey, ItemLocation]
 Tilings = dict[tuple[tuple[int, ...], tuple[Region, ...]], tuple[Region, ...] | str]
 
 
-def check_places(meta: Metadata, places: Places, where: str) -> None:
+def check_places(meta: Metadata, where: str) -> None:
     """Check that all chunks of an index are there, each in bytes of its own, and tile their tensors.
-
-    Args:
-        meta: The index.
-        places: As `item_locations` returns them.
-        where: The index, for messages.
 
     Raises:
         CheckpointError: They do not.
     """
+    places = meta.places
     file_ends(places, where)
     tilings: Tilings = {}
-    for name, entry in meta.state_dict_metadata.items():
-        if isinstance(entry, TensorEntry):
-            for offsets, _ in regions_of(name, entry, tilings, where):
-                if (name, offsets) not in places:
-                    place_of(name, offsets, places, where)
-        elif isinstance(entry, ValueEntry):
+    for name, entry in meta.entries.items():
+        if entry is None:
             place_of(name, None, places, where)
+            continue
+        for offsets, _ in regions_of(name, entry, tilings, where):
+            if (name, offsets) not in places:
+                place_of(name, offsets, places, where)
 
 
 def regions_of(name: str, entry: TensorEntry, tilings: Tilings, where: str) -> tuple[Region, ...]:
@@ -96,37 +83,18 @@ def _tiling(shape: tuple[int, ...], chunks: tuple[Region, ...]) -> tuple[Region,
     return find_tiling_fault(shape, regions) or tuple(regions)
 
 
-def item_locations(meta: Metadata, where: str) -> Places:
-    """Return where each item stands, by its key.
+def check_files(places: Places, where: str) -> None:
+    """Check that items stand in files beside the index.
 
     Raises:
-        CheckpointError: Something else stands there, or a file lies outside the checkpoint's folder.
+        CheckpointError: A file lies outside the checkpoint's folder, or there are too many.
     """
-    places: Places = {}
-    for key, value in meta.storage_data.items():
-        place = value if type(value) is ItemLocation else _place(key, value, where)
-        places[key if type(key) is ItemKey else ItemKey(key.fqn, key.offset)] = place
     known = {place.file for place in places.values()}
     if len(known) > MAX_FILES:
         msg = f"{where} refers to {len(known)} files"
         raise CheckpointError(msg)
     for name in known:
         check_file_name(name, where)
-    return places
-
-
-def _place(key: Any, info: Any, where: str) -> ItemLocation:
-    """Return the place of an item whose record was read step by step."""
-    if not isinstance(key, ItemIndex | ItemKey) or not isinstance(info, StorageInfo):
-        msg = f"{where}: an entry of its storage table is a {type(info).__name__}"
-        raise CheckpointError(msg, hint=COPY_AGAIN)
-    if info.transforms:
-        msg = f"{where}: {short(key.fqn)} is stored through {short(', '.join(info.transforms))}"
-        raise CheckpointError(
-            msg,
-            hint="torch's extensions are not read; load it with torch and save it without them",
-        )
-    return ItemLocation(info.relative_path, info.offset, info.length)
 
 
 def file_ends(places: Places, where: str) -> dict[str, int]:
@@ -178,9 +146,6 @@ def check_file_name(name: str, where: str) -> str:
         raise CheckpointError(msg, hint="the checkpoint was altered; nothing was read from there")
     return name
 
-
-# Bytes of an index for one chunk of a tensor, at the least.
-_BYTES_PER_CHUNK = 16
 
 NamePath = tuple[str | int, ...]
 
@@ -279,43 +244,33 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
 
 def parse_metadata(data: bytes, *, where: str) -> Metadata:
     """Return the records that the bytes of a `.metadata` file hold."""
-    meta = unpickle(data, INDEX_NAMES, where=where)
-    if not isinstance(meta, Metadata):
-        msg = f"{where} holds a {type(meta).__name__}, not a checkpoint's metadata"
-        raise CheckpointError(msg, hint=COPY_AGAIN)
     try:
-        resolve_chunks(meta.state_dict_metadata.values(), len(data) // _BYTES_PER_CHUNK)
+        meta = read_records(data, where)
     except InvalidFileError as problem:
         msg = f"{where} is not a checkpoint that is safe to read: {problem}"
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
+    check_files(meta.places, where)
     return meta
 
 
 def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
-    places = item_locations(meta, where)
+    places = meta.places
     files = file_ends(places, where)
     tilings: Tilings = {}
     tensors, values = [], []
-    for name, entry in meta.state_dict_metadata.items():
+    for name, entry in meta.entries.items():
         path = _path_of(name, meta, where)
-        if isinstance(entry, TensorEntry):
-            tensors.append(_tensor(name, path, entry, places, tilings, where))
-        elif isinstance(entry, ValueEntry):
+        if entry is None:
             values.append(StoredValue(name, path, place_of(name, None, places, where)))
         else:
-            msg = f"{where}: {short(str(name))} is a {type(entry).__name__}, not a tensor or a value"
-            raise CheckpointError(msg, hint=COPY_AGAIN)
-    return CheckpointIndex(
-        tensors=tuple(tensors), values=tuple(values), files=files, places=tuple(places.values())
-    )
+            tensors.append(_tensor(name, path, entry, places, tilings, where))
+    listed = tuple(places.values())
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, places=listed)
 
 
-def _path_of(name: object, meta: Metadata, where: str) -> NamePath:
+def _path_of(name: str, meta: Metadata, where: str) -> NamePath:
     """Return the keys that lead to `name`; the name itself when the index does not say."""
-    if type(name) is not str:
-        msg = f"{where}: an entry is named by a {type(name).__name__}"
-        raise CheckpointError(msg, hint=COPY_AGAIN)
-    paths = meta.planner_data
+    paths = meta.paths
     if not isinstance(paths, dict) or not paths:
         return (name,)
     path = paths.get(name)
@@ -343,7 +298,7 @@ def _tensor(
     name: str, path: NamePath, entry: TensorEntry, places: Places, tilings: Tilings, where: str
 ) -> StoredTensor:
     """Return one tensor whose chunks tile it exactly."""
-    if entry.dtype is None or entry.layout != "strided":
+    if entry.layout != "strided":
         msg = f"{where}: {short(name)} is a {short(entry.layout)} tensor"
         raise CheckpointError(msg, hint="only dense tensors can be merged")
     regions = regions_of(name, entry, tilings, where)

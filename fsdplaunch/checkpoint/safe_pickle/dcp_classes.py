@@ -1,16 +1,18 @@
-"""The stand-ins for the classes that torch 2.1 to 2.15 names in `.metadata`. Inert: they check and keep fields.
+"""The index that torch 2.1 to 2.15 writes into `.metadata`, read as inert objects and then checked field by field.
 
 The three records that make up nearly all of a large index are read by the row instead of opcode by opcode.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, TypeVar
 
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.safe_pickle.unpickle import Fuse, Interpreter, PickledCallable, PickledRecord
-from fsdplaunch.checkpoint.untrusted_files import LARGEST, InvalidFileError, check_count, check_counts
+from fsdplaunch.checkpoint.safe_pickle.unpickle import Interpreter, PickledCallable, PickledObject, unpickle
+from fsdplaunch.checkpoint.untrusted_files import LARGEST, InvalidFileError, check_count, check_counts, short
 
 T = TypeVar("T")
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -40,6 +42,9 @@ _LONG1, _TUPLE1, _BININT = 0x8A, 0x85, ord("J")
 _SPENT = object()
 _MAX_KNOWN = 2**16
 _MAX_FORMS = 16
+_MAX_STATES = 2
+# Bytes of an index for one chunk of a tensor, at the least.
+_BYTES_PER_CHUNK = 16
 
 
 class KnownPatterns:
@@ -215,201 +220,165 @@ def _keep(table: dict[bytes, T], raw: bytes, value: T) -> T:
     return value
 
 
-# torch has one extension; more than a few for one item cannot be its.
-MAX_TRANSFORMS = 4
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
 
-class TensorProperties(PickledRecord):
-    """Dtype and layout of a tensor. Torch 2.15 adds strides as a sixth field; items carry their own."""
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: dtype, layout, global shape, chunks. Tensors may share the list of these."""
 
-    __slots__ = ("dtype", "layout")
-
-    def __init__(self) -> None:
-        self.dtype: Dtype | None = None
-        self.layout = ""
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not tuple or len(state) not in {5, 6} or not isinstance(state[0], Dtype):
-            msg = "TensorProperties has a state that is not its own"
-            raise InvalidFileError(msg)
-        if type(state[1]) is not str:
-            msg = "a tensor's layout is not a layout"
-            raise InvalidFileError(msg)
-        self.dtype, self.layout = state[0], state[1]
+    dtype: Dtype
+    layout: str
+    shape: tuple[int, ...]
+    chunks: list[Region]
 
 
-class ChunkEntry(PickledRecord):
-    """One chunk of a tensor."""
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The whole index, not yet compared with itself.
 
-    __slots__ = ("box",)
-    takes_state = True
-    stands_for, known = "ChunkStorageMetadata", ("offsets", "sizes")
+    Attributes:
+        entries: Tensors by name; None for a value that is not a tensor.
+        paths: Where each was before it was flattened; it may be anything.
+        places: Where each item stands.
+    """
 
-    def __init__(self) -> None:
-        self.box: Region | None = None
-
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Keep the rectangle."""
-        self.box = Region(
-            check_counts(fields.get("offsets"), "a chunk's offset"),
-            check_counts(fields.get("sizes"), "a chunk's size"),
-        )
+    entries: dict[str, TensorEntry | None]
+    paths: Any
+    places: dict[ItemKey, ItemLocation]
 
 
-class TensorEntry(PickledRecord):
-    """One tensor: dtype, global shape, chunks."""
+def read_records(data: bytes, where: str) -> Metadata:
+    """Return what the pickle of an index says.
 
-    __slots__ = ("chunks", "dtype", "layout", "shape")
-    takes_state = True
-    stands_for, known = "TensorStorageMetadata", ("properties", "size", "chunks")
+    Raises:
+        CheckpointError: It is damaged, or hostile.
+        InvalidFileError: It is something else, or its parts are not those of an index.
+    """
+    found = unpickle(data, INDEX_NAMES, where=where)
+    fields = _fields(found, "Metadata")
+    if fields is None:
+        msg = f"it holds a {_kind(found)}, not a checkpoint's metadata"
+        raise InvalidFileError(msg)
+    entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
+    if type(entries) is not dict or type(storage) is not dict:
+        msg = "Metadata lacks its tables"
+        raise InvalidFileError(msg)
+    lists = _ChunkLists(len(data) // _BYTES_PER_CHUNK)
+    return Metadata(
+        {_name(name): _entry(name, value, lists) for name, value in entries.items()},
+        fields.get("planner_data"),
+        dict(starmap(_item, storage.items())),
+    )
 
-    def __init__(self) -> None:
-        self.dtype: Dtype | None = None
-        self.layout = ""
-        self.shape: tuple[int, ...] = ()
-        self.chunks: list[Any] = []
 
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Keep what describes the tensor."""
-        properties, chunks = fields.get("properties"), fields.get("chunks")
-        if not isinstance(properties, TensorProperties):
-            msg = "a tensor has no properties"
-            raise InvalidFileError(msg)
+_KNOWN = {
+    "Metadata": {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
+    "TensorStorageMetadata": {"properties", "size", "chunks"},
+    "ChunkStorageMetadata": {"offsets", "sizes"},
+    "MetadataIndex": {"fqn", "offset", "index"},
+    "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
+}
+"""The fields that a record may have."""
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    return type(value) is PickledObject and value.name.rpartition(".")[2] == kind
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any] | None:
+    """Return the fields of a record; None where it is another one, or has others."""
+    state = record.states[0] if _is_a(record, kind) and record.states else None
+    return state if type(state) is dict and state.keys() <= _KNOWN[kind] else None
+
+
+def _kind(value: Any) -> str:
+    return short(value.name) if type(value) is PickledObject else type(value).__name__
+
+
+def _name(name: Any) -> str:
+    if type(name) is not str:
+        msg = f"an entry is named by a {type(name).__name__}"
+        raise InvalidFileError(msg)
+    return name
+
+
+class _ChunkLists:
+    """The lists of chunks; many tensors may name one, but not more than `most` chunks together."""
+
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
+        self._known: dict[int, list[Region]] = {}
+
+    def regions(self, chunks: Any) -> list[Region]:
+        """Return the rectangles of a list of chunks."""
         if type(chunks) is not list:
             msg = "a tensor's chunks are not a list of chunks"
             raise InvalidFileError(msg)
-        self.dtype, self.layout = properties.dtype, properties.layout
-        self.shape = check_counts(fields.get("size"), "a tensor's size")
-        self.chunks = chunks  # looked into when all has been read: until then a file could still change it
-
-
-def resolve_chunks(entries: Iterable[Any], most: int) -> None:
-    """Have every tensor's chunks be boxes.
-
-    Args:
-        entries: All entries; those that are not tensors are passed over.
-        most: The most chunks that they may name together: a list can be named by many of them.
-
-    Raises:
-        InvalidFileError: Something else is among them, or there are more.
-    """
-    named, resolved = 0, set[int]()
-    for entry in entries:
-        if not isinstance(entry, TensorEntry):
-            continue
-        named += len(entry.chunks)
-        if named > most:
-            msg = f"its tensors name more than the {most} chunks that a file of its size can describe"
+        self._left -= len(chunks)
+        if self._left < 0:
+            msg = f"its tensors name more than the {self._most} chunks that a file of its size can describe"
             raise InvalidFileError(msg)
-        if id(entry.chunks) not in resolved:
-            _resolve(entry.chunks)
-            resolved.add(id(entry.chunks))
+        if id(chunks) not in self._known:
+            self._known[id(chunks)] = list(map(_region, chunks))
+        return self._known[id(chunks)]
 
 
-def _resolve(chunks: list[Any]) -> None:
-    """Put the box in the place of each record of a chunk."""
-    if not set(map(type, chunks)) <= {Region, ChunkEntry}:
+def _region(chunk: Any) -> Region:
+    if type(chunk) is Region:
+        return chunk
+    fields = _fields(chunk, "ChunkStorageMetadata")
+    if fields is None:
         msg = "a tensor's chunks are not a list of chunks"
         raise InvalidFileError(msg)
-    chunks[:] = [box for item in chunks if (box := item if type(item) is Region else item.box) is not None]
+    offsets, sizes = fields.get("offsets"), fields.get("sizes")
+    return Region(check_counts(offsets, "a chunk's offset"), check_counts(sizes, "a chunk's size"))
 
 
-class ValueEntry(PickledRecord):
-    """An entry that is not a tensor."""
+def _entry(name: str, entry: Any, lists: _ChunkLists) -> TensorEntry | None:
+    if _is_a(entry, "BytesStorageMetadata"):
+        return None
+    fields = _fields(entry, "TensorStorageMetadata")
+    if fields is None:
+        msg = f"{short(name)} is a {_kind(entry)}, not a tensor or a value"
+        raise InvalidFileError(msg)
+    properties: Any = fields.get("properties")
+    # Dtype and layout come first; torch 2.15 adds strides as a sixth, which items carry themselves.
+    state: tuple[Any, ...] = properties.states if _is_a(properties, "TensorProperties") else ()
+    if len(state) != _MAX_STATES or not isinstance(state[0], Dtype) or type(state[1]) is not str:
+        msg = f"{short(name)} has no dtype and layout"
+        raise InvalidFileError(msg)
+    shape = check_counts(fields.get("size"), "a tensor's size")
+    return TensorEntry(state[0], state[1], shape, lists.regions(fields.get("chunks")))
 
-    __slots__ = ()
-    stands_for = "BytesStorageMetadata"
 
-
-class ItemIndex(PickledRecord):
-    """The key of one stored item: a name, and a chunk's offset when it is part of a tensor."""
-
-    __slots__ = ("fqn", "offset")
-    takes_state = True
-    stands_for, known = "MetadataIndex", ("fqn", "offset", "index")
-
-    def __init__(self) -> None:
-        self.fqn = ""
-        self.offset: tuple[int, ...] | None = None
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ItemIndex) and self.fqn == other.fqn and self.offset == other.offset
-
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Keep name and offset."""
-        if type(fields.get("fqn")) is not str:
-            msg = "an item's name is not text"
+def _item(key: Any, place: Any) -> tuple[ItemKey, ItemLocation]:
+    """Return the key of an item and where it stands; fields that are None are not written."""
+    own: Any = key
+    if type(key) is not ItemKey:
+        fields = _fields(key, "MetadataIndex") or {}
+        name, offset = fields.get("fqn"), fields.get("offset")
+        if type(name) is not str:
+            msg = f"its storage table has a {_kind(key)} without a name as a key"
             raise InvalidFileError(msg)
-        self.fqn = fields["fqn"]
-        offset = fields.get("offset")
-        self.offset = None if offset is None else check_counts(offset, "an item's offset")
+        own = ItemKey(name, None if offset is None else check_counts(offset, "an item's offset"))
+    return own, place if type(place) is ItemLocation else _location(own, place)
 
 
-class StorageInfo(PickledRecord):
-    """Where one item stands. Fields that are None are not written."""
-
-    __slots__ = ("length", "offset", "relative_path", "transforms")
-    takes_state = True
-    stands_for, known = "_StorageInfo", ("relative_path", "offset", "length", "transform_descriptors")
-
-    def __init__(self) -> None:
-        self.relative_path = ""
-        self.offset = self.length = 0
-        self.transforms: tuple[str, ...] = ()
-
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Keep the place."""
-        if type(fields.get("relative_path")) is not str:
-            msg = "a file name is not text"
-            raise InvalidFileError(msg)
-        self.relative_path = fields["relative_path"]
-        self.offset = check_count(fields.get("offset"), "an item's place")
-        self.length = check_count(fields.get("length"), "an item's length")
-        if self.offset + self.length > LARGEST:
-            msg = "an item ends beyond any file"
-            raise InvalidFileError(msg)
-        transforms = fields.get("transform_descriptors") or ()
-        if (
-            type(transforms) not in {list, tuple}
-            or len(transforms) > MAX_TRANSFORMS
-            or not all(type(item) is str for item in transforms)
-        ):
-            msg = "an item's transforms are not a short list of names"
-            raise InvalidFileError(msg)
-        self.transforms = tuple(transforms)
-
-
-class StorageNote(PickledRecord):
-    """Identifiers of the save; nothing here is needed."""
-
-    __slots__ = ()
-    stands_for, known = "StorageMeta", ("checkpoint_id", "save_id", "load_id", "modules")
-
-
-class Metadata(PickledRecord):
-    """The whole index."""
-
-    __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
-    stands_for = "Metadata"
-    known = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-
-    def __init__(self) -> None:
-        self.state_dict_metadata: dict[Any, Any] = {}
-        self.planner_data: Any = None
-        self.storage_data: dict[Any, Any] = {}
-
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Keep the tables."""
-        if type(fields.get("state_dict_metadata")) is not dict or type(fields.get("storage_data")) is not dict:
-            msg = "Metadata lacks its tables"
-            raise InvalidFileError(msg)
-        self.state_dict_metadata = fields["state_dict_metadata"]
-        self.storage_data = fields["storage_data"]
-        self.planner_data = fields.get("planner_data")
+def _location(key: ItemKey, info: Any) -> ItemLocation:
+    fields = _fields(info, "_StorageInfo") or {}
+    if type(fields.get("relative_path")) is not str:
+        msg = f"an entry of its storage table is a {_kind(info)} without the name of a file"
+        raise InvalidFileError(msg)
+    if fields.get("transform_descriptors"):
+        msg = f"{short(key.fqn)} is stored through torch's extensions: load it with torch, and save it without"
+        raise InvalidFileError(msg)
+    offset = check_count(fields.get("offset"), "an item's place")
+    length = check_count(fields.get("length"), "an item's length")
+    if offset + length > LARGEST:
+        msg = "an item ends beyond any file"
+        raise InvalidFileError(msg)
+    return ItemLocation(fields["relative_path"], offset, length)
 
 
 def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -474,32 +443,20 @@ SIZE_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-_FUSED: dict[Callable[[], PickledRecord], Fuse] = {ChunkEntry: fuse_chunks, ItemIndex: fuse_items}
-
-
-def _records(module: str, makers: dict[str, Callable[[], PickledRecord]]) -> dict[tuple[str, str], Any]:
-    return {
-        (module, name): PickledCallable(f"{module}.{name}", new=make, fuse=_FUSED.get(make))
-        for name, make in makers.items()
-    }
-
-
+_RECORDS = {
+    METADATA: ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "StorageMeta"),
+    _SHARDED_TENSOR: ("TensorProperties",),
+}
 INDEX_NAMES: dict[tuple[str, str], Any] = {
     **SIZE_NAMES,
-    **_records(
-        METADATA,
-        {
-            "Metadata": Metadata,
-            "MetadataIndex": ItemIndex,
-            "TensorStorageMetadata": TensorEntry,
-            "BytesStorageMetadata": ValueEntry,
-            "ChunkStorageMetadata": ChunkEntry,
-            "TensorProperties": TensorProperties,
-            "StorageMeta": StorageNote,
-        },
-    ),
-    **_records("torch.distributed.checkpoint.filesystem", {"_StorageInfo": StorageInfo}),
-    **_records(_SHARDED_TENSOR, {"TensorProperties": TensorProperties}),
+    **{
+        (home, kind): PickledCallable(f"{home}.{kind}", new=True)
+        for home, kinds in _RECORDS.items()
+        for kind in kinds
+    },
+    (METADATA, "ChunkStorageMetadata"): PickledCallable(_CHUNK_TERMS[0], new=True, fuse=fuse_chunks),
+    (METADATA, "MetadataIndex"): PickledCallable(_ITEM_TERMS[0], new=True, fuse=fuse_items),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledCallable(STORAGE_INFO, new=True),
     (METADATA, "_MEM_FORMAT_ENCODING"): PickledCallable("_MEM_FORMAT_ENCODING", call=_one(int, "a memory format")),
     ("builtins", "getattr"): PickledCallable("builtins.getattr", call=_attribute),
     (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): PickledCallable(

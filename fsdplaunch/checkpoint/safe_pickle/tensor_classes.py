@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.safe_pickle.unpickle import (
     OBJECT,
     PickledCallable,
     PickledDict,
-    PickledRecord,
+    PickledObject,
     unpickle,
 )
 from fsdplaunch.checkpoint.untrusted_files import MAX_DIMENSIONS, InvalidFileError, check_counts, short
@@ -75,15 +75,6 @@ class WrapperTensor:
     shape: tuple[int, ...]
 
 
-class _Opaque(PickledRecord):
-    """An object of a class we know nothing about, inside a wrapper's state. Its content is dropped."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """Forget the state."""
-
-
 def read_description(data: bytes) -> TensorDescription:
     """Return the tensor that `data.pkl` describes.
 
@@ -111,7 +102,7 @@ def _foreign(module: str, name: str) -> PickledCallable:
     if top in _REFUSED or top in sys.stdlib_module_names:
         msg = f"it names {short(module + '.' + name)}, which a tensor has no use for"
         raise InvalidFileError(msg)
-    return PickledCallable(f"{module}.{name}", call=lambda _: _Opaque(), new=_Opaque, any_arguments=True)
+    return PickledCallable(f"{module}.{name}", call=lambda _: PickledObject(name), new=True, any_arguments=True)
 
 
 def _storage_of(key: tuple[Any, ...]) -> _Storage:
@@ -214,8 +205,6 @@ def _check_number(arguments: tuple[Any, ...], least: int, most: int) -> None:
         raise InvalidFileError(msg)
 
 
-# Fields come as a dictionary, or as a pair of one and the slots.
-_MAX_STATES = 2
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
@@ -270,24 +259,6 @@ class ListedShards:
         return OBJECT * (2 + 2 * len(self.parts))
 
 
-class SavedFields(PickledRecord):
-    """An object as the fields it was saved with, which may come as a dictionary, or beside one in a pair."""
-
-    __slots__ = ("name", "states")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.states: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: Any) -> None:
-        # Kept as it is: several objects may name one state.
-        self.states = state[:_MAX_STATES] if type(state) is tuple else (state,)
-
-    def get(self, key: str) -> Any:
-        """Return a field, None when there is none."""
-        return next((part[key] for part in reversed(self.states) if type(part) is dict and key in part), None)
-
-
 def read_state(data: bytes, where: str) -> dict[Any, Any]:
     """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
 
@@ -323,12 +294,12 @@ def _rebuild(arguments: tuple[Any, ...]) -> Any:
 
 def _mesh_shard(shell: WrapperTensor, state: Any) -> MeshShard:
     """Return a DTensor: its local tensor, and what its spec says of its place."""
-    fields = SavedFields("DTensor")
-    fields.__setstate__(state)
+    fields = PickledObject("DTensor")
+    fields.take(state)
     local, spec = fields.get("_local_tensor"), fields.get("_spec")
-    mesh = spec.get("mesh") if isinstance(spec, SavedFields) else None
-    placements = spec.get("placements") if isinstance(spec, SavedFields) else None
-    coordinates = mesh.get("_coordinate_on_dim") if isinstance(mesh, SavedFields) else None
+    mesh = spec.get("mesh") if isinstance(spec, PickledObject) else None
+    placements = spec.get("placements") if isinstance(spec, PickledObject) else None
+    coordinates = mesh.get("_coordinate_on_dim") if isinstance(mesh, PickledObject) else None
     if type(coordinates) is list:
         coordinates = tuple(coordinates)
     if (
@@ -346,7 +317,7 @@ def _mesh_shard(shell: WrapperTensor, state: Any) -> MeshShard:
 
 
 def _placement(item: Any) -> ShardPlacement:
-    kind = item.name.rpartition(".")[2] if isinstance(item, SavedFields) else type(item).__name__
+    kind = item.name.rpartition(".")[2] if isinstance(item, PickledObject) else type(item).__name__
     if kind == "Replicate":
         return ShardPlacement(None)
     dim = item.get("dim") if kind in ("Shard", "_StridedShard") else None
@@ -367,9 +338,9 @@ def _listed_parts(shell: WrapperTensor, state: Any) -> ListedShards:
 
 
 def _shard(shard: Any) -> tuple[Region, TensorDescription]:
-    tensor = shard.get("tensor") if isinstance(shard, SavedFields) else None
-    place = shard.get("metadata") if isinstance(shard, SavedFields) else None
-    if not isinstance(tensor, TensorDescription) or not isinstance(place, SavedFields):
+    tensor = shard.get("tensor") if isinstance(shard, PickledObject) else None
+    place = shard.get("metadata") if isinstance(shard, PickledObject) else None
+    if not isinstance(tensor, TensorDescription) or not isinstance(place, PickledObject):
         msg = "a sharded tensor has a shard without a tensor or a place"
         raise InvalidFileError(msg)
     offsets, sizes = (_numbers(place.get(key)) for key in ("shard_offsets", "shard_sizes"))
@@ -393,9 +364,7 @@ def _attribute(arguments: tuple[Any, ...]) -> PickledCallable | int:
 
 
 def _fields(name: str) -> PickledCallable:
-    return PickledCallable(
-        name, call=lambda _: SavedFields(name), new=lambda: SavedFields(name), any_arguments=True
-    )
+    return PickledCallable(name, call=lambda _: PickledObject(name), new=True, any_arguments=True)
 
 
 _SUBCLASSES: dict[str, Callable[[WrapperTensor, Any], Any]] = {

@@ -32,49 +32,40 @@ class PickledCallable:
     Attributes:
         name: How messages call it.
         call: What stands for calling it, given checked positional arguments; None when it may not be called.
-        new: What makes an empty record for NEWOBJ; None when that is not allowed.
+        new: NEWOBJ makes an object of it.
         any_arguments: NEWOBJ may bring arguments, which are dropped.
         fuse: What may read several records at once from where its name was recalled.
     """
 
     name: str
     call: Call | None = None
-    new: Callable[[], "PickledRecord"] | None = None
+    new: bool = False
     any_arguments: bool = False
     fuse: "Fuse | None" = None
 
 
-class PickledRecord:
-    """An object of ours that a pickle may fill in. A file may ask for millions: subclasses have slots."""
+class PickledObject:
+    """An object as the fields it was saved with: a dictionary, or a pair of one and the slots. Inert."""
 
-    __slots__ = ()
-    weight: int = OBJECT
-    """Bytes that it takes."""
-    takes_state = False
-    """Whether all that its state held is in fields of its own, so that the state is of no further use."""
-    stands_for = "an object"
-    """What messages call it."""
-    known: tuple[str, ...] = ()
-    """The fields that its pickled state may have."""
+    __slots__ = ("name", "states")
 
-    def __setstate__(self, state: Any) -> None:
-        """Take over the pickled state, checked field by field."""
-        if type(state) is not dict or not all(key in self.known for key in state):
-            msg = f"{self.stands_for} has a state that is not its own"
-            raise InvalidFileError(msg)
-        self.fill(state)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.states: tuple[Any, ...] = ()
 
-    def fill(self, fields: dict[str, Any]) -> None:
-        """Take over the fields of a state; here none are of use."""
+    def take(self, state: Any) -> None:
+        """Keep the pickled state as it is: several objects may name one state."""
+        self.states = state[:_MAX_STATES] if type(state) is tuple else (state,)
+
+    def get(self, key: str) -> Any:
+        """Return a field, None when there is none."""
+        return next((part[key] for part in reversed(self.states) if type(part) is dict and key in part), None)
 
 
-class PickledDict(dict[Any, Any], PickledRecord):
+class PickledDict(dict[Any, Any]):
     """A dictionary with attributes, such as a state dict with its versions; the attributes are dropped."""
 
     __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """Forget the state."""
 
 
 Fuse = Callable[["Interpreter", int], int]
@@ -84,13 +75,15 @@ Unknown = Callable[[str, str], Any]
 _KEYS = (str, int, float, bytes, type(None))
 _MAX_KEY_PARTS = 16
 _NOT_LISTED = object()
+# Fields come as a dictionary, or as a pair of one and the slots.
+_MAX_STATES = 2
 
 
 def _is_key(key: Any) -> bool:
     """Say whether `key` hashes in constant time and unlike others."""
     if type(key) is int and abs(key) > _MAX_INTEGER_KEY:
         return False
-    if isinstance(key, (*_KEYS, ItemKey, PickledRecord)):
+    if isinstance(key, (*_KEYS, ItemKey, PickledObject)):
         return True
     return type(key) is tuple and len(key) <= _MAX_KEY_PARTS and all(isinstance(part, _KEYS) for part in key)
 
@@ -275,24 +268,21 @@ def _reduce(m: Interpreter) -> None:
 
 def _newobj(m: Interpreter) -> None:
     arguments, cls = m.pop(), m.pop()
-    if not isinstance(cls, PickledCallable) or cls.new is None or (arguments != () and not cls.any_arguments):
+    if not isinstance(cls, PickledCallable) or not cls.new or (arguments != () and not cls.any_arguments):
         shown = cls.name if isinstance(cls, PickledCallable) else type(cls).__name__
         msg = f"it makes a {shown} at byte {m.position}"
         raise InvalidFileError(msg)
     m.spend(OBJECT)
-    m.stack.append(cls.new())
+    m.stack.append(PickledObject(cls.name))
 
 
 def _build(m: Interpreter) -> None:
     state, target = m.pop(), m.top()
-    if not isinstance(target, PickledRecord):
+    if isinstance(target, PickledObject):
+        target.take(state)
+    elif not isinstance(target, PickledDict):
         msg = f"it fills in a {type(target).__name__} at byte {m.position}"
         raise InvalidFileError(msg)
-    target.__setstate__(state)
-    if type(state) is dict and target.takes_state:
-        # Nobody writes one state for two objects; what is taken over frees its place.
-        m.spent -= ENTRY * len(state)
-        state.clear()
 
 
 def _persistent(m: Interpreter) -> None:

@@ -29,12 +29,7 @@ from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, check_save
-from fsdplaunch.checkpoint.readers.dcp_index import (
-    check_places,
-    gc_pause,
-    item_locations,
-    read_metadata,
-)
+from fsdplaunch.checkpoint.readers.dcp_index import check_places, gc_pause, read_metadata
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
 from fsdplaunch.checkpoint.safe_pickle import dcp_classes
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, short
@@ -147,22 +142,24 @@ def _unreadable(files: DataFiles, place: ItemLocation, reason: str) -> Checkpoin
 def _to_torch(records: dcp_classes.Metadata, where: str) -> Metadata:
     """Return the objects of torch's classes that the records stand for."""
     chunks: Chunks = {}  # a model's layers repeat them
-    entries = {name: _entry(name, entry, chunks, where) for name, entry in records.state_dict_metadata.items()}
-    storage = _StorageData(records, where)
-    return Metadata(state_dict_metadata=entries, planner_data=records.planner_data, storage_data=storage)
+    entries = {name: _entry(name, entry, chunks, where) for name, entry in records.entries.items()}
+    check_places(records, where)
+    storage = _StorageData(records)
+    return Metadata(state_dict_metadata=entries, planner_data=records.paths, storage_data=storage)
 
 
-def _entry(name: Any, entry: Any, chunks: Chunks, where: str) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(name) is str and isinstance(entry, dcp_classes.ValueEntry):
+def _entry(
+    name: str, entry: dcp_classes.TensorEntry | None, chunks: Chunks, where: str
+) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry is None:
         return BytesStorageMetadata()
-    if type(name) is str and isinstance(entry, dcp_classes.TensorEntry) and entry.dtype is not None:
-        dtype, layout = getattr(torch, entry.dtype.name, None), getattr(torch, entry.layout, None)
-        if isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout):
-            properties = TensorProperties(dtype=dtype, layout=layout)
-            return TensorStorageMetadata(
-                properties, torch.Size(entry.shape), [_chunk(region, chunks) for region in entry.chunks]
-            )
-    msg = f"{where}: {short(str(name))} is neither a tensor of a dtype that torch has nor a value"
+    dtype, layout = getattr(torch, entry.dtype.name, None), getattr(torch, entry.layout, None)
+    if isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout):
+        properties = TensorProperties(dtype=dtype, layout=layout)
+        return TensorStorageMetadata(
+            properties, torch.Size(entry.shape), [_chunk(region, chunks) for region in entry.chunks]
+        )
+    msg = f"{where}: {short(name)} is neither a tensor of a dtype that torch has nor a value"
     raise CheckpointError(msg, hint="copy the checkpoint again from where it was written")
 
 
@@ -176,10 +173,9 @@ def _chunk(region: Region, known: Chunks) -> ChunkStorageMetadata:
 class _StorageData(dict[MetadataIndex, StorageInfo]):
     """Where each item stands, in torch's words for those that this rank reads: an index may list a million."""
 
-    def __init__(self, records: dcp_classes.Metadata, where: str) -> None:
+    def __init__(self, records: dcp_classes.Metadata) -> None:
         super().__init__()
-        self._locations = item_locations(records, where)
-        check_places(records, self._locations, where)
+        self._locations = records.places
 
     def places_in(self, files: Container[str]) -> Iterator[ItemLocation]:
         """Yield where each item of some files stands."""

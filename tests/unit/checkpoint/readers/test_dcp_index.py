@@ -138,7 +138,7 @@ def without_fused(monkeypatch) -> None:
         key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made
         for key, made in INDEX_NAMES.items()
     }
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.INDEX_NAMES", plain)
+    monkeypatch.setattr("fsdplaunch.checkpoint.safe_pickle.dcp_classes.INDEX_NAMES", plain)
 
 
 def outcome(raw: bytes) -> object:
@@ -217,7 +217,7 @@ def test_most_records_of_a_real_index_are_read_at_once(monkeypatch):
         key: counted(made) if isinstance(made, PickledCallable) and made.fuse else made
         for key, made in INDEX_NAMES.items()
     }
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.dcp_index.INDEX_NAMES", patched)
+    monkeypatch.setattr("fsdplaunch.checkpoint.safe_pickle.dcp_classes.INDEX_NAMES", patched)
     index = parse_index(zipfile.ZipFile(DATA / "torch-2.15.0.zip").read(".metadata"), where="it")
     chunks = sum(len(tensor.chunks) for tensor in index.tensors)
     assert chunks / 2 < read["ChunkStorageMetadata"] <= chunks + 1

@@ -175,7 +175,7 @@ def test_permission_errors_below_are_said(model, tmp_path, monkeypatch):
 def test_checkpoint_whose_manifest_is_not_complete_is_refused(model, below, tmp_path):
     folder = model.save(tmp_path / "ckpt" / "pytorch_model_fsdp_0")
     manifest = tmp_path / "ckpt" / "fsdplaunch.json"
-    for text in ({"complete": False}, {}):
+    for text in ({"complete": False}, {"step": 1}):
         manifest.write_text(json.dumps(text))
         with pytest.raises(CheckpointError, match="is not complete: its save did not finish"):
             find_model(folder if below else tmp_path / "ckpt")

@@ -100,7 +100,7 @@ def _shared(dcp, kind: str) -> bytes:
     [
         ("long text", "'n0' has the path"),
         ("chunks", "its tensors name more than the \\d+ chunks that a file of its size can describe"),
-        ("transforms", "an item's transforms are not a short list"),
+        ("transforms", "is stored through torch's extensions"),
     ],
 )
 def test_what_many_entries_share_is_not_expanded(dcp, kind, match):

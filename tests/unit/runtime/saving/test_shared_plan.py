@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdplaunch.checkpoint.readers.dcp_index import item_locations, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
 from fsdplaunch.runtime.saving.sharded_plan import SharedPlan, UnknownLayoutError
 from fsdplaunch.runtime.saving.write_sharded import data_file, make_index
 from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, flatten_state_dict
@@ -171,7 +171,7 @@ def test_plans_and_index_say_what_those_of_torch_say(kind, world, tmp_path):
         made = make_index(shared, places.__getitem__, StorageMeta(checkpoint_id=tmp_path, save_id="one"))
         (tmp_path / ".metadata").write_bytes(pickle.dumps(made))
         assert as_plain(pickle.loads(pickle.dumps(made))) == as_plain(pickle.loads(pickle.dumps(metadata)))
-    found = item_locations(read_metadata(tmp_path), "")
+    found = read_metadata(tmp_path).places
     assert sorted(map(tuple, found.values())) == sorted(
         (info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()
     )
