@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, crc32, write_all
 from fsdplaunch.checkpoint.chunks import Piece, Region, flat_offset, intersect, row_major
@@ -31,8 +31,6 @@ _CONVERTED_BLOCK = 2 * 2**20
 # A sparse stretch of source is read whole up to this many bytes; beyond, it is cut until it is dense enough.
 _SPARSE_READ = 16 * 2**10
 _SPARSE_RATIO = 4
-_LONG_RUN = 64
-_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 ReadPiece = Callable[[Piece, int, int], bytes]  # (piece, byte offset in its data, length)
 
@@ -112,54 +110,14 @@ def _place(
     sizes: Sequence[int],
     size: int,
 ) -> None:
-    """Copy elements of `size` bytes; one of 16 bytes is moved as two words."""
-    words = max(1, size // 8)
-    if words > 1:
-        source_strides = (*(step * words for step in source_strides), 1)
-        strides = (*(step * words for step in strides), 1)
-        sizes = (*sizes, words)
-    code = _FORMATS[size // words]
-    copy_strided(memoryview(raw).cast(code), source_strides, target.cast(code), at * words, strides, sizes)
+    """Copy elements of `size` bytes from one layout into another; `target` starts at its element `at`."""
+    import numpy as np  # only where chunks are not runs of bytes
 
+    def seen(memory: Any, steps: Sequence[int]) -> Any:
+        elements = np.frombuffer(memory, f"V{size}")
+        return np.lib.stride_tricks.as_strided(elements, sizes, [step * size for step in steps])
 
-def copy_strided(
-    source: memoryview,
-    source_strides: Sequence[int],
-    target: memoryview,
-    at: int,
-    target_strides: Sequence[int],
-    sizes: Sequence[int],
-) -> None:
-    """Copy elements of one layout into another; `source` starts at its first element, `target` at `at`."""
-    dims = _coalesce([d for d in zip(sizes, source_strides, target_strides, strict=True) if d[0] != 1])
-    if not dims:
-        target[at] = source[0]
-        return
-    runs = [d for d in dims if d[1] == d[2] == 1 and d[0] * source.itemsize >= _LONG_RUN]
-    inner = runs[0] if runs else max(dims)
-    dims.remove(inner)
-    count, step, target_step = inner
-    for place in itertools.product(*(range(n) for n, _, _ in dims)):
-        start = sum(i * d[1] for i, d in zip(place, dims, strict=True))
-        goal = at + sum(i * d[2] for i, d in zip(place, dims, strict=True))
-        target[goal : goal + (count - 1) * target_step + 1 : target_step] = _slice(source, start, count, step)
-
-
-def _slice(source: memoryview, start: int, count: int, step: int) -> memoryview:
-    if step:
-        return source[start : start + (count - 1) * step + 1 : step]
-    return memoryview(bytes(source[start : start + 1]) * count).cast(source.format)  # type: ignore[call-overload, no-any-return]
-
-
-def _coalesce(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Join neighbouring dimensions that both layouts run through without a gap."""
-    joined: list[tuple[int, int, int]] = []
-    for size, source, target in dims:
-        if joined and joined[-1][1] == size * source and joined[-1][2] == size * target:
-            joined[-1] = (joined[-1][0] * size, source, target)
-        else:
-            joined.append((size, source, target))
-    return joined
+    seen(target[at * size :], strides)[...] = seen(raw, source_strides)
 
 
 def flip_bits(data: bytes, bits: int, size: int) -> bytes:
