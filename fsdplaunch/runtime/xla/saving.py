@@ -43,13 +43,13 @@ class RankState(StateToSave):
 
     stem: str
 
-    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:  # noqa: ARG002  (nobody waits)
-        """Write it; under SPMD one process does so for all."""
-        if devices.is_spmd() and dist.get_rank() != 0:
-            return
-        own = folder / self.name
-        own.mkdir(exist_ok=True)
-        write_large(self.state, own / _file_name(self.stem))
+    def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:  # noqa: ARG002
+        """Write it; under SPMD one process does so for all, and nobody waits."""
+        if not devices.is_spmd() or dist.get_rank() == 0:
+            own = folder / self.name
+            own.mkdir(exist_ok=True)
+            write_large(self.state, own / _file_name(self.stem))
+        return {}
 
 
 def to_save(models: list[nn.Module], optimizers: list[Optimizer], form: str) -> list[StateToSave] | None:
