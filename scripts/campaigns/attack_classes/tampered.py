@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 
 from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.checkpoint.merge.merge import merge
+from fsdplaunch.checkpoint.model_weights import find_weight_files
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
 from scripts.campaigns.attack_classes.case import Case
@@ -120,9 +121,13 @@ def changed_manifest(chance: random.Random) -> None:
             content(path)
         else:
             path.write_bytes(content)
-        found, skipped = find_checkpoint(root)
-        assert found is not None
-        assert all(len(note) < 4096 for note in skipped)
+        try:
+            found, skipped = find_checkpoint(root)
+        except LaunchError as problem:  # such as a file of the kernel's, whose reads fail
+            assert "cannot be read" in problem.message
+        else:
+            assert found is not None
+            assert all(len(note) < 4096 for note in skipped)
         try:
             merge(path.parent, root / "out")
         except LaunchError as problem:
@@ -132,31 +137,22 @@ def changed_manifest(chance: random.Random) -> None:
 
 
 def changed_header(chance: random.Random) -> None:
-    """Change the header of sharded safetensors: overlaps, negative and huge offsets, names, keys twice."""
-    parts = [save({"w": _WEIGHTS["w"][:10]}), save({"w": _WEIGHTS["w"][10:]})]
+    """Change the header of a model's safetensors: overlaps, negative and huge offsets, names, keys twice."""
+    part = save(_WEIGHTS)
     with tempfile.TemporaryDirectory() as base:
-        spoilt, folder = chance.randrange(2), Path(base, "ck")
-        folder.mkdir()
-        for number, part in enumerate(parts):
-            length = int.from_bytes(part[:8], "little")
-            header, data = json.loads(part[8 : 8 + length]), part[8 + length :]
-            header["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [10 * number, 0]}})}
-            text = _other_header(header, chance) if number == spoilt else json.dumps(header).encode()
-            size = (
-                chance.choice([*[len(text)] * 9, 0, 7, 2**63, len(text) + 9999]) if number == spoilt else len(text)
-            )
-            path = folder / f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
-            path.write_bytes(size.to_bytes(8, "little") + text + data)
+        length = int.from_bytes(part[:8], "little")
+        text = _other_header(json.loads(part[8 : 8 + length]), chance)
+        size = chance.choice([*[len(text)] * 9, 0, 7, 2**63, len(text) + 9999])
+        Path(base, "model.safetensors").write_bytes(size.to_bytes(8, "little") + text + part[8 + length :])
         try:
-            merge(folder, Path(base, "out"))
+            find_weight_files(Path(base))
         except LaunchError as problem:
             assert len(problem.message) < 4096, problem.message
-            assert not Path(base, "out").exists()
 
 
 def _other_header(header: dict[str, Any], chance: random.Random) -> bytes:
     entry, values = header["w"], (-1, 1, 2**62, 2**64, 1e9, "0", None, True, [], 1199, 1201, 2**31)
-    match chance.choice(["offset", "shape", "dtype", "saved", "any", "twice"]):
+    match chance.choice(["offset", "shape", "dtype", "any", "twice"]):
         case "offset":
             entry["data_offsets"][chance.randrange(2)] = chance.choice(values)
         case "shape":
@@ -164,9 +160,6 @@ def _other_header(header: dict[str, Any], chance: random.Random) -> bytes:
             entry["shape"] = chance.choice(shapes)
         case "dtype":
             entry["dtype"] = chance.choice(["F16", "I32", "X", "", 3, None, "BOOL", "F64", "f32"])
-        case "saved":
-            place = json.dumps({"w": {"saved_offsets": [chance.choice(values), 0]}})
-            header["__metadata__"]["DCP_SHARDING_INFO"] = chance.choice(["{}", "[]", "x", "[" * 9000, 7, place])
         case "any":
             header = mutations(header, chance)
         case "twice":
