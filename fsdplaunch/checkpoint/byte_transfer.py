@@ -1,10 +1,8 @@
 """Bytes at the speed of the disk: copied inside the kernel, written back early, checksummed fast."""
 
-import ctypes
 import errno
 import importlib
 import os
-import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -95,36 +93,21 @@ class Copier:
 
 # So much is handed over at once: enough for large requests, little enough to keep the disk busy from the start.
 STRIDE = 16 * 2**20
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-
-Start = Callable[[int, int, int], object]
-
-
-def _kernel_start() -> Start | None:
-    """Return the call that starts writing bytes (descriptor, offset, length), where the system has one."""
-    start = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
-    if start is None:
-        return None
-    start.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-    def call(fd: int, offset: int, length: int) -> object:
-        # What it answers does not matter: that all bytes are on disk is for the sync at the end to say.
-        return start(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
-
-    return call
 
 
 class Writeback:
-    """Follows a file that is written from its start to its end."""
+    """Follows a file that is written from its start to its end, and has the kernel begin to write it out.
+
+    That is what Linux does where it is told that pages are not needed: those that are written already it forgets.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd, self.begun = fd, 0
-        self.start = _kernel_start()
 
     def reached(self, position: int) -> None:
         """Say that all bytes before `position` were written."""
-        if self.start is not None and position - self.begun >= STRIDE:
-            self.start(self.fd, self.begun, position - self.begun)
+        if position - self.begun >= STRIDE:
+            os.posix_fadvise(self.fd, self.begun, position - self.begun, os.POSIX_FADV_DONTNEED)
             self.begun = position
 
 
