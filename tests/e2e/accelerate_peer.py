@@ -1,11 +1,5 @@
-"""Runs inside a process of its own: what the installed accelerate writes, and what it makes of our files.
+"""Put the files that the installed accelerate writes, by its wizard and by default, into the folder named."""
 
-python accelerate_peer.py write FOLDER          its wizard's and its default files, as it writes them
-python accelerate_peer.py read < requests.json  [{"file": ..., "env": {...}}] -> the plugin of each, as JSON
-"""
-
-import json
-import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -66,57 +60,5 @@ def write(folder: Path) -> None:
     write_basic_config("bf16", folder / "default.yaml")
 
 
-def launch_environment(path: str) -> dict[str, str]:
-    """The variables `accelerate launch --config_file PATH` would give its workers."""
-    from accelerate.commands import launch as launcher
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    args = launcher.launch_command_parser().parse_args(["--config_file", path, "script.py"])
-    args, _, _ = launcher._validate_launch_command(args)
-    before = dict(os.environ)
-    made = prepare_multi_gpu_env(args)
-    return {name: value for name, value in made.items() if before.get(name) != value} | {
-        "use_fsdp": str(args.use_fsdp),
-        "num_processes": str(args.num_processes),
-    }
-
-
-def plugin(environ: dict[str, str]) -> dict[str, str]:
-    """Every field of accelerate's plugin in a worker with these variables."""
-    from accelerate.utils import dataclasses as fields
-
-    with (
-        mock.patch.dict(os.environ, environ),
-        mock.patch.object(fields, "is_cuda_available", lambda: True),
-        mock.patch("torch.cuda.current_device", lambda: 0),
-    ):
-        made = fields.FullyShardedDataParallelPlugin()
-        mesh = fields_of_mesh(environ)
-    names = [name for name in made.__dataclass_fields__ if name != "param_init_fn"]
-    return {name: str(getattr(made, name)) for name in names} | mesh
-
-
-def fields_of_mesh(environ: dict[str, str]) -> dict[str, str]:
-    from accelerate.parallelism_config import ParallelismConfig
-
-    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") != "true":
-        return {"mesh": "none"}
-    made = ParallelismConfig()
-    return {"mesh": f"{made.dp_replicate_size} x {made.dp_shard_size} x {made.tp_size} x {made.cp_size}"}
-
-
-def read() -> None:
-    for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE", "PARALLELISM"))]:
-        del os.environ[name]
-    answers = []
-    for request in json.load(sys.stdin):
-        theirs = launch_environment(request["file"])
-        answers.append({"env": theirs, "theirs": plugin(theirs), "ours": plugin(request["env"])})
-    json.dump(answers, sys.stdout)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(Path(sys.argv[2]))
-    else:
-        read()
+    write(Path(sys.argv[1]))

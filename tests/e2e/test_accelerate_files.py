@@ -1,6 +1,6 @@
 """Files of the installed accelerate load here and mean what they say; our files mean the same in accelerate."""
 
-import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,26 +11,20 @@ import pytest
 from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate
 from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.load import load_config, stack
-from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import with_mesh, world_size
 from fsdplaunch.config.yaml_text import read_text
+from tests.cli.test_accelerate_environment import theirs, unlisted
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 PEER = Path(__file__).with_name("accelerate_peer.py")
-
-
-def peer(*arguments, text=""):
-    command = [sys.executable, str(PEER), *map(str, arguments)]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A folder with what accelerate's wizard and `config default` write."""
     folder = tmp_path_factory.mktemp("accelerate")
-    peer("write", folder)
+    done = subprocess.run([sys.executable, str(PEER), str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -104,41 +98,15 @@ OURS = {
 }
 
 
-@pytest.fixture(scope="module")
-def read_back(tmp_path_factory):
-    """What accelerate makes of each of OURS, rendered and converted, and of our own environment for it."""
-    folder = tmp_path_factory.mktemp("ours")
-    requests, names = [], []
-    for name, text in OURS.items():
-        loaded = stack(read_text(f"mixed_precision: bf16\nnum_processes: 4\n{text}", "x"))
-        config = with_mesh(loaded.config, world_size(loaded.config))
-        texts = {"converted": to_accelerate(loaded).text}
-        if "forward_prefetch: true" not in text or config.fsdp_config.fsdp_version == 1:
-            texts["rendered"] = render(config)
-        for kind, made in texts.items():
-            path = folder / f"{name} {kind}.yaml"
-            path.write_text(made)
-            requests.append({"file": str(path), "env": encode(config)})
-            names.append((name, kind))
-    answers = json.loads(peer("read", text=json.dumps(requests)))
-    return dict(zip(names, answers, strict=True))
-
-
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("kind", ["rendered", "converted"])
-def test_our_file_makes_the_same_plugin_under_accelerate(read_back, name, kind):
-    answer = read_back[name, kind]
-    assert answer["theirs"] == answer["ours"]
-    assert answer["env"]["use_fsdp"] == "True"
-    assert answer["env"]["num_processes"] == "4"
-    assert answer["env"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
-def test_the_plugin_says_what_the_file_says(read_back):
-    """Guards the comparison above: both sides would also agree on plugins that say nothing."""
-    assert read_back["FSDP1", "rendered"]["theirs"]["sharding_strategy"].endswith("SHARD_GRAD_OP")
-    assert read_back["FSDP2, gathered", "rendered"]["theirs"]["reshard_after_forward"] == "False"
-    assert read_back["FSDP2, size", "rendered"]["theirs"]["min_num_params"] == "1000000"
-    assert read_back["FSDP2, mesh", "rendered"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
-    assert read_back["FSDP2, hybrid", "converted"]["theirs"]["mesh"] == "2 x 2 x 1 x 1"
-    assert "Block" in read_back["FSDP2, names", "rendered"]["theirs"]["transformer_cls_names_to_wrap"]
+def test_converted_file_gives_accelerate_the_environment_it_gives_us(name, tmp_path, monkeypatch):
+    for variable in [one for one in os.environ if one.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_"))]:
+        monkeypatch.delenv(variable)
+    loaded = stack(read_text(f"mixed_precision: bf16\nnum_processes: 4\n{OURS[name]}", "x"))
+    path = tmp_path / "converted.yaml"
+    path.write_text(to_accelerate(loaded).text)
+    made = encode(with_mesh(loaded.config, world_size(loaded.config)))
+    here = {variable: text for variable, text in made.items() if not variable.startswith("FSDPLAUNCH_")}
+    there = theirs(path)
+    assert unlisted(here, there) == []
+    assert (there["ACCELERATE_USE_FSDP"], there["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
