@@ -3,6 +3,7 @@
 import json
 
 import torch
+import torch.distributed as dist
 
 import fsdplaunch
 from tests.distributed import split_models as models
@@ -10,13 +11,13 @@ from tests.distributed import split_models as models
 
 def main() -> None:
     """Print what rank 0 has found."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alone, model = models.built("plain").to(device), models.built("plain")
     losses = models.train(alone, models.adamw(alone))
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
     split = models.train(model, optimizer)
-    print(json.dumps({"alone": losses, "split": split, "lines": list(fsdplaunch.describe(model).lines())}))
+    if dist.get_rank() == 0:
+        print(json.dumps({"alone": losses, "split": split, "lines": list(fsdplaunch.describe(model).lines())}))
 
 
-if __name__ == "__main__":
-    main()
+main()
