@@ -15,7 +15,7 @@ _HOMES = {
     "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
     "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
     "no_sync": "fsdplaunch.runtime.api.gradients",
-    "context_parallel": "fsdplaunch.runtime.context_parallel",
+    "context_parallel": "fsdplaunch.runtime.context_parallel.split_blocks",
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
     "fsdp_modules": "fsdplaunch.runtime.inspection.units",
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import DistModule, apply_fsdp2, load_state_dict, prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
-    from fsdplaunch.runtime.context_parallel import context_parallel
+    from fsdplaunch.runtime.context_parallel.split_blocks import context_parallel
     from fsdplaunch.runtime.inspection.describe import describe
     from fsdplaunch.runtime.inspection.parameters import named_buffers, named_parameters
     from fsdplaunch.runtime.inspection.units import fsdp_modules, params_with_grad

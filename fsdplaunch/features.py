@@ -17,7 +17,7 @@ WARM_IMPORTS = "fsdplaunch.warm.import_record"
 WARM_SERVER = "fsdplaunch.warm.server"
 XLA = "fsdplaunch.runtime.xla.set_up"
 LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
-SEQUENCES = "fsdplaunch.runtime.context_parallel"
+SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
 
 FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",

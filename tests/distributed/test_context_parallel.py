@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel import attend, own_piece, split_blocks
+from fsdplaunch.runtime.context_parallel.split_blocks import attend, own_piece, split_blocks
+from fsdplaunch.runtime.torch_internals import tensors
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tensor_parallel import against_one, variables
@@ -22,12 +24,15 @@ def sequences(context: int, tensor: int = 1, name: str = "", **more: str) -> dic
     return variables(tensor, plan, PARALLELISM_CONFIG_CP_SIZE=str(context), **more)
 
 
+RING = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "ring"}
+
+
 @pytest.mark.parametrize(
     ("name", "context", "tensor", "more"),
     [
         ("plain", 2, 1, {}),
-        ("plain", 2, 2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
-        ("llama", 4, 1, {"SPLIT_MODELS_KV_HEADS": "2"}),
+        ("plain", 2, 2, RING | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
+        ("llama", 4, 1, RING | {"SPLIT_MODELS_KV_HEADS": "2"}),
         ("gpt2", 2, 1, {}),
     ],
 )
@@ -38,7 +43,8 @@ def test_a_run_with_split_sequences_is_that_of_one_process(
     assert result["learnt"] > 0.01
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
-    assert f"  sequences split: over {context} ranks inside of the blocks" in result["lines"]
+    by = ", attention by ring" if more else ""
+    assert f"  sequences split: over {context} ranks inside of the blocks{by}" in result["lines"]
 
 
 def the_mask(kind: str, heads: int) -> torch.Tensor | None:
@@ -49,7 +55,7 @@ def the_mask(kind: str, heads: int) -> torch.Tensor | None:
     return torch.randn(shapes[kind], requires_grad=True) if kind in shapes else None
 
 
-def apart(axis: DeviceMesh, heads: int, kv_heads: int, mask: str) -> float:
+def apart(axis: DeviceMesh, way: Any, heads: int, kv_heads: int, mask: str) -> float:
     """How far attention of split sequences is from that of full ones: values, gradients, the mask's as well."""
     torch.manual_seed(0)
     full = [torch.randn(2, each, 24, 8, requires_grad=True) for each in (heads, kv_heads, kv_heads)]
@@ -59,7 +65,7 @@ def apart(axis: DeviceMesh, heads: int, kv_heads: int, mask: str) -> float:
     (mixed * weights).sum().backward()
     mine = [own_piece(each.detach(), axis, 2).requires_grad_() for each in full]
     own_mask = None if seen is None else seen.detach().requires_grad_(seen.requires_grad)
-    got = attend(axis, *mine, own_mask, **how)
+    got = attend(axis, way, *mine, own_mask, **how)
     (got * own_piece(weights, axis, 2)).sum().backward()
     found, wanted = [got, *(each.grad for each in mine)], [mixed, *(each.grad for each in full)]
     distances = [(one - own_piece(other, axis, 2)).abs().max() for one, other in zip(found, wanted, strict=True)]
@@ -70,18 +76,79 @@ def apart(axis: DeviceMesh, heads: int, kv_heads: int, mask: str) -> float:
 
 
 def attentions() -> dict[str, float]:
-    """By heads and mask."""
+    """By heads, way and mask."""
     axis, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
-    for heads, kv_heads in ((4, 4), (4, 1), (4, 2)):
-        for mask in ("causal", "none", "all heads", "each head", "alone", "keys"):
-            found[f"{heads, kv_heads, mask}"] = apart(axis, heads, kv_heads, mask)
+    for heads, kv_heads, way in ((4, 4, "heads"), (4, 1, "heads"), (3, 3, "auto"), (6, 2, "auto"), (4, 2, "ring")):
+        masks = ("all heads", "each head", "alone", "keys") if way == "heads" else ()
+        for mask in ("causal", "none", *masks):
+            found[f"{way, heads, kv_heads, mask}"] = apart(axis, way, heads, kv_heads, mask)
     return found
 
 
-def test_attention_over_split_sequences_is_exact(two_ranks: RankPool, four_ranks: RankPool) -> None:
+def test_attention_is_exact_by_heads_and_by_ring(two_ranks: RankPool, four_ranks: RankPool) -> None:
     for found in (*two_ranks.run(attentions), *four_ranks.run(attentions)):
         assert len(found) == 18
         assert max(found.values()) < 1e-5, found
+
+
+def message_of(axis: DeviceMesh, query: Any, key: Any, value: Any, **how: Any) -> str:
+    try:
+        attend(axis, "ring", query, key, value, **how)
+    except ShardingError as error:
+        return error.message
+    return "accepted"
+
+
+def small_cases() -> dict[str, Any]:
+    """What a ring does with autocast, with what no kernel takes, and with gradients of gradients."""
+    axis = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    full = [torch.randn(1, 3, 8, 4) for _ in range(3)]
+    mine = [own_piece(each, axis, 2).requires_grad_() for each in full]
+    with torch.autocast("cpu"):
+        low = attend(axis, "ring", *mine, is_causal=True)
+    exact = own_piece(nn.functional.scaled_dot_product_attention(*full, is_causal=True), axis, 2)
+    try:
+        torch.autograd.grad(attend(axis, "ring", *mine).sum(), mine[0], create_graph=True)
+        said = ""
+    except ShardingError as error:
+        said = error.message
+    unfit = [(mine[0], mine[1][:, :2], mine[2][:, :2]), (mine[0], mine[1], mine[2][:, :, :1])]
+    unfit += [(mine[0], mine[1].double(), mine[2]), (mine[0], mine[1][:, :, :1], mine[2][:, :, :1])]
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    with sdpa_kernel(SDPBackend.MATH):
+        refused = [message_of(axis, *mine)]
+    refused += [message_of(axis, *mine, **how) for how in ({"attn_mask": seen}, {"dropout_p": 0.5})]
+    return {
+        "unfit": [message_of(axis, *case, is_causal=True) for case in unfit],
+        "refused": refused,
+        "autocast": (str(low.dtype), float((low - exact).abs().max())),
+        "second gradient": said,
+    }
+
+
+def test_a_ring_casts_and_refuses_what_it_cannot_compute(four_ranks: RankPool) -> None:
+    for found in four_ranks.run(small_cases):
+        assert all("query, key and value do not fit each other" in text for text in found["unfit"][:3]), found
+        assert "causal attention of 2 positions to 1 cannot go in a ring" in found["unfit"][3]
+        for text, why in zip(found["refused"], ("no kernel", "with a mask", "with dropout"), strict=True):
+            assert why in text
+        assert found["autocast"][0] == "torch.bfloat16"
+        assert found["autocast"][1] < 0.05
+        assert (
+            "the gradient of a gradient cannot be computed through attention in a ring" in found["second gradient"]
+        )
+
+
+@pytest.mark.parametrize("name", ["FLASH", "EFFICIENT"])
+def test_kernels_of_gpus_take_what_they_are_given(name: str) -> None:
+    """On tensors without values, by which torch knows what a kernel takes and returns: tests/gpu computes."""
+    kernel = getattr(tensors, name)
+    query, key = (torch.empty(2, 3, length, 64, device="meta") for length in (100, 60))
+    result, sums, more = kernel.forward(query, key, key, False, 0.1)
+    assert (result.shape, sums.shape) == (query.shape, query.shape[:-1])
+    gradients = kernel.backward(torch.empty_like(result), query, key, key, result, sums, more, False, 0.1)
+    assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
 def compiled_passes() -> float:
@@ -103,7 +170,7 @@ def test_sequences_are_cut_at_the_first_numbered_block_not_at_an_embedding() -> 
     model.front = nn.Sequential(nn.Embedding(4, 4))
     model._no_split_modules = ["Sequential", "Block"]
     axis: Any = None  # nobody computes
-    split_blocks(model, (), axis)
+    split_blocks(model, (), axis, "auto")
     assert "forward" not in model.front.__dict__
     forwards = [block.__dict__["forward"] for block in model.layers]
     assert [(each.first, each.last) for each in forwards] == [(True, False), (False, True)]
@@ -174,7 +241,8 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     assert four_ranks.run(refused, "Encoder", 12, env=env) == ["accepted"] * 4
     said = four_ranks.run(refused, "Masking", 12, env=env)
     assert "a mask of (6, 6) is not that of all 12 x 12 positions (cp_size)" in said[0]
-    said = four_ranks.run(refused, "Alone", 12, env=env)
+    heads = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "heads"}
+    said = four_ranks.run(refused, "Alone", 12, env=env | heads)
     assert "1 attention heads cannot be divided by 2 ranks (cp_size)" in said[0]
     said = four_ranks.run(refused, "Block", 11, env=env)
     assert "sequences of 11 cannot be divided by 2 ranks (cp_size)" in said[0]
@@ -202,6 +270,8 @@ def saved_bytes(length: int) -> int:
 
 def test_activations_take_less_memory_the_more_ranks_split_a_sequence(four_ranks: RankPool) -> None:
     one, two, four = (four_ranks.run(saved_bytes, 512, env=sequences(size))[0] for size in (1, 2, 4))
+    ring = four_ranks.run(saved_bytes, 512, env=sequences(4, **RING))[0]
+    assert 0 < ring < 1.05 * four
     blocks = 4 * (two - four)  # the rest, embedding, logits, what is cut and joined, is full on every rank
     hidden = 512 * 32 * 4
     assert blocks > 0.6 * one

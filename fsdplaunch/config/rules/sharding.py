@@ -54,6 +54,14 @@ _NEEDS = {
         "there are no ranks to split layers: tp_size is 1",
         "set parallelism_config_tp_size as well",
     ),
+    "attention-without-context-parallel": _Need(
+        "Refuse sharding.context_parallel_attention without cp_size.",
+        ("sharding", "context_parallel_attention"),
+        mesh("cp"),
+        lambda context: context.axes.context == 1,
+        "there are no ranks to split sequences: cp_size is 1",
+        "set parallelism_config_cp_size as well",
+    ),
     "offload-without-checkpointing": _Need(
         "Refuse fsdp_activation_checkpointing_offload without fsdp_activation_checkpointing.",
         fsdp("activation_checkpointing_offload"),

@@ -538,6 +538,7 @@ NumaName = Literal["node", "socket", "exclusive", "core-complex"]
 ShardName = Literal["auto", "always", "explicit", "off"]
 ContextName = Literal["allgather", "alltoall"]
 ContextBackendName = Literal["torch"]
+SequenceAttentionName = Literal["auto", "heads", "ring"]
 SequenceBackendName = Literal["deepspeed"]
 Fp8BackendName = Literal["AO", "TE", "MSAMP"]
 Fp8FormatName = Literal["HYBRID", "E4M3", "E5M2"]
@@ -601,6 +602,7 @@ CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(
     ContextBackendName, refused={"DEEPSPEED": "DeepSpeed needs accelerate launch; torch splits sequences here"}
 )
+SEQUENCE_ATTENTION = one_of(SequenceAttentionName)
 SEQUENCE_BACKEND = one_of(SequenceBackendName)
 FP8_BACKEND = one_of(Fp8BackendName, refused={"NO": "AO computes float8 here; leave the key out"})
 FP8_FORMAT = one_of(Fp8FormatName)

@@ -348,6 +348,14 @@ class ShardingSection:
         as colwise and rowwise. Left out, the plan that models of transformers bring along.""",
     )
 
+    context_parallel_attention: v.SequenceAttentionName = key(
+        v.SEQUENCE_ATTENTION,
+        "auto",
+        """How attention sees the sequences that cp_size splits. heads: each rank computes some of the heads over
+        all positions; cp_size must divide them. ring: queries stay, keys and values go from rank to rank. auto:
+        heads where cp_size divides them, else ring.""",
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:

@@ -94,6 +94,7 @@ class ShardingDescription:
         alike: Where they do, names of those that each of these ranks has alike.
         plan: Whose plan says so.
         context: How many ranks split each sequence.
+        attention: How attention sees the other ranks' pieces, as configured.
     """
 
     model: str
@@ -124,6 +125,7 @@ class ShardingDescription:
     alike: tuple[str, ...] = ()
     plan: str = ""
     context: int = 1
+    attention: str = "auto"
 
     def line(self) -> str:
         """Return the same for people in one line, with what is out of the ordinary in how it computes."""
@@ -168,7 +170,8 @@ class ShardingDescription:
             total = len(self.split) + len(self.alike)
             by = f", by {self.plan}" if self.plan else ""
             yield "layers split", f"{len(self.split)} of {total} parameters over {self.mesh.get(TENSOR)} ranks{by}"
-        yield "sequences split", f"over {self.context} ranks inside of the blocks" if self.context > 1 else ""
+        by = "" if self.attention == "auto" else f", attention by {self.attention}"
+        yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
         again = f"{len(self.checkpointed)} modules" if self.checkpointed else ""
@@ -381,7 +384,7 @@ def _kept_layout(prepared: ShardedModel) -> dict[str, Any]:
         "float8": prepared.converted,
     }
     if prepared.sequences is not None:
-        layout |= {"context": prepared.sequences.axis.size()}
+        layout |= {"context": prepared.sequences.axis.size(), "attention": prepared.sequences.way}
     return layout if prepared.split is None else layout | {"plan": prepared.split.origin}
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.schema.kinds import (
     PrefetchName,
+    SequenceAttentionName,
     StateDictName,
     StrategyName,
     WrapName,
@@ -80,6 +81,7 @@ class Settings:
         compiling: How to compile, or None.
         float8: How linear layers compute in float8, or None.
         context_size: Ranks that split each sequence.
+        context_attention: How attention sees the other ranks' pieces.
         tensor_size: Ranks that split each layer, -1 for what the other sizes leave.
         tensor_plan: How they do: patterns of names and styles; empty for the model's own plan.
     """
@@ -110,6 +112,7 @@ class Settings:
     compiling: DynamoConfig | None = None
     float8: Fp8Config | None = None
     context_size: int = 1
+    context_attention: SequenceAttentionName = "auto"
     tensor_size: int = 1
     tensor_plan: tuple[tuple[str, str], ...] = ()
 
@@ -157,6 +160,7 @@ def settings_of(config: Config) -> Settings:
         compiling=config.dynamo_config if config.dynamo_config.dynamo_backend != "NO" else None,
         float8=config.fp8_config if config.mixed_precision == "fp8" else None,
         context_size=mesh.parallelism_config_cp_size,
+        context_attention=config.sharding.context_parallel_attention,
         tensor_size=mesh.parallelism_config_tp_size,
         tensor_plan=tuple(config.sharding.tensor_parallel_plan.items()),
     )

@@ -48,7 +48,7 @@ from fsdplaunch.runtime.sharding.wrap import Units, check_root_unit, plan_units
 from fsdplaunch.runtime.sharding_watch import begin_sharding, mark_sharded
 
 if TYPE_CHECKING:
-    from fsdplaunch.runtime.context_parallel import SplitSequences
+    from fsdplaunch.runtime.context_parallel.split_blocks import SplitSequences
     from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
 
 
@@ -211,9 +211,12 @@ def split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh | Non
         return None
     strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
     if strategy != "allgather":
-        messages.say(f"cp_comm_strategy {strategy} is for accelerate's attention; this one exchanges heads")
+        messages.say(
+            f"cp_comm_strategy {strategy} is for accelerate's attention, not for this one:"
+            " see sharding.context_parallel_attention"
+        )
     split = feature(SEQUENCES).split_blocks
-    sequences: SplitSequences = split(model, settings.block_classes, axis)
+    sequences: SplitSequences = split(model, settings.block_classes, axis, settings.context_attention)
     return sequences
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.context_parallel.ring import ring_attention
 from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.registry import registered
@@ -108,14 +110,15 @@ _MODULES = nn.functional.multi_head_attention_forward
 class SplitAttention(TorchFunctionMode):
     """While this is active, scaled_dot_product_attention is over the positions of all ranks."""
 
-    def __init__(self, axis: DeviceMesh) -> None:
+    def __init__(self, axis: DeviceMesh, way: SequenceAttentionName) -> None:
         super().__init__()
         self.axis = axis
+        self.way = way
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATTENTION:
-            return attend(self.axis, *args, **(kwargs or {}))
-        with _called_instead(partial(attend, self.axis)) if func is _MODULES else nullcontext():
+            return attend(self.axis, self.way, *args, **(kwargs or {}))
+        with _called_instead(partial(attend, self.axis, self.way)) if func is _MODULES else nullcontext():
             return func(*args, **(kwargs or {}))
 
 
@@ -131,6 +134,7 @@ def _called_instead(function: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 def attend(
     axis: DeviceMesh,
+    way: SequenceAttentionName,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -141,10 +145,9 @@ def attend(
 ) -> torch.Tensor:
     """Return scaled_dot_product_attention of this rank's positions with all.
 
-    Ranks exchange pieces of positions for heads, as Ulysses does: each computes some heads over all positions.
-
     Args:
         axis: The ranks that split sequences.
+        way: `heads`, `ring`, or `auto`: heads where the ranks divide them.
         query: Batch x heads x this rank's positions x width, as are key and value.
         key: With as many heads or fewer (enable_gqa).
         value: As key.
@@ -154,26 +157,29 @@ def attend(
         kwargs: The same.
 
     Raises:
-        ShardingError: The tensors have other dimensions, the mask is not that of all positions, or the ranks
-            do not divide the heads.
+        ShardingError: The tensors have other dimensions, the mask is not that of all positions, there is one or
+            dropout in a ring, or the heads cannot be divided as configured.
     """
     if query.dim() != _DIMENSIONS:
         msg = f"{script_line()}: attention over {query.dim()} dimensions cannot be split (cp_size)"
         raise ShardingError(msg, hint="let it be batch x heads x positions x width, or leave cp_size out")
     if attn_mask is not None:
         _check_mask(attn_mask, axis.size() * query.size(_POSITIONS), axis.size() * key.size(_POSITIONS))
-    if (heads := query.size(_HEADS)) % axis.size():
+    heads, divides = query.size(_HEADS), query.size(_HEADS) % axis.size() == 0
+    if way == "ring" or (way == "auto" and not divides):
+        if attn_mask is not None or dropout_p:
+            what = "a mask" if attn_mask is not None else "dropout"
+            msg = f"{script_line()}: attention with {what} cannot go in a ring (cp_size)"
+            raise ShardingError(msg, hint=f"use a cp_size that divides the {heads} heads, or is_causal")
+        scale = kwargs.get("scale")
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        return ring_attention(axis, query, key, value, is_causal=is_causal, scale=scale)
+    if not divides:
         msg = f"{script_line()}: {heads} attention heads cannot be divided by {axis.size()} ranks (cp_size)"
-        raise ShardingError(msg, hint="use a cp_size that divides them")
+        raise ShardingError(msg, hint="set sharding.context_parallel_attention: auto, or another cp_size")
     if attn_mask is not None and attn_mask.dim() == _DIMENSIONS and attn_mask.size(_HEADS) != 1:
         attn_mask = own_piece(attn_mask, axis, _HEADS)
-    groups = heads // key.size(_HEADS)
-    if key.size(_HEADS) % axis.size():  # too few heads of keys and values to divide: one for each query's
-        key, value = (each.repeat_interleave(groups, _HEADS) for each in (key, value))
-        kwargs.pop("enable_gqa", None)
-    query, key, value = (exchanged(each, axis, split=_HEADS, join=_POSITIONS) for each in (query, key, value))
-    mixed = _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-    return exchanged(mixed, axis, split=_POSITIONS, join=_HEADS)
+    return _own_heads(axis, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
 def _check_mask(mask: torch.Tensor, rows: int, keys: int) -> None:
@@ -181,6 +187,18 @@ def _check_mask(mask: torch.Tensor, rows: int, keys: int) -> None:
         wanted = f"that of all {rows} x {keys} positions (cp_size)"
         msg = f"{script_line()}: a mask of {tuple(mask.shape)} is not {wanted}"
         raise ShardingError(msg, hint="give attention a mask of full sequences, or is_causal")
+
+
+def _own_heads(
+    axis: DeviceMesh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    groups = query.size(_HEADS) // key.size(_HEADS)
+    if key.size(_HEADS) % axis.size():  # too few heads of keys and values to divide: one for each query's
+        key, value = (each.repeat_interleave(groups, _HEADS) for each in (key, value))
+        kwargs.pop("enable_gqa", None)
+    query, key, value = (exchanged(each, axis, split=_HEADS, join=_POSITIONS) for each in (query, key, value))
+    mixed = _ATTENTION(query, key, value, *args, **kwargs)
+    return exchanged(mixed, axis, split=_POSITIONS, join=_HEADS)
 
 
 SEQUENCE = 1
@@ -193,6 +211,7 @@ class SplitSequences:
 
     Attributes:
         axis: The ranks that split them.
+        way: How attention sees the other ranks' pieces, as configured.
         now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
         gives_pieces: Whether the script gives the model pieces.
         has_pieces: Whether it gave the present pass pieces.
@@ -200,6 +219,7 @@ class SplitSequences:
     """
 
     axis: DeviceMesh
+    way: SequenceAttentionName = "auto"
     now: bool = False
     gives_pieces: bool = False
     has_pieces: bool = False
@@ -222,7 +242,7 @@ class SplitSequences:
 
     def attention(self) -> AbstractContextManager[Any]:
         """Return what must be active while a block computes."""
-        return SplitAttention(self.axis) if self.now else nullcontext()
+        return SplitAttention(self.axis, self.way) if self.now else nullcontext()
 
 
 class BlockForward:
@@ -296,18 +316,21 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def split_blocks(model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh) -> SplitSequences:
+def split_blocks(
+    model: nn.Module, classes: tuple[str, ...], axis: DeviceMesh, way: SequenceAttentionName
+) -> SplitSequences:
     """Give a model's blocks forwards that compute on pieces of the sequences, from the first training pass on.
 
     Args:
         model: Not sharded yet.
         classes: Names of the block classes, where they are configured.
         axis: The ranks that split sequences.
+        way: How attention sees the other ranks' pieces, as configured.
 
     Raises:
         ShardingError: The model has no blocks.
     """
-    sequences = SplitSequences(axis=axis)
+    sequences = SplitSequences(axis=axis, way=way)
     found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
     blocks = [block for block in found if any(True for _ in block.children())]  # no embeddings
     if not blocks:
