@@ -193,8 +193,7 @@ def merge_weights(
     ] = None,
     jobs: Annotated[
         int,
-        # How many it may be is for MergeOptions to say.
-        Option(parser=whole("--jobs", -(10**6), 10**6), metavar="N", help="How many threads write"),
+        Option(parser=whole("--jobs", 1, 256), metavar="N", help="How many threads write"),
     ] = 1,
     dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
