@@ -54,7 +54,7 @@ class Progress:
         """Note what a pass in training with gradients is given."""
         self.passes += 1
         if self.backwards < _LOOKED_AT and not self.divided:
-            self.fingerprint = float(sum(_fingerprint(tensor) for tensor in tensors_held(tuple(given))))
+            self.fingerprint = sum(digest(tensor) for tensor in tensors_held(tuple(given)))
 
     def leave(self) -> None:
         """Note that a backward begins, which the passes so far belong to."""
@@ -78,12 +78,15 @@ class Progress:
             messages.say(f"{line}: all {ranks} ranks compute the same rows, because {why}{advice}")
 
 
-def _fingerprint(tensor: torch.Tensor) -> float:
-    """Return a sum in which each place has a weight of its own: sums of few words are soon alike."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+def digest(tensor: torch.Tensor) -> float:
+    """Return a number that nearly any other content changes: each place has a weight of its own."""
+    if tensor.is_meta or not tensor.numel():
+        return 0.0
+    if tensor.is_nested or tensor.layout is not torch.strided:
         return float(tensor.detach().double().sum())
-    values = tensor.detach().double().flatten()
-    return float(values @ torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt())
+    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.detach().flatten()
+    flat = flat[:: max(len(flat) // 4096, 1)].double().nan_to_num()
+    return float((flat * torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)).sum())
 
 
 class ModuleRegistry:

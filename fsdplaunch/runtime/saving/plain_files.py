@@ -16,6 +16,7 @@ from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, memb
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, read_exactly, short
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime import messages
 
 _MAX_DIRECTORY = 64 * 2**20
 _MAX_DESCRIPTION = 256 * 2**20
@@ -204,8 +205,12 @@ def _set_states(states: Any) -> None:
         raise TypeError(msg)
     random.setstate(_tuples(states["random_state"]))
     torch.set_rng_state(states["torch_manual_seed"])
-    if torch.cuda.is_available() and len(states.get("torch_cuda_manual_seed", ())) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+    of_gpus = states.get("torch_cuda_manual_seed", ())
+    if of_gpus and torch.cuda.is_available():
+        if len(of_gpus) == (here := torch.cuda.device_count()):
+            torch.cuda.set_rng_state_all(of_gpus)
+        else:  # nothing says which of them was this worker's
+            messages.say(f"random states of {len(of_gpus)} GPUs, of {here} here: those of GPUs are not restored")
     for name, (_, put_back) in _others.items():
         if name in states:
             put_back(states[name])

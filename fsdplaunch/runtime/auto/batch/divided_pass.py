@@ -38,6 +38,7 @@ from fsdplaunch.runtime.auto.batch.rank_rows import (
     measured,
     weights_of,
 )
+from fsdplaunch.runtime.auto.context import digest
 from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
@@ -233,7 +234,7 @@ class DividedPasses:
             ShardingError: They do not.
         """
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor]
-        own = [(tuple(leaf.shape), _digest(leaf)) for leaf in tensors]
+        own = [(tuple(leaf.shape), digest(leaf)) for leaf in tensors]
         facts = from_all((own, self.rates()), self.group)
         other = next((rank for rank, fact in enumerate(facts) if fact != facts[0]), None)
         if other is not None and facts[other][0] == facts[0][0]:
@@ -391,15 +392,6 @@ def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[
         if not fits:
             raise _WholeError(_NOT_SUMMED)
     return before or returned
-
-
-def _digest(tensor: torch.Tensor) -> float:
-    """Return a number that nearly any other content changes."""
-    if not tensor.numel() or tensor.is_meta:
-        return 0.0
-    flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.detach().flatten()
-    flat = flat[:: max(len(flat) // 4096, 1)].double().nan_to_num()
-    return float((flat * torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)).sum())
 
 
 def _tolerance(model: Any) -> float:

@@ -9,6 +9,17 @@ import torch
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import packed_random_states, random_states, read_random_states
 
+
+def test_states_of_another_number_of_gpus_are_left_and_said(tmp_path, monkeypatch, capsys):
+    states = torch.load(io.BytesIO(packed_random_states(random_states(3))), weights_only=True)
+    torch.save(states | {"torch_cuda_manual_seed": [torch.zeros(16, dtype=torch.uint8)]}, tmp_path / "states")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
+    read_random_states(tmp_path / "states")
+    assert "random states of 1 GPUs, of 2 here: those of GPUs are not restored" in capsys.readouterr().err
+
+
 WRONG = [None, -1, 2**70, "x", [], {}, [[]], 1.5, torch.ones(3), (3, tuple(range(600)), None)]
 
 
