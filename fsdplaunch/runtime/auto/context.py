@@ -153,7 +153,7 @@ class HookContext:
         module_registry: The modules that exist.
         streams: The random generators.
         models: The models sharded for the script, and the line where.
-        when_sharded: What to call when a model was sharded.
+        when_sharded: What to call when the first model was sharded.
         complete: For each of them, what to call to check that no parameter was added since.
         printed: The messages that were printed and are not repeated.
         position: Where the script is.
@@ -206,8 +206,8 @@ class HookContext:
         """Remember a model that was sharded, weakly, and the script's line where."""
         self.models[model] = line
         self.number_model(model)
-        for each in self.when_sharded:
-            each()
+        while self.when_sharded:
+            self.when_sharded.pop()()
 
     def number_model(self, model: nn.Module) -> None:
         """Give a model a number, by which ranks ask each other for its shards; in the same order on all ranks."""

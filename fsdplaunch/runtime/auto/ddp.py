@@ -29,9 +29,8 @@ from fsdplaunch.runtime.api.gradients import average_gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
 from fsdplaunch.runtime.auto.rank0.passes import passes_of
-from fsdplaunch.runtime.auto.rank0.position import changes
-from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
-from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit, original_class
+from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
 from fsdplaunch.runtime.messages import is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.gradients import agree_on_unused, hook_local_gradients
@@ -314,7 +313,6 @@ class Forward:
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
             passes_of(self.model).turn(self.model)
-            _check_changed_alike(self.model)
         if ddp.require_backward_grad_sync != self.syncs:
             self.syncs = bool(ddp.require_backward_grad_sync)
             average_gradients(self.model, on=self.syncs)
@@ -357,28 +355,6 @@ class Forward:
 
 _trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models that were called in training mode."""
-
-
-def _check_changed_alike(model: nn.Module) -> None:
-    """Check before a model's first pass that what was done with its shards since then was done on all ranks.
-
-    Raises:
-        ShardingError: Some have changed them more often, such as by weights that rank 0 alone has loaded.
-    """
-    count = sum(changes(param) for param in parameters_of(model) if isinstance(param, DTensor))
-    extremes = torch.tensor([count, -count])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if extremes[0] != -extremes[1]:
-        name = original_class(model).__name__
-        msg = (
-            f"{script_line()}: weights of {name} were changed on some ranks only after it was given to"
-            " DistributedDataParallel: each rank has its own part of them"
-        )
-        hint = (
-            "load or change them on all ranks (DistributedDataParallel sends rank 0's where it is built, and not"
-            " afterwards), or before the model is given to it"
-        )
-        raise ShardingError(msg, hint=hint)
 
 
 # What DistributedDataParallel is asked beside its passes -------------------------------------------------------

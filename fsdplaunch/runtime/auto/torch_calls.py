@@ -4,7 +4,6 @@ Torch's own optimizers step on local shards (`sharding.optimizers`), and one tha
 Adafactor, Muon or a script's own do, gets them (`torch_function`).
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -29,8 +28,6 @@ from fsdplaunch.runtime.auto.model.parameters import (
     take_data,
     with_shards,
 )
-from fsdplaunch.runtime.auto.rank0.position import count_changes_from_now
-from fsdplaunch.runtime.inspection.parameters import parameters_of
 from fsdplaunch.runtime.patch import once_imported, replaced
 from fsdplaunch.runtime.torch_internals.distributed import (
     local_tensor,
@@ -203,17 +200,10 @@ def _value_free_functions() -> Iterator[Any]:
 @contextmanager
 def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
     """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
-    counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def begin() -> None:
-        if not counted:
-            make: Any = classmethod(_torch_function(hook_context))
-            hook_context.undo.enter_context(replaced(DTensor, "__torch_function__", lambda _: make))
-        for model in [each for each in hook_context.models if each not in counted]:
-            counted.add(model)
-            for param in parameters_of(model):
-                if isinstance(param, DTensor):
-                    count_changes_from_now(param)  # FSDP2 has written into those that are not empty
+        make: Any = classmethod(_torch_function(hook_context))
+        hook_context.undo.enter_context(replaced(DTensor, "__torch_function__", lambda _: make))
 
     def set_data(param: Any, value: Any) -> None:
         """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""

@@ -297,6 +297,8 @@ class ShardFunctions:
         if not isinstance(target, DTensor) or name not in ("data", "grad") or value is None:
             func(target, value)
         elif name == "data":
+            if fetcher_for_rank0_alone("the data of a shard", [target]) is not None:
+                _write_alone("data = ")
             _assign(target, value, list(self._context.models))
         else:
             func(target, placed_like(target, value))

@@ -268,19 +268,16 @@ class GlobalBatchNorm(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        return batch_norm_over(
-            self.rows.sum, input, running_mean, running_var, weight, bias, momentum=momentum, eps=eps
-        )
+        return _batch_norm(self.rows, input, running_mean, running_var, weight, bias, momentum, eps)
 
 
-def batch_norm_over(
-    add_up: Any,
+def _batch_norm(
+    rows: RankRows,
     given: torch.Tensor,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *,
     momentum: float,
     eps: float,
 ) -> torch.Tensor:
@@ -292,11 +289,11 @@ def batch_norm_over(
     others = [dim for dim in range(given.dim()) if dim != 1]
     shape = [1, -1, *[1] * (given.dim() - 2)]
     own = exact.new_tensor([given.numel() // max(given.size(1), 1)])
-    sums = add_up(torch.cat([exact.sum(others), own]))
+    sums = rows.sum(torch.cat([exact.sum(others), own]))
     count = sums[-1].detach()
     mean = sums[:-1] / count
     centred = exact - mean.view(shape)
-    variance = add_up(centred.square().sum(others)) / count
+    variance = rows.sum(centred.square().sum(others)) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))

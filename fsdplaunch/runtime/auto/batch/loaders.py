@@ -363,28 +363,11 @@ def normalise(original: Any, hook_context: HookContext, norm: Any, given: torch.
         return original(norm, given)  # type: ignore[no-any-return]
     if not norm.training or hook_context.keeps_batch or not hook_context.models:
         return BatchNorm.forward(norm, given)
-    return _over_all_ranks(norm, given)
-
-
-def _over_all_ranks(norm: Any, given: torch.Tensor) -> torch.Tensor:
-    from fsdplaunch.runtime.auto.batch.in_pass import batch_norm_over
+    from fsdplaunch.runtime.auto.batch.in_pass import GlobalBatchNorm
     from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
 
-    momentum = norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        momentum = 1 / float(norm.num_batches_tracked) if momentum is None else momentum
-    everyone = RankRows(dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    return batch_norm_over(
-        everyone.sum,
-        given,
-        norm.running_mean,
-        norm.running_var,
-        norm.weight,
-        norm.bias,
-        momentum=momentum or 0.0,
-        eps=norm.eps,
-    )
+    with GlobalBatchNorm(RankRows(dist.get_world_size(), dist.get_rank(), dist.get_world_size())):
+        return BatchNorm.forward(norm, given)
 
 
 @torch.no_grad()

@@ -174,31 +174,16 @@ class _Changes:
         return count_shard_changes(self._groups) - self._before
 
 
-def changes(tensor: Any) -> int:
-    """Return how often a shard was changed in place: equal on all ranks that did the same with it."""
-    counted = change_count(tensor) + change_count(local_tensor(tensor))  # where an operation is given it
-    return counted + int(tensor.__dict__.get(_REPLACED, 0))
-
-
-def count_changes_from_now(tensor: Any) -> None:
-    """Forget how often a shard was changed until now, by what ranks do differently while a model is sharded."""
-    tensor.__dict__[_REPLACED] = tensor.__dict__.get(_REPLACED, 0) - changes(tensor)
-
-
-_REPLACED = "fsdplaunch_replaced"
-"""What counts of a parameter's changes lack, whose memory was exchanged."""
 _replaced_in_all = [0]
-"""That of all parameters since the last step."""
+"""What counts of changes lack since the last step, of parameters whose memory was exchanged."""
 
 
 @contextmanager
 def counting_one_change(tensor: Any) -> Iterator[None]:
     """Count what gives a shard other memory, which counts its own changes, as one change; on all ranks."""
-    before = changes(tensor)
+    before = change_count(tensor) + change_count(local_tensor(tensor))
     yield
-    lacking = before + 1 - changes(tensor)
-    tensor.__dict__[_REPLACED] = tensor.__dict__.get(_REPLACED, 0) + lacking
-    _replaced_in_all[0] += lacking
+    _replaced_in_all[0] += before + 1 - change_count(tensor) - change_count(local_tensor(tensor))
 
 
 def trains_shards(optimizer: Optimizer) -> bool:
