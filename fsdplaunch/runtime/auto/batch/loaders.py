@@ -186,9 +186,10 @@ class RankStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's items."""
         here = get_worker_info() is None  # a worker process was seeded alike on all ranks
-        items = iter(self.stream)
+        items = None
         while True:
             with self.streams.shared() if here else nullcontext():
+                items = items or iter(self.stream)  # which may draw an order at once
                 turn = list(islice(items, self.size))
             if len(turn) < self.size:
                 return
