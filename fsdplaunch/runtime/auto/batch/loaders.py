@@ -189,7 +189,8 @@ class RankStream(IterableDataset[Any]):
         items = None
         while True:
             with self.streams.shared() if here else nullcontext():
-                items = items or iter(self.stream)  # which may draw an order at once
+                # Not before: it may draw an order at once.
+                items = iter(self.stream) if items is None else items
                 turn = list(islice(items, self.size))
             if len(turn) < self.size:
                 return
