@@ -39,6 +39,7 @@ def test_a_search_finds_the_known_best_and_leaves_the_users_files_alone(fsdplaun
     done = fsdplaunch("tune", "--steps", "4", *TRIES, "--json", "--write", "fast.yaml", "train.py")
     assert done.returncode == 0, done.stderr
     assert "output of the script" not in done.stdout + done.stderr
+    assert re.search(r"^  yours: \d+\.\d ms \(.* to .*\) per step$", done.stderr, re.MULTILINE)
     found = json.loads(done.stdout)
     assert found["best"] == {"fsdp_config.fsdp_reshard_after_forward": False}
     assert found["complete"] is True
