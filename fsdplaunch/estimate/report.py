@@ -179,7 +179,7 @@ def _first(holds: Callable[[int], bool], limit: int) -> int | None:
     return high
 
 
-def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[str]:
+def _notes(model: Model, need: MemoryNeed, host_memory: int | None, *, exact: bool) -> Iterator[str]:
     """Yield what should be known about the numbers of the configured way to shard."""
     setup, shape = need.setup, model.shape
     if need.context:
@@ -192,7 +192,8 @@ def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[
     if setup.shards > rows and setup.version != 1:
         yield f"no tensor has {setup.shards} rows: some ranks hold nothing"
     if shape is None:
-        yield "activations are not counted: the folder has no config.json of a known model type"
+        why = "the traced step alone has them" if exact else "there is no config.json of a known model type"
+        yield f"activations are not counted in the table: {why}"
     elif 0 < shape.max_length < setup.length:
         yield f"sequences of {setup.length} are longer than the model's {shape.max_length}"
 
@@ -282,7 +283,10 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return what should be known about the numbers."""
-        return [*self.said_first, *_notes(self.model, self.rows[0].need, self.host_memory)]
+        return [
+            *self.said_first,
+            *_notes(self.model, self.rows[0].need, self.host_memory, exact=self.exact is not None),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, all sizes in bytes."""

@@ -51,13 +51,6 @@ def test_memory_that_is_not_known_gives_no_verdict(report):
     assert (blind.fewest, blind.batch) == (None, None)
 
 
-def test_unknown_model_type_says_what_is_known_and_what_to_do():
-    with pytest.raises(UsageError, match="model type 'mamba' is not known") as refused:
-        describe({"model_type": "mamba"}, source="config.json")
-    assert "--exact" in refused.value.hint
-    assert "llama" in refused.value.hint
-
-
 @pytest.mark.parametrize("value", ["many", -1, 2.5, True])
 def test_number_without_meaning_is_named(llama, value):
     with pytest.raises(UsageError, match="hidden_size"):
