@@ -20,6 +20,7 @@ from fsdplaunch.estimate.trace_client import trace_step
 from fsdplaunch.private_dir import make_process_dir
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.model_files import (
+    FEWEST_PARAMETERS,
     find_model,
     hub_folder,
     is_hub_name,
@@ -141,6 +142,9 @@ def _read_source(text: str | None) -> _Source:
         return replace(_read_folder(hub_folder(text)), named=text)
     if path.exists() or path.suffix == ".json":
         return _Source(path=path, model=_described(path) if _is_known(path) else None)
+    if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
+        msg = f"{text} needs a unit, as in {text}b or {text}m"
+        raise UsageError(msg)
     try:
         return _sized(text, parse_count(text))
     except ValueError:

@@ -79,7 +79,8 @@ def _repeats(members: Mapping[int, Mapping[str, int]]) -> bool:
     return 2 * alike >= len(members) and alike >= _FEWEST
 
 
-_FEWEST_WITHOUT_UNIT = 10_000
+FEWEST_PARAMETERS = 1_000_000
+"""A smaller model is a size whose unit was forgotten: 8 is not a model of 8 parameters."""
 _LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 
@@ -181,11 +182,11 @@ def parse_count(text: str) -> int:
         text: The count.
 
     Raises:
-        ValueError: It is none, or a small number without a unit: 8 is not a model of 8 parameters.
+        ValueError: It is none, or less than 1.
     """
     match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())
     number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
-    if match is None or number < (1 if match[2] else _FEWEST_WITHOUT_UNIT):
+    if number < 1:
         raise ValueError(text)
     return number
 

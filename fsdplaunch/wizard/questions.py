@@ -15,7 +15,14 @@ from fsdplaunch.config.schema.kinds import ENDPOINT, NAMES, join_endpoint
 from fsdplaunch.display_text import GIB
 from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.probe.memory_plan import Sharding, plan_memory
-from fsdplaunch.probe.model_files import hub_folder, is_hub_name, parse_count, read_model, short_count
+from fsdplaunch.probe.model_files import (
+    FEWEST_PARAMETERS,
+    hub_folder,
+    is_hub_name,
+    parse_count,
+    read_model,
+    short_count,
+)
 from fsdplaunch.wizard.question import TYPE_IT, Choice, Question
 from fsdplaunch.wizard.state import WizardState
 
@@ -234,13 +241,11 @@ XLA_GRAD_CKPT = Question(
     applies=lambda state: state.on_tpus,
 )
 
-_FEWEST_PARAMETERS = 1_000_000
-
 
 def _check_model(text: str, _: WizardState) -> str:
     if not text or text.lower() == "none":
         return ""
-    if text.isdecimal() and int(text) < _FEWEST_PARAMETERS:
+    if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
         msg = f"{text} needs a unit, as in {text}b or {text}m"
         raise ValueError(msg)
     try:

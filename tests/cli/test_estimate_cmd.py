@@ -78,16 +78,16 @@ def test_folder_in_the_working_directory_is_found(cli, folder):
     ("arguments", "text"),
     [
         ([], "error: no model was named, and no folder here holds *.safetensors"),
-        (["8"], "error: 8: no such file, and not the size of a model"),
+        (["8"], "error: 8 needs a unit, as in 8b or 8m"),
         (["Llama-3.1-8B"], "error: Llama-3.1-8B: no such file, and not the size of a model"),
         (["absent.json"], "error: absent.json cannot be read: no such file or directory"),
         (["train.py"], "error: train.py names no function"),
         (["absent.py:build"], "error: script not found: absent.py"),
         (["other.json"], "error: other.json: the model type 'mamba' is not known to the quick estimate"),
         (["broken.json"], "error: broken.json is not JSON: "),
-        (["config.json", "--gpu-memory", "lots"], "error: --gpu-memory 'lots' is not a size"),
+        (["config.json", "--gpu-memory", "lots"], "error: --gpu-memory must be a size such as 5GB"),
         (["config.json", "--optimizer", "lion"], "error: the optimizer 'lion' is not known"),
-        (["config.json", "--world-size", "0"], "error: --world-size must be at least 1, got 0"),
+        (["config.json", "--world-size", "0"], "error: --world-size must be a whole number from 1 to"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_error(cli, tmp_path, arguments, text):

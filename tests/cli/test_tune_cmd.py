@@ -12,7 +12,7 @@ SCRIPT = "print('trains')\n"
         (["nothing.py"], "error: script not found: nothing.py"),
         (["--try", "nonsense=1", "train.py"], "error: --try: nonsense is not a key"),
         (["--try", "fsdp_reshard_after_forward=true", "train.py"], "names nothing that makes another run"),
-        (["--memory", "much", "train.py"], "error: --memory 'much' is not a size"),
+        (["--memory", "much", "train.py"], "error: --memory must be a size such as 5GB"),
         (["--write", "fsdp.yaml", "train.py"], "error: fsdp.yaml exists"),
         (["--write", "no/where.yaml", "train.py"], "there is no folder"),
         (["--write", "folder", "--overwrite", "train.py"], "error: folder is a folder"),
