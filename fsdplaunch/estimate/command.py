@@ -119,8 +119,11 @@ def _notes(config: Config, model: Model, setup: TrainingSetup) -> Iterator[str]:
     heads = model.shape.head_count if model.shape is not None else 0
     if heads % setup.tensor:
         yield f"tp_size {setup.tensor} does not divide the model's {heads} heads: its attention cannot be split"
-    elif heads // setup.tensor % setup.context:
-        yield f"cp_size {setup.context} does not divide the model's {heads} heads: training would stop at once"
+    elif config.sharding.context_parallel_attention == "heads" and heads // setup.tensor % setup.context:
+        yield (
+            f"cp_size {setup.context} does not divide the model's {heads} heads: training would stop"
+            " at its first step; set sharding.context_parallel_attention to auto or ring"
+        )
 
 
 def _read_source(text: str | None) -> _Source:
