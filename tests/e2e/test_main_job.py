@@ -21,12 +21,12 @@ def test_main_job_end_to_end(fsdplaunch, examples, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "fsdp.yaml").exists()
 
-    done = fsdplaunch("launch", examples / "train_lm.py", "--steps", "60")
+    done = fsdplaunch("launch", examples / "train_lm.py", "--steps", "40")
     assert done.returncode == 0, done.stderr
     before = loss_after(done.stdout, "evaluation loss before training")
     after = loss_after(done.stdout, "evaluation loss after training")
     assert 5.4 < before < 5.8
-    assert after < 3.0
+    assert after < 3.2
     assert "4 x Block" in done.stderr
 
     done = fsdplaunch("merge-weights", "checkpoints/lm", "merged")
