@@ -47,13 +47,6 @@ def test_log_of_events_reaches_torchs_configuration():
     assert torchs(Config(launch=replace(SAID, event_log="console"))).event_log_handler == "console"
 
 
-def test_static_rendezvous_gets_the_address_the_rank_and_the_timeout():
-    launch = replace(SAID, max_restarts=0, rendezvous_options={})
-    config = torchs(Config(num_machines=2, machine_rank=1, rdzv_backend="static", launch=launch))
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("static", "10.0.0.1:4711", "job-7")
-    assert {"rank": 1, "timeout": "90"}.items() <= config.rdzv_configs.items()
-
-
 def test_machines_may_be_a_range():
     config = torchs(Config(launch=LaunchSection(nodes="1:4")))
     assert (config.min_nodes, config.max_nodes) == (1, 4)
