@@ -28,8 +28,8 @@ _HOMES = {
     "load_checkpoint": "fsdplaunch.runtime.saving.save_load",
     "should_stop": "fsdplaunch.runtime.should_stop",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge.merge",
-    "DistModule": "fsdplaunch.runtime.api.prepare",
-    "apply_fsdp2": "fsdplaunch.runtime.api.prepare",
+    "DistModule": "fsdplaunch.runtime.api.dist_module",
+    "apply_fsdp2": "fsdplaunch.runtime.api.dist_module",
     "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "ensure_weights_retied": "fsdplaunch.runtime.api.accelerate_names",
@@ -45,7 +45,7 @@ _HOMES = {
     "load_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
     "save_fsdp_model": "fsdplaunch.runtime.api.accelerate_names",
     "save_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
-    "load_state_dict": "fsdplaunch.runtime.api.prepare",
+    "load_state_dict": "fsdplaunch.runtime.api.dist_module",
     "full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
     "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
     "scatter_full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
@@ -75,8 +75,9 @@ if TYPE_CHECKING:
         save_fsdp_model,
         save_fsdp_optimizer,
     )
+    from fsdplaunch.runtime.api.dist_module import DistModule, apply_fsdp2, load_state_dict
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
-    from fsdplaunch.runtime.api.prepare import DistModule, apply_fsdp2, load_state_dict, prepare
+    from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
     from fsdplaunch.runtime.context_parallel.split_blocks import context_parallel
     from fsdplaunch.runtime.inspection.describe import describe

@@ -19,7 +19,7 @@ PLAIN_RUN = "fsdplaunch.comparison.record"
 PRELOADED = (
     "fsdplaunch.runtime.device",
     "fsdplaunch.runtime.sharding_watch",
-    "fsdplaunch.runtime.saving.save_load",
+    "fsdplaunch.runtime.api.prepare",
     "fsdplaunch.runtime.torch_internals.compiler_import",
 )
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""

@@ -5,8 +5,8 @@ What counts are the batches the script has been given; workers of the loader may
 
 import itertools
 import math
-import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,101 +26,66 @@ from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.rank import DataRanks
-from fsdplaunch.runtime.torch_internals.modules import (
-    batches_yielded,
-    dataset_of,
-    draws_all_items,
-    iterator_factory,
-    iterator_methods,
-    set_iterator_factory,
-    set_iterator_methods,
-)
+from fsdplaunch.runtime.torch_internals.modules import draws_all_items
 
 _READING = "_fsdplaunch_reading"
 Position = dict[str, Any]
 
 
+@dataclass
 class LoaderPass:
     """The present pass over one loader.
 
     Attributes:
+        readers: How many ranks read different batches.
         batches: Those the script has been given in this pass, with those skipped at its start.
         is_over: Whether there was no further one, or no pass has begun.
         epoch: The sampler's number of this pass.
         skip: Batches that the next pass leaves out at its start.
         skipped: Those that this pass left out.
         goes_on: The next pass is the rest of one that had begun when the run was saved.
-        readers: How many ranks read different batches.
     """
 
-    def __init__(self, readers: int) -> None:
-        self.readers = readers
-        self.batches = 0
-        self.is_over = True
-        self.epoch = 0
-        self.skip = 0
-        self.skipped = 0
-        self.goes_on = False
-
-    def begin(self, loader: Any) -> None:
-        """Begin a new pass."""
-        self.epoch = getattr(_innermost_sampler(loader), "epoch", 0)
-        self.skipped, self.skip = self.skip, 0
-        self.batches, self.is_over = self.skipped, False
+    readers: int
+    batches: int = 0
+    is_over: bool = True
+    epoch: int = 0
+    skip: int = 0
+    skipped: int = 0
+    goes_on: bool = False
 
 
-def keep_count(loader: DataLoader[Any], readers: int) -> None:
-    """Count the batches a loader gives from now on, in place.
-
-    Args:
-        loader: Any.
-        readers: How many ranks read different batches.
-    """
-    if _READING in loader.__dict__:
-        return
-    reading = LoaderPass(readers)
-    make = iterator_factory(loader)
-    owner = weakref.ref(loader)
-
-    def make_and_count() -> Any:
-        mine: Any = owner()
-        reading.begin(mine)
-        goes_on, reading.goes_on = reading.goes_on, False
-        before = _random_states(mine) if goes_on else ()
-        iterator = make(mine)
-        for generator, state in before:  # the pass had drawn its seed when it began
-            generator.set_state(state)
-        _count(iterator, reading, owner)
-        return iterator
-
-    loader.__dict__[_READING] = reading
-    set_iterator_factory(loader, make_and_count)
-
-
-def _count(iterator: Any, reading: LoaderPass, owner: Any) -> None:
-    """Note what an iterator gives. It is held weakly: its workers end with its last use."""
-    mine = weakref.ref(iterator)
-    own_next, own_reset = iterator_methods(iterator)
-
-    def next_data() -> Any:
-        here: Any = mine()
-        try:
-            data = own_next(here)
-        except StopIteration:
-            reading.is_over = True
-            raise
-        reading.batches = reading.skipped + batches_yielded(here) + 1
-        return data
-
-    def reset(loader: Any, first_iter: bool = False) -> None:  # persistent workers: the next pass
-        reading.begin(owner())
-        own_reset(mine(), loader, first_iter)
-
-    if isinstance(dataset_of(iterator), IterableDataset) and reading.skipped:
-        count, reading.skipped = reading.skipped, 0
-        for _ in itertools.islice(iterator, count):  # a stream has to be read to get there
+def _begin_pass(kind: Any, loader: Any) -> Iterator[Any]:
+    """Stand for `kind.__iter__`, at once and not at the first batch: workers start here, and seeds are drawn."""
+    reading: LoaderPass = loader.__dict__[_READING]
+    reading.epoch = getattr(_innermost_sampler(loader), "epoch", 0)
+    reading.skipped, reading.skip = reading.skip, 0
+    reading.batches, reading.is_over = reading.skipped, False
+    before = _random_states(loader) if reading.goes_on else ()
+    batches = kind.__iter__(loader)
+    for generator, state in before:  # the pass had drawn its seed when it began
+        generator.set_state(state)
+    reading.goes_on = False
+    if isinstance(loader.dataset, IterableDataset):
+        for _ in itertools.islice(batches, reading.skipped):  # a stream has to be read to get there
             pass
-    set_iterator_methods(iterator, next_data, reset)
+    return _count(batches, reading)
+
+
+def _count(batches: Iterator[Any], reading: LoaderPass) -> Iterator[Any]:
+    for number, batch in enumerate(batches, reading.skipped + 1):
+        reading.batches = number
+        yield batch
+    reading.is_over = True
+
+
+def _keep_count(loader: DataLoader[Any], readers: int) -> None:
+    """Count the batches that a loader gives from now on, in place; so many ranks read different ones."""
+    if _READING not in loader.__dict__:
+        loader.__dict__[_READING] = LoaderPass(readers)
+        kind = type(loader)
+        own = {"__module__": kind.__module__, "__iter__": lambda self: _begin_pass(kind, self)}
+        loader.__class__ = type(kind.__name__, (kind,), own)
 
 
 def position_of(loader: Any) -> Position:
@@ -196,7 +161,16 @@ def _converted(counts: list[int], round_then: int, round_now: int) -> int:
     return read // round_now
 
 
-class SkippingSampler(Sampler[Any]):
+class _LikeInner:
+    """Has what else `inner` offers, in whose place it stands."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class SkippingSampler(_LikeInner, Sampler[Any]):
     """A sampler without the first batches of the pass a run is resumed in."""
 
     def __init__(self, inner: Any, reading: LoaderPass) -> None:
@@ -210,12 +184,6 @@ class SkippingSampler(Sampler[Any]):
     def __len__(self) -> int:
         """Return the number of batches in a full pass."""
         return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what else the sampler offers."""
-        if name.startswith("__") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
 
 def _reading(loader: Any) -> LoaderPass:
@@ -293,30 +261,21 @@ class SharedOrder(Sampler[Any]):
         return math.ceil(len(self.inner) / self.ranks.size)
 
 
-class TakingTurns(IterableDataset[Any]):
+class TakingTurns(_LikeInner, IterableDataset[Any]):
     """Every rank's items of a stream: ranks take turns, and a last incomplete round is left out.
 
     All ranks then see the same number of items, and none waits in a collective for a rank that has run out.
     """
 
-    def __init__(self, stream: Any, ranks: DataRanks) -> None:
-        self.stream = stream
+    def __init__(self, inner: Any, ranks: DataRanks) -> None:
+        self.inner = inner
         self.ranks = ranks
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's items."""
-        round_: list[Any] = []
-        for item in self.stream:
-            round_.append(item)
-            if len(round_) == self.ranks.size:
-                yield round_[self.ranks.rank]
-                round_ = []
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what else the stream offers."""
-        if name.startswith("__") or name == "stream":
-            raise AttributeError(name)
-        return getattr(self.stream, name)
+        stream = iter(self.inner)
+        while len(round_ := list(itertools.islice(stream, self.ranks.size))) == self.ranks.size:
+            yield round_[self.ranks.rank]
 
 
 def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
@@ -327,7 +286,7 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
     like several: a run resumed on more or fewer ranks goes on in the same order.
     """
-    keep_count(loader, ranks.size)
+    _keep_count(loader, ranks.size)
     if is_split(loader):
         count_readers(loader, ranks)
         return loader

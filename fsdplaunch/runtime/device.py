@@ -83,7 +83,8 @@ def _unusable(error: Exception) -> MachineError:
 def join_group(config: Config, device: torch.device) -> None:
     """Make the default process group, with the configured timeout, before any other library makes its own.
 
-    CPU tensors go over gloo and CUDA tensors over NCCL, whatever is offloaded later.
+    CPU tensors go over gloo and CUDA tensors over NCCL, whatever is offloaded later. The timeout is that of all
+    groups that are made without one, such as the axes of meshes.
     """
     if config.debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
@@ -92,13 +93,29 @@ def join_group(config: Config, device: torch.device) -> None:
     wait_for_gloo_at_exit()
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
     place = _store_of_run(timeout)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, timeout)
     if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
+        dist.init_process_group(_BACKENDS, timeout=timeout, device_id=device, **place)
+        # The device connected NCCL at once. Kept, torch 2.9 would split this group for each axis of a mesh, with
+        # NCCL's options for gloo, and ranks outside of a script's gloo group would wait for those inside.
+        world: Any = dist.group.WORLD
+        world.bound_device_id = None
+        wrap(dist, "get_backend", _name_as_torchrun)
     else:
         dist.init_process_group("gloo", timeout=timeout, **place)
     tolerate_second_init()
     put_off_end()
     atexit.register(leave_group)
+
+
+_BACKENDS = "cpu:gloo,cuda:nccl"
+
+
+def _name_as_torchrun(get: Any, *args: Any, **kwargs: Any) -> str:
+    """Return `nccl` for a group of both backends: scripts and torch's own functions compare with that."""
+    backend = get(*args, **kwargs)
+    return str(dist.Backend.NCCL) if backend == _BACKENDS else str(backend)
 
 
 def _store_of_run(timeout: timedelta) -> dict[str, Any]:

@@ -166,23 +166,13 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     Args:
         owner: A class or a module.
         name: The attribute. One that a class only inherits, or does not have, is taken off it again.
-        make: Gets the original, None if there is none, and returns what stands in its place. Code that
-            `torch.jit.script` compiles gets the original where it is a function of torch.
+        make: Gets the original, None if there is none, and returns what stands in its place.
     """
-    from fsdplaunch.runtime.torch_internals.tensors import known_to_scripts, not_scripted, scripted_as
-
     own = vars(owner).get(name)
-    original = getattr(owner, name, None)
-    scripted = known_to_scripts(owner, original)
-    instead = make(original)
-    setattr(owner, name, instead)
-    if scripted:
-        scripted_as(instead, original)
+    setattr(owner, name, make(getattr(owner, name, None)))
     try:
         yield
     finally:
-        if scripted:
-            not_scripted(instead)
         if own is None:
             delattr(owner, name)
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,16 +23,18 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from fsdplaunch.config.environment import decode, decode_with, parse_value
 from fsdplaunch.config.schema.config import Config, KeyPath, keys_by_path
-from fsdplaunch.config.schema.kinds import FALSE_WORDS, PREFETCH, STATE_DICT, STRATEGY, TRUE_WORDS
+from fsdplaunch.config.schema.kinds import FALSE_WORDS, STATE_DICT, TRUE_WORDS
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.sharding.settings import (
     DTYPES,
+    SETTINGS,
     Dtypes,
     Settings,
     fsdp1_policy,
     fsdp2_policy,
+    of_key,
     settings_of,
 )
 from fsdplaunch.runtime.sharding.wrap import find_blocks, torch_form
@@ -51,15 +53,9 @@ _POLICIES: dict[str, Any] = {
 }
 
 
-def _key(path: str, setting: str = "") -> Any:
-    """Declare a field with the configuration's key behind it.
-
-    Args:
-        path: Of the key, `fsdp_config` left out.
-        setting: What Settings calls the very same value, for fields that hold that.
-    """
-    section, _, name = path.rpartition(".")
-    return field(default=None, metadata={"path": (section or "fsdp_config", name), "setting": setting})
+def _key(path: str) -> Any:
+    """Declare a field with the configuration's key behind it; `fsdp_config` is left out of the path."""
+    return field(default=None, metadata=of_key(path))
 
 
 @dataclass
@@ -106,7 +102,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         UsageError: A value is not one the field takes, or the FSDP version has no such thing.
     """
 
-    fsdp_version: int | None = _key("fsdp_version", "version")
+    fsdp_version: int | None = _key("fsdp_version")
     sharding_strategy: Any = _key("fsdp_sharding_strategy")
     reshard_after_forward: Any = _key("fsdp_reshard_after_forward")
     backward_prefetch: Any = _key("fsdp_backward_prefetch")
@@ -117,27 +113,22 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
     state_dict_type: Any = _key("fsdp_state_dict_type")
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
-    limit_all_gathers: bool | None = _key("fsdp_limit_all_gathers", "limit_all_gathers")
-    use_orig_params: bool | None = _key("fsdp_use_orig_params", "use_orig_params")
+    limit_all_gathers: bool | None = _key("fsdp_limit_all_gathers")
+    use_orig_params: bool | None = _key("fsdp_use_orig_params")
     param_init_fn: Callable[[nn.Module], Any] | None = None
-    sync_module_states: bool | None = _key("fsdp_sync_module_states", "sync_module_states")
-    forward_prefetch: bool | None = _key("fsdp_forward_prefetch", "forward_prefetch")
-    activation_checkpointing: bool | None = _key("fsdp_activation_checkpointing", "activation_checkpointing")
-    cpu_ram_efficient_loading: bool | None = _key("fsdp_cpu_ram_efficient_loading", "ram_efficient")
+    sync_module_states: bool | None = _key("fsdp_sync_module_states")
+    forward_prefetch: bool | None = _key("fsdp_forward_prefetch")
+    activation_checkpointing: bool | None = _key("fsdp_activation_checkpointing")
+    cpu_ram_efficient_loading: bool | None = _key("fsdp_cpu_ram_efficient_loading")
     transformer_cls_names_to_wrap: list[str] | str | None = _key("fsdp_transformer_layer_cls_to_wrap")
-    min_num_params: int | None = _key("fsdp_min_num_params", "min_num_params")
-    activation_checkpointing_offload: bool | None = _key(
-        "fsdp_activation_checkpointing_offload", "activation_offload"
-    )
-    dp_replicate_size: int | None = _key(
-        "parallelism_config.parallelism_config_dp_replicate_size", "replicate_size"
-    )
-    dp_shard_size: int | None = _key("parallelism_config.parallelism_config_dp_shard_size", "shard_size")
+    min_num_params: int | None = _key("fsdp_min_num_params")
+    activation_checkpointing_offload: bool | None = _key("fsdp_activation_checkpointing_offload")
+    dp_replicate_size: int | None = _key("parallelism_config.parallelism_config_dp_replicate_size")
+    dp_shard_size: int | None = _key("parallelism_config.parallelism_config_dp_shard_size")
     master_dtype: Any = _key("precision.master")
-    activation_checkpointing_every: int | None = _key("sharding.checkpoint_every", "checkpoint_every")
+    activation_checkpointing_every: int | None = _key("sharding.checkpoint_every")
     forward_methods: list[str] | str | None = _key("sharding.forward_methods")
     _config: Config = field(init=False, repr=False, compare=False)
-    _configured: Settings = field(init=False, repr=False, compare=False)
     _wrap_given: bool = field(init=False, repr=False, compare=False, default=True)
     _float8: bool = field(init=False, repr=False, compare=False, default=False)
 
@@ -149,21 +140,23 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         unused = check_given(given, self._config)
         if unused:
             self._config = configured(given | dict.fromkeys(unused))
-        self._configured = settings_of(self._config)
         self._wrap_given = given["auto_wrap_policy"] is not None or is_set("auto_wrap_policy")
+        own = settings_of(self._config)
         if given["cpu_ram_efficient_loading"] is not None:
-            load_on_first_ranks_only(bool(self._configured.ram_efficient))
-        self._fill()
+            load_on_first_ranks_only(own.ram_efficient)
+        self._fill(own)
         self.set_state_dict_type()
-        policy, own = self.mixed_precision_policy, self._configured
-        check_policy(policy, own.version)
+        policy, other = self.mixed_precision_policy, "output_dtype" if own.version == 1 else "buffer_dtype"
+        if isinstance(policy, Mapping) and policy.get(other) is not None:
+            msg = f"fsdp_version {own.version} has no {other}"
+            raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
         self._set_dtypes(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
 
-    def _fill(self) -> None:
+    def _fill(self, own: Settings) -> None:
         """Give every field its final value: the configuration's, which holds what code set, as torch's object."""
-        own = self._configured
-        for name, setting in _PLAIN.items():
-            setattr(self, name, getattr(own, setting))
+        for name, path in PATHS.items():
+            if path in SETTINGS and name not in _OBJECTS:
+                setattr(self, name, getattr(own, SETTINGS[path]))
         one = own.version == 1
         strategy = sharding_strategy(own.strategy)
         self.sharding_strategy = strategy if one else None
@@ -175,10 +168,8 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         self.transformer_cls_names_to_wrap = list(own.block_classes) or None
         self.forward_methods = list(own.forward_methods)
         self.cpu_offload = offload_policy(self.cpu_offload, on=own.offload, one=one)
-        if self.ignored_modules is None:
-            self.ignored_modules = cast("str | None", own.ignored)
-        elif not isinstance(self.ignored_modules, str):
-            self.ignored_modules = list(self.ignored_modules)
+        given = self.ignored_modules
+        self.ignored_modules = given if isinstance(given, str) else list(given) if given else own.ignored
         if not is_function(self.auto_wrap_policy):
             self.auto_wrap_policy = _POLICIES[str(own.wrap)]
         if one and self.sync_module_states and self.param_init_fn is None:
@@ -255,7 +246,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         if self.mixed_precision_policy is not None and not override:
             return
         name = str(plain(mixed_precision)).removeprefix("torch.")
-        dtypes = dtypes_from(name, self._configured.dtypes)
+        dtypes = dtypes_from(name, settings_of(self._config).dtypes)
         dtypes = replace(dtypes, buffer=torch.float32) if buffer_autocast else dtypes
         self._set_dtypes(dtypes, float8=is_float8(name))
 
@@ -271,9 +262,13 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             raise UsageError(msg, hint=f"got {self.mixed_precision_policy!r}")
 
     def _set_dtypes(self, dtypes: Dtypes, *, float8: object) -> None:
+        one = self.fsdp_version == 1
         self._float8 = bool(float8)
         self.master_dtype = dtypes.master
-        self.mixed_precision_policy = policy_of(dtypes, self._configured.version)
+        self.mixed_precision_policy = dtypes.template
+        self.validate_mixed_precision_policy()
+        if dtypes.mixed:
+            self.mixed_precision_policy = fsdp1_policy(dtypes) if one else fsdp2_policy(dtypes)
 
     def settings(self) -> Settings:
         """Return the frozen values that sharding works with: the configuration's, and the fields as they are now.
@@ -282,21 +277,21 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             UsageError: A field was set to something it cannot be.
         """
         self.validate_mixed_precision_policy()
-        ignored, own_strategy = self.ignored_modules, self._configured.strategy
-        own = {setting: getattr(self, name) for name, setting in _PLAIN.items()}
-        given: dict[str, Any] = {setting: value for setting, value in own.items() if value is not None}
+        now = {name: plain_or_none(name, getattr(self, name)) for name, path in PATHS.items() if path in SETTINGS}
+        if self.fsdp_version == 1:
+            del now["reshard_after_forward"]
+        now["backward_prefetch"] = now["backward_prefetch"] or "NO_PREFETCH"
+        values: dict[str, Any] = {
+            SETTINGS[PATHS[name]]: parse_value(PATHS[name], value, name)
+            for name, value in now.items()
+            if value is not None
+        }
+        ignored, policy = self.ignored_modules, self.auto_wrap_policy
+        values["ignored"] = ignored if ignored is None or isinstance(ignored, str) else tuple(ignored)
+        values["wrap"] = next((name for name, own in _POLICIES.items() if own is policy), policy)
         return replace(
-            self._configured,
-            **given,
-            strategy=STRATEGY.parse(plain(self.sharding_strategy or own_strategy)),
-            reshard_after_forward=True if self.fsdp_version == 1 else self.reshard_after_forward,
-            offload=offloads_params(self.cpu_offload),
-            wrap=_wrap_name(self.auto_wrap_policy),
-            block_classes=tuple(names_in(self.transformer_cls_names_to_wrap)),
-            backward_prefetch=PREFETCH.parse(plain(self.backward_prefetch) or "NO_PREFETCH"),
-            state_dict_type=STATE_DICT.parse(plain(self.state_dict_type)),
-            ignored=ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
-            forward_methods=tuple(names_in(self.forward_methods)),
+            settings_of(self._config),
+            **values,
             float8=self._config.fp8_config if self._float8 else None,
             dtypes=dtypes_from(
                 self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
@@ -309,17 +304,8 @@ PATHS: dict[str, KeyPath] = {
     each.name: each.metadata["path"] for each in fields(FullyShardedDataParallelPlugin) if each.metadata
 }
 """The configuration key behind each field of the plugin that has one."""
-_PLAIN = {
-    each.name: each.metadata["setting"]
-    for each in fields(FullyShardedDataParallelPlugin)
-    if each.metadata.get("setting")
-}
-"""Fields that hold the configuration's own value, and what Settings calls them."""
-
-
-def _wrap_name(policy: Any) -> Any:
-    """Return the policy's name if it is one of ours that no model was bound to yet, else the function."""
-    return next((name for name, own in _POLICIES.items() if own is policy), policy)
+_OBJECTS = ("reshard_after_forward", "auto_wrap_policy", "cpu_offload", "ignored_modules")
+"""Fields that what code gives them is looked at in, once more."""
 
 
 @cache
@@ -415,38 +401,6 @@ def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
     return replace(Dtypes(master=master, template=template), **dtypes)
 
 
-def policy_of(dtypes: Dtypes, version: int) -> MixedPrecision | MixedPrecisionPolicy | None:
-    """Return torch's object for the dtypes, with all else that their template sets; None if no dtype is set.
-
-    Raises:
-        UsageError: The template is of the other FSDP version's class and sets more than dtypes.
-    """
-    if not dtypes.mixed:
-        return None
-    kind = MixedPrecision if version == 1 else MixedPrecisionPolicy
-    template = dtypes.template
-    if template is not None and not isinstance(template, kind):
-        shared = {name: getattr(template, name) for name in _DTYPE_FIELDS if hasattr(template, name)}
-        if type(template)(**shared) != template:
-            msg = f"{template!r} sets more than dtypes, which fsdp_version {version} does not have"
-            raise UsageError(msg, hint=f"give {kind.__name__}")
-        dtypes = replace(dtypes, template=None)
-    return fsdp1_policy(dtypes) if version == 1 else fsdp2_policy(dtypes)
-
-
-def check_policy(policy: Any, version: int) -> None:
-    """Raise for a dtype that only the other FSDP version has.
-
-    Raises:
-        UsageError: There is one.
-    """
-    other = "output_dtype" if version == 1 else "buffer_dtype"
-    dtype = policy.get(other) if isinstance(policy, Mapping) else getattr(policy, other, None)
-    if dtype is not None:
-        msg = f"fsdp_version {version} has no {other}"
-        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-
-
 _DTYPE_FIELDS = {
     "param_dtype": "param",
     "reduce_dtype": "reduce",
@@ -477,11 +431,6 @@ def allocate(module: nn.Module) -> nn.Module:
     """Give a module's own tensors storage, without values, where this worker computes."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     return module.to_empty(device=device, recurse=False)
-
-
-def names_in(value: list[str] | str | None) -> list[str]:
-    """Return the names in a list, or in a text separated by commas."""
-    return value.split(",") if isinstance(value, str) else list(value or ())
 
 
 def is_function(policy: Any) -> bool:

@@ -252,7 +252,22 @@ def check_at_first_step(name: str) -> None:
         describe_others()
 
     before_first_step(optimizers, check)
+    optimizers.register_optimizer_step_pre_hook(_compare_ranks)
     _Updates(name).watch()
+
+
+COMPARED_EVERY = 100
+"""After how many steps of an optimizer the ranks compare again what they do not divide of what it trains."""
+_steps: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
+def _compare_ranks(optimizer: Any, *_: Any) -> None:
+    made = _steps.get(optimizer, 0)
+    _steps[optimizer] = made + 1
+    if made % COMPARED_EVERY == 0 and ever_sharded() and os.environ.get(ALLOW_UNSHARDED) != "1":
+        from fsdplaunch.runtime.sharding.checks import check_trained  # only now: a worker must start fast
+
+        check_trained(optimizer, first=made == 0)
 
 
 class _Updates:

@@ -315,44 +315,31 @@ def test_parameters_of_modules_by_expression_and_by_object() -> None:
 # --- wrap policies
 
 
-def of_1_12(module: nn.Module, recurse: bool, unwrapped_params: int, min_num_params: int = 3000) -> bool:
-    return unwrapped_params >= min_num_params
-
-
-def by_name_only(module: nn.Module, *, recurse: bool, unwrapped_params: int) -> bool:
+def by_name_only(module: nn.Module, *, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or isinstance(module, Block)
 
 
 class OfThree:
-    def __call__(self, module: nn.Module, recurse: bool, n: int) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, Block)
 
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
-POLICIES: dict[str, tuple[Any, list[str] | None]] = {
-    "1.12": (of_1_12, None),
-    "1.12 partial": (partial(of_1_12, min_num_params=2000), BLOCKS),
-    "torch": (partial(size_based_auto_wrap_policy, min_num_params=2000), BLOCKS),
-    "short names": (lambda m, r, n: r or isinstance(m, Block), BLOCKS),
-    "by name": (by_name_only, BLOCKS),
-    "predicate": (lambda m: isinstance(m, Block), BLOCKS),
-    "predicate with a default": (lambda m, kind=Block: isinstance(m, kind), BLOCKS),
-    "predicate with two": (lambda m, kind=Block, other=None: isinstance(m, kind), BLOCKS),
-    "predicate partial": (partial(lambda kind, m: isinstance(m, kind), Block), BLOCKS),
-    "object": (OfThree(), BLOCKS),
+POLICIES: dict[str, Any] = {
+    "torch": partial(size_based_auto_wrap_policy, min_num_params=2000),
+    "by name": by_name_only,
+    "predicate": lambda m: isinstance(m, Block),
+    "predicate with a default": lambda m, kind=Block: isinstance(m, kind),
+    "predicate partial": partial(lambda kind, m: isinstance(m, kind), Block),
+    "object": OfThree(),
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_wrap_policies_of_every_signature(name: str) -> None:
-    policy, expected = POLICIES[name]
-    model = build()
-    if expected is None:
-        with pytest.raises(ShardingError, match="the wrap policy given makes no unit"):
-            plan_units(model, Settings(wrap=policy), set())
-        return
+    policy, model = POLICIES[name], build()
     for each in (policy, torch_form(policy)):
-        assert list(plan_units(model, Settings(wrap=each), set())) == expected
+        assert list(plan_units(model, Settings(wrap=each), set())) == BLOCKS
     for module in model.modules():  # as torch itself calls it
         torch_form(policy)(module=module, recurse=False, nonwrapped_numel=0)
 

@@ -180,7 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing_every": 2}, "activation_checkpointing_every needs activation_checkpointing"),
     (
         {"mixed_precision_policy": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
-        "sets more than dtypes",
+        "must be MixedPrecisionPolicy",
     ),
     ({"mixed_precision_policy": "int8"}, "mixed_precision_policy must be one of fp32"),
     ({"mixed_precision_policy": {"param": "bf16"}}, "mixed_precision_policy must be a name, or a mapping of"),

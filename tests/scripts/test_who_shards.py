@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.scripts.conftest import PROGRAMS, Forks, Run
 from tests.scripts.test_programs import assert_same_files, assert_sharded
@@ -126,14 +125,7 @@ averager.average_parameters(model.parameters())
 
 OVER_A_NODE = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
-model = FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, sync_module_states=True, use_orig_params=True,
-             auto_wrap_policy=torch.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear}))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-for _ in range(2):
-    step(model, optimizer)
-state = model.state_dict()
-if os.environ["RANK"] == "0":
-    torch.save(state, "model.pt")
+FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 """
 
 GATHERED = """
@@ -275,11 +267,10 @@ def _in_one_process(body: str) -> str:
     return HEAD + "\n".join(line for line in kept if "mesh" not in line)
 
 
-def test_fsdp1s_hybrid_shard_divides_a_model_over_the_ranks_of_a_node(forks: Forks, tmp_path: Path) -> None:
+def test_fsdp1s_hybrid_shard_over_the_devices_of_a_node_is_refused_on_a_cpu(forks: Forks, tmp_path: Path) -> None:
     done = run(forks, tmp_path, OVER_A_NODE)
-    assert done.codes == [0, 0], done.err
-    assert "2 x Linear, 40 parameters, FSDP1 HYBRID_SHARD over 2 ranks" in done.err[0]
-    assert {tuple(value.shape) for value in torch.load(done.folder / "model.pt").values()} == {(4, 4), (4,)}
+    assert done.codes == [1, 1]
+    assert "HYBRID_SHARD divides a model over a node's devices, and a node has one CPU" in done.err[0]
 
 
 def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ KNOWN = {
     "_from_config": "transformers",
     "_save": "transformers",
     "_prepare_backend": "accelerate",
-    "_prepare_one": "accelerate",
+    "_shared_state": "accelerate",
 }
 """Private names of others than torch, and whose."""
 GUESSED = ("getattr", "hasattr", "setattr", "delattr")

@@ -1,9 +1,7 @@
-"""`prepare`: shard models, and fit optimizers, loaders and schedulers to them; `DistModule` and `apply_fsdp2`."""
+"""`prepare`: shard models, and fit optimizers, loaders and schedulers to them."""
 
 import os
-from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,23 +13,20 @@ from torch.utils.data import DataLoader
 
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import shards_on_xla
-from fsdplaunch.errors import CheckpointError, ShardingError, UsageError
+from fsdplaunch.errors import ShardingError
 from fsdplaunch.features import XLA, feature
 from fsdplaunch.probe.torch_version import mismatch
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.gloo import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.waits import watch_main_thread
 from fsdplaunch.runtime.inspection.units import is_sharded
-from fsdplaunch.runtime.loading.load import LaterValues, load_full
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
-from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, data_ranks, shard_target
 from fsdplaunch.runtime.sharding.optimizers import repoint, step_with_local_shards
 from fsdplaunch.runtime.sharding.registry import known_parameters
 from fsdplaunch.runtime.sharding.shard import shard_model
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy_of_units
-from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys, share_tables
 
 
 def prepare(
@@ -150,111 +145,3 @@ def _fit(item: Any, place: ShardTarget) -> Any:
         return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before
     msg = f"prepare does not know what to do with {type(item).__name__}"
     raise ShardingError(msg, hint="give it models, optimizers, data loaders and schedulers")
-
-
-def apply_fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a model with FSDP2 over a mesh, in place, the rest as the launch's configuration says.
-
-    What has values on no rank and no module can initialize stays on the meta device, sharded: it gets them from
-    `DistModule.load_state_dict` or `fsdp2_load_full_state_dict`.
-    """
-    if is_sharded(model):
-        return
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    place = shard_target(plugin.settings(), mesh=mesh, process_group=None, device=None)
-    shard_model(model, plugin, place, LaterValues)
-
-
-class DistModule(nn.Module):
-    """A sharded module that loads full state dicts: rank 0 has the tensors, every rank gets its shard.
-
-    Everything else is the wrapped module's: attributes, parameters, submodules, state dict, forward.
-
-    Raises:
-        UsageError: It is given no module, such as what `apply_fsdp2` returns.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        if not isinstance(module, nn.Module):
-            msg = f"DistModule wraps a module, got {type(module).__name__}"
-            raise UsageError(msg, hint="apply_fsdp2 shards in place and returns nothing")
-        del self.__dict__["training"]
-        share_tables(self, module)  # so that nn.Module's methods see one module
-        self.__dict__["wrapped"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["wrapped"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "wrapped" in self.__dict__:
-            setattr(self.__dict__["wrapped"], name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.__dict__["wrapped"](*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> IncompatibleKeys:
-        """Load a full state dict that only rank 0 needs to hold; every rank calls this.
-
-        Args:
-            state_dict: Parameters and persistent buffers by name on rank 0; ignored elsewhere.
-            strict: Raise when names differ from the module's.
-            assign: As in `nn.Module`, for parameters without storage; they get it in any case.
-
-        Returns:
-            The names that were missing, and those that were not expected.
-        """
-        del assign
-        return load_full(self.__dict__["wrapped"], state_dict, strict=strict)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the wrapped module's state dict."""
-        return self.__dict__["wrapped"].state_dict(*args, **kwargs)
-
-
-def load_state_dict(
-    checkpoint_file: str, device_map: int | str | torch.device | Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Read a file of weights on rank 0; every other rank gets an empty mapping and reads nothing.
-
-    Args:
-        checkpoint_file: `.safetensors`, or a file of `torch.save` without code in it.
-        device_map: Where the tensors go: one device, or one per module name (`""` for all others). The CPU when
-            left out.
-
-    Raises:
-        CheckpointError: The file cannot be read, or holds objects that only running code could read.
-    """
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return {}
-    state = _read(Path(checkpoint_file))
-    if device_map is None:
-        return state
-    if not isinstance(device_map, Mapping):
-        return {name: tensor.to(device_map) for name, tensor in state.items()}
-    return {name: tensor.to(_device_of(name, device_map)) for name, tensor in state.items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.suffix != ".safetensors":
-        state: dict[str, Any] = read_plain(path)
-        return state
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        msg = f"cannot read {path}: {error}"
-        raise CheckpointError(msg, hint="the file is missing or damaged") from None
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of the longest module name that a tensor's name begins with."""
-    fitting = [module for module in device_map if not module or name == module or name.startswith(f"{module}.")]
-    return device_map[max(fitting, key=len)] if fitting else "cpu"

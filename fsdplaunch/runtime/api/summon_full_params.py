@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit, local_tensor, refuse_of_xla
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
@@ -55,26 +56,14 @@ def summon_full_params(
 def _summoned_fsdp1(
     module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
 ) -> Iterator[None]:
-    """Summon as torch does for FSDP1, without two of its traps.
-
-    Up to torch 2.13 it frees what it moves to host memory if it was there already, and the process dies; with
-    gradients it changes views in place, which autograd must not see.
-    """
-    on_cpu = next((p.device.type == "cpu" for p in module.parameters()), True)
-    options = {
-        "recurse": recurse,
-        "writeback": writeback,
-        "rank0_only": rank0_only,
-        "offload_to_cpu": offload and not on_cpu,
-        "with_grads": grads,
-    }
-    with ExitStack() as stack:
-        if grads:
-            stack.enter_context(torch.no_grad())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that offloading without rank0_only needs memory
-            stack.enter_context(FullyShardedDataParallel.summon_full_params(module, **options))
-        yield
+    """Summon as torch does for FSDP1; with gradients it changes views in place, which autograd must not see."""
+    if next((param.device.type == "cpu" for param in module.parameters()), True):
+        take_out_offload_to_cpu()
+    options = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": grads}
+    with warnings.catch_warnings(), torch.no_grad() if grads else nullcontext():
+        warnings.simplefilter("ignore", UserWarning)  # that offloading without rank0_only needs memory
+        with FullyShardedDataParallel.summon_full_params(module, **options, offload_to_cpu=offload):
+            yield
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,81 +24,21 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.torch_internals.distributed import default_store, default_timeout
 
-WARN_SECONDS = 10.0
-"""How long every rank must have stood in one place."""
-AGAIN_SECONDS = 2.0
-"""How long rank 0 must have seen the others there."""
-_GONE = "-"
-_COLLECTIVES = str(Path(torch.__file__).parent / "distributed")
-
-
-class MismatchedCollectives:
-    """One rank's part in it."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        self.noted = self.warned = False
-        self.seen: tuple[list[str], float] | None = None
-
-    def stay(self, frame: FrameType, line: str, seconds: float) -> None:
-        """Note that this rank's main thread has stood in a place for so long; rank 0 looks at all others.
-
-        Args:
-            frame: The innermost there.
-            line: The user's.
-            seconds: How long.
-        """
-        if self.warned or seconds < WARN_SECONDS or not frame.f_code.co_filename.startswith(_COLLECTIVES):
-            return
-        if not self.noted:
-            self.store.set(_key(dist.get_rank()), line)
-            self.noted = True
-        if dist.get_rank() == 0:
-            self._compare()
-
-    def go_on(self) -> None:
-        """Note that it has gone on."""
-        self.seen = None
-        if self.noted:
-            self.store.set(_key(dist.get_rank()), _GONE)
-            self.noted = False
-
-    def _compare(self) -> None:
-        keys = [_key(rank) for rank in range(dist.get_world_size())]
-        if not self.store.check(keys):
-            return
-        lines = [self.store.get(key).decode() for key in keys]
-        if _GONE in lines or self.seen is None or self.seen[0] != lines:
-            self.seen = (lines, time.monotonic())
-        elif len({*lines}) > 1 and time.monotonic() - self.seen[1] > AGAIN_SECONDS:
-            self.warned = True
-            _warn(lines)
-
-
-def _key(rank: int) -> str:
-    return f"fsdplaunch/stuck/{rank}"
-
-
-def _warn(lines: list[str]) -> None:
-    where = [
-        f"rank {listed([str(rank) for rank, at in enumerate(lines) if at == line], 3)} at {line}"
-        for line in dict.fromkeys(lines)
-    ]
-    messages.say(
-        f"the ranks wait for each other at different lines, and none goes on: {'; '.join(where[:4])}\n"
-        "  try  make each pass, backward and collective on all ranks: what leaves one out must be decided by a"
-        " number that all of them have (torch.distributed.all_reduce)"
-    )
-
-
 PERIOD_SECONDS = 0.5
 STILL_SECONDS = 3.0
 """How long the main thread must have stood in one place."""
+WARN_SECONDS = 10.0
+"""How long it must have when rank 0 looks whether all ranks wait in collectives, at different lines."""
+AGAIN_SECONDS = 5.0
+"""How long rank 0 must then have seen them there."""
+_COLLECTIVE = " in a collective"
+"""What is added to a place in one."""
 
 MOVING = "-"
 """What a rank that waited reports afterwards."""
 
 _TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = f"{_TORCH}/distributed"
 _OURS = str(Path(__file__).parents[2])
 _CLOSED = (RuntimeError, ValueError, AssertionError)
 """What torch raises of a closed store, a destroyed group, or none at all."""
@@ -123,25 +63,52 @@ def place_key(rank: int) -> str:
 def _watch() -> None:
     main = threading.main_thread().ident or 0
     seen: tuple[int, int] | None = None
-    since, reported = 0.0, False
-    crossed = MismatchedCollectives(default_store())
+    since, reported, warned = 0.0, False, False
+    places: list[str] | None = None
+    same_since = 0.0
     while dist.is_initialized():
         time.sleep(PERIOD_SECONDS)
         frame = sys._current_frames().get(main)
         now = time.monotonic()
         mark = None if frame is None else (id(frame), frame.f_lasti)
         if mark != seen or frame is None:
-            seen, since = mark, now
+            seen, since, places = mark, now, None
             reported = reported and not report_wait(MOVING)
             _forget_left()
-            with suppress(*_CLOSED):
-                crossed.go_on()
         elif not reported and now - since > STILL_SECONDS and in_torch(frame):
-            reported = report_wait(user_line(frame))
-        elif reported:
+            in_collective = frame.f_code.co_filename.startswith(_COLLECTIVES)
+            reported = report_wait(user_line(frame) + (_COLLECTIVE if in_collective else ""))
+        elif reported and not warned and now - since > WARN_SECONDS and dist.get_rank() == 0:
             with suppress(*_CLOSED):
-                crossed.stay(frame, user_line(frame), now - since)
+                before, places = places, _places_in_collectives()
+                same_since = same_since if places == before else now
+                if places and len({*places}) > 1 and now - same_since > AGAIN_SECONDS:
+                    warned = True
+                    _warn(places)
         del frame
+
+
+def _places_in_collectives() -> list[str] | None:
+    """Return where each rank waits in a collective; None while one does not."""
+    store, keys = default_store(), [place_key(rank) for rank in range(dist.get_world_size())]
+    places = [store.get(key).decode() for key in keys] if store.check(keys) else [""]
+    return [each.removesuffix(_COLLECTIVE) for each in places] if all(map(_is_collective, places)) else None
+
+
+def _is_collective(place: str) -> bool:
+    return place.endswith(_COLLECTIVE)
+
+
+def _warn(lines: list[str]) -> None:
+    where = [
+        f"rank {listed([str(rank) for rank, at in enumerate(lines) if at == line], 3)} at {line}"
+        for line in dict.fromkeys(lines)
+    ]
+    messages.say(
+        f"the ranks wait for each other at different lines, and none goes on: {'; '.join(where[:4])}\n"
+        "  try  make each pass, backward and collective on all ranks: what leaves one out must be decided by a"
+        " number that all of them have (torch.distributed.all_reduce)"
+    )
 
 
 def leave_wait() -> None:
@@ -249,7 +216,7 @@ def waiting_places(ranks: Sequence[int]) -> dict[int, str]:
     """Return where each of some ranks waits; those that do not are left out."""
     group_store = default_store()
     waiting = {r: group_store.get(place_key(r)).decode() for r in ranks if group_store.check([place_key(r)])}
-    return {rank: place for rank, place in waiting.items() if place != MOVING}
+    return {rank: place.removesuffix(_COLLECTIVE) for rank, place in waiting.items() if place != MOVING}
 
 
 def _notice(call: str, missing: Sequence[int]) -> bool:

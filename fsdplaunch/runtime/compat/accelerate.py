@@ -5,32 +5,31 @@ first, and says what goes wrong without.
 """
 
 import functools
-import importlib
+import importlib.util
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.features import LAYERS, feature
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
+from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
-from fsdplaunch.runtime.sharding.mesh import TENSOR
+from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, param_groups
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
-
-if TYPE_CHECKING:
-    from fsdplaunch.runtime.tensor_parallel.plan import SplitPlan
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
 
@@ -45,10 +44,11 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_without_cache)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_average)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_each_model)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
-    wrap_once_imported("transformers.modeling_utils", "PreTrainedModel.from_pretrained", _load_in_full)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_compare)
-    wrap_once_imported(_ACCELERATOR, "Accelerator._prepare_tp", _split)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
+    wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
         wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", _refuse_indivisible)
@@ -97,12 +97,21 @@ def shuffle_alike_of_accelerate() -> None:
 def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     """Let accelerate shard models whose state has buffers (BatchNorm's), or parameters that no layer holds.
 
-    With `cpu_ram_efficient_loading` it takes each entry of the state for a shard, and ends with an AttributeError
-    at the first buffer (1.15). A parameter of the model itself (a ViT's `cls_token`) it looks for in the layer
-    before the dot of its name, ending in a ValueError, unless the model has transformers' method for that.
+    With `cpu_ram_efficient_loading` it moves the model to the meta device, where modules to ignore are no longer
+    found by their parameters: then rank 0's values are sent before, and it does without. Else it takes each entry
+    of the state for a shard, and ends with an AttributeError at the first buffer (1.15). A parameter of the model
+    itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless
+    the model has transformers' method for that.
     """
     prepared: nn.Module
-    if not getattr(accelerator.state.fsdp_plugin, "cpu_ram_efficient_loading", False):
+    plugin: Any = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading and plugin.ignored_modules is not None:
+        from fsdplaunch.runtime.compat.fsdp1 import send_from_rank_0  # only where it is used
+
+        send_from_rank_0(model)
+        with own_attribute(plugin, "cpu_ram_efficient_loading", False):
+            return _prepare_with_buffers(prepare, accelerator, model)
+    if not plugin.cpu_ram_efficient_loading:
         prepared = prepare(accelerator, model)
         return prepared
 
@@ -157,6 +166,88 @@ def _prepare_without_cache(prepare: Any, self: Any, *args: Any, **kwargs: Any) -
     return prepare(self, *args, **kwargs)
 
 
+def _prepare_each_model(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare models one by one, each with its own optimizers: accelerate takes one model under FSDP2."""
+    models = [each for each in args if isinstance(each, nn.Module)]
+    if len(models) < 2 or not getattr(self, "is_fsdp2", False):  # noqa: PLR2004  (one is what it takes)
+        return prepare(self, *args, **kwargs)
+    rest = [each for each in args if not isinstance(each, nn.Module)]
+    ready: dict[int, Any] = {}
+    for model in models:
+        own = set(map(id, parameters_of(model)))
+        its = [each for each in rest if isinstance(each, Optimizer) and _trains(each, own)]
+        rest = [each for each in rest if each not in its]
+        ready |= zip(map(id, (model, *its)), _as_tuple(prepare(self, model, *its)), strict=True)
+    if rest:
+        ready |= zip(map(id, rest), _as_tuple(prepare(self, *rest)), strict=True)
+    return tuple(ready[id(each)] for each in args)
+
+
+def _trains(optimizer: Optimizer, params: set[int]) -> bool:
+    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _prepare_and_average(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep equal on all ranks what accelerate leaves unsharded (`fsdp_ignored_modules`) and an optimizer trains.
+
+    Torch leaves such gradients as each rank has computed them, so that the ranks would train apart.
+    """
+    result = prepare(self, *args, **kwargs)
+    for model in _as_tuple(result):
+        if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
+            _check_dtypes(model)
+            _keep_unsharded_equal(model)
+    return result
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name.
+
+    Raises:
+        ShardingError: There is one.
+    """
+    names = {id(param): name for name, param in named_parameters(model)}
+    for name, unit in model.named_modules():
+        for group in param_groups(unit) if is_unit(unit) else ():
+            shards = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+            by_dtype = {str(shard.dtype).removeprefix("torch."): names.get(id(shard), "") for shard in shards}
+            if len(by_dtype) > 1:
+                found = " and ".join(f"{param} in {dtype}" for dtype, param in by_dtype.items())
+                msg = f"{script_line()}: {clean_name(name) or class_name(model)} has {found}: FSDP2 takes one"
+                hint = "set mixed_precision, convert the model to one dtype, or use fsdplaunch.prepare"
+                raise ShardingError(msg, hint=hint)
+
+
+def _keep_unsharded_equal(model: nn.Module) -> None:
+    left_out = [
+        param
+        for param in parameters_of(model)
+        if param.requires_grad and not isinstance(param, DTensor) and not is_in_flat_parameter(param)
+    ]
+    new = [param for param in left_out if not hasattr(param, _KEPT_EQUAL)]
+    if not new:
+        return
+    from fsdplaunch.runtime.sharding.optimizers import step_with_local_shards
+    from fsdplaunch.runtime.sharding.registry import keep_equal
+
+    for param in new:
+        setattr(param, _KEPT_EQUAL, True)
+        sent = param.data.contiguous()
+        RankGroup().send(sent)
+        param.data.copy_(sent)
+    keep_equal(new, None)
+    step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
+    size = count(sum(param.numel() for param in new))
+    messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
+
+
+_KEPT_EQUAL = "fsdplaunch_unsharded"
+
+
 class _SavedAsShards(list[Any]):
     """No states, of which one may be taken all the same."""
 
@@ -202,6 +293,32 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
         return not around
 
     return wraps
+
+
+_named_rates: list[bool] = []
+
+
+def _step_and_compare(step: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Print once that accelerate advances a schedule of learning rates by as many steps as there are workers."""
+    if _named_rates:
+        step(self, *args, **kwargs)
+        return
+    rates: list[float] = []
+    advance = self.scheduler.step
+
+    def note(*inner: Any, **more: Any) -> None:
+        advance(*inner, **more)
+        rates.append(self.scheduler.get_last_lr()[0])
+
+    with own_attribute(self.scheduler, "step", note):
+        step(self, *args, **kwargs)
+    if len(rates) > 1 and rates[0] != rates[-1]:
+        _named_rates.append(True)
+        messages.say_unequal(
+            f"{script_line()}: accelerate advances the schedule of learning rates {len(rates)} times for a step,"
+            f" once for each worker: to {rates[-1]:g}, where one process advances it to {rates[0]:g};"
+            " Accelerator(step_scheduler_with_optimizer=False) advances it once"
+        )
 
 
 _DIVIDES = (
@@ -279,118 +396,16 @@ def _prepare_on_cpu(prepare: Any, self: Any, model: Any, *args: Any, **kwargs: A
         return prepare(self, model, *args, **kwargs)
 
 
-# Scripts that split layers give `from_pretrained` the Accelerator's mesh and `tp_plan="auto"`, and `prepare`
-# shards what comes back over the mesh's other axes. Newer versions of transformers make a mesh of their own
-# instead, of all processes, and have no `ReplicateParallel`, which accelerate imports. With these the model is
-# loaded in full here, and `prepare` splits it as `fsdplaunch.prepare` does.
-
-_MISSING = "ReplicateParallel"
-_plans: "weakref.WeakKeyDictionary[nn.Module, SplitPlan]" = weakref.WeakKeyDictionary()
-"""How models are split that are not sharded yet."""
-
-
-def _splits_here() -> bool:
-    """Return whether the installed transformers lacks what accelerate splits layers with."""
-    try:
-        styles = importlib.import_module("transformers.integrations.tensor_parallel")
-    except ImportError:
-        return False
-    return not hasattr(styles, _MISSING)
-
-
-def _load_in_full(load: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have `from_pretrained` leave the layers of a mesh that has an axis for them to `prepare`."""
-    mesh: Any = kwargs.get("device_mesh")
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if TENSOR not in names or not _splits_here():
-        return load(cls, *args, **kwargs)
-    plan = kwargs.pop("tp_plan", None)
-    if plan not in (None, "auto"):
-        msg = "from_pretrained is given a tp_plan of its own, which this version of transformers keeps to itself"
-        raise ShardingError(msg, hint='write it as sharding.tensor_parallel_plan, and give tp_plan="auto"')
-    kwargs.pop("tp_size", None)
-    model = load(cls, *args, **{name: value for name, value in kwargs.items() if name != "device_mesh"})
-    model._tp_size = mesh[TENSOR].size()
-    return model
-
-
-def _split(prepare_tp: Any, self: Any, *args: Any) -> Any:
-    """Have `Accelerator.prepare` split layers before it shards."""
-    if not _splits_here() or not any(_is_full(each) for each in args):
-        return prepare_tp(self, *args)
-    _check(self)
-    first = [each if isinstance(each, nn.Module) else self._prepare_one(each, first_pass=True) for each in args]
-    result = [each if isinstance(each, nn.Module) else self._prepare_one(each) for each in first]
-    exchanged = {old: new for model in result if _is_full(model) for old, new in _split_model(model, self)}
-    for group in _groups(result):
-        group["params"] = [exchanged.get(param, param) for param in group["params"]]
-    return result
-
-
-def _prepare_and_compare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the first pass of what was split with the same one unsplit."""
-    result = prepare(self, *args, **kwargs)
-    for model in (each for each in args if isinstance(each, nn.Module)):
-        plan = _plans.pop(model, None)
-        if plan is not None:
-            _expect(plan, model, self)
-    return result
-
-
-def _is_full(model: Any) -> bool:
-    from fsdplaunch.runtime.inspection.units import has_shards
-
-    return isinstance(model, nn.Module) and not has_shards(model)
-
-
-def _check(accelerator: Any) -> None:
-    """Refuse a mesh over which accelerate cannot shard, and let it shard models that are split.
+def _refuse_split_layers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse what accelerate cannot do with newer transformers, which lacks a name that it asks for.
 
     Raises:
-        ShardingError: It would shard over no ranks.
+        ShardingError: The mesh has ranks that split layers, and transformers no `ReplicateParallel`.
     """
-    plugin, sizes = getattr(accelerator.state, "fsdp_plugin", None), accelerator.parallelism_config
-    if plugin is None:
+    build(self, *args, **kwargs)
+    size = getattr(self.parallelism_config, "tp_size", 1)
+    if size == 1 or importlib.util.find_spec("transformers") is None:
         return
-    if not sizes.dp_shard_cp_dim_names:
-        msg = "accelerate cannot shard over dp_shard_size x cp_size: both are 1, and tp_size is all there is"
-        raise ShardingError(msg, hint="set dp_shard_size to 2 or more, or use fsdplaunch.prepare instead")
-    plugin.cpu_ram_efficient_loading = False  # rank 0's values are sent here, before layers are split
-
-
-def _split_model(model: nn.Module, accelerator: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Split a model's layers; yield each parameter that it had with the one that it has instead."""
-    from fsdplaunch.runtime.collectives.rank_group import RankGroup
-    from fsdplaunch.runtime.inspection.parameters import model_tensors
-
-    axis = accelerator.torch_device_mesh[TENSOR]
-    plan: SplitPlan = feature(LAYERS).split_layers(model, dict(decode().sharding.tensor_parallel_plan), axis)
-    ranks = RankGroup()
-    for entry in model_tensors(model):
-        old = entry.tensor
-        old.data = old.data.to(_kept_in(old, accelerator)).contiguous()
-        ranks.send(old.data)
-        plan.split_parameter(entry)
-        if entry.tensor is not old:
-            yield old, entry.tensor  # type: ignore[misc]
-    _plans[model] = plan
-    messages.say(f"accelerate: layers split over {axis.size()} ranks, by {plan.origin}")
-
-
-def _kept_in(tensor: "torch.Tensor", accelerator: Any) -> "torch.dtype":
-    """Return the dtype that accelerate gives a parameter when it shards; it cannot do so when that is split."""
-    raised = accelerator.is_fsdp2 and accelerator.mixed_precision != "no"
-    return torch.float32 if raised and tensor.requires_grad else tensor.dtype
-
-
-def _groups(prepared: list[Any]) -> Iterator[dict[str, Any]]:
-    from torch.optim import Optimizer
-
-    for each in prepared:
-        if isinstance(each, Optimizer):
-            yield from each.param_groups
-
-
-def _expect(plan: "SplitPlan", model: nn.Module, accelerator: Any) -> None:
-    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
-    plan.expect_same_inputs(model, accelerator.device, getattr(policy, "param_dtype", None))
+    if not hasattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel"):
+        msg = f"accelerate splits layers (tp_size {size}) by ReplicateParallel, which this transformers lacks"
+        raise ShardingError(msg, hint="shard by fsdplaunch.prepare, which splits layers, or take tp_size out")

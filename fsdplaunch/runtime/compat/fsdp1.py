@@ -1,7 +1,6 @@
 """What scripts that call torch's FSDP1 need: on a CPU, and where rank 0 alone asks for what all ranks gather."""
 
 import dataclasses
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
-from fsdplaunch.errors import CheckpointError
+from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
 from fsdplaunch.runtime.patch import wrap
-from fsdplaunch.runtime.rank import rank_variable
 from fsdplaunch.runtime.torch_internals.fsdp import divided_over, show_unsharded_parameters
 
 _MENDED = (2, 14)
@@ -74,8 +72,7 @@ def shard_on_cpu() -> None:
     """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
 
     There torch needs the device by name, and refuses two options: values are sent from rank 0 here
-    (`sync_module_states`), and offloading has nothing to do. HYBRID_SHARD divides a model over a node's devices,
-    and a node has one CPU: over its ranks here.
+    (`sync_module_states`), and offloading has nothing to do.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
@@ -91,21 +88,10 @@ def _construct_on_cpu(construct: Any, *args: Any, **kwargs: Any) -> None:
     if given.get("sync_module_states") and _is_of_all(given.get("process_group")):
         send_from_rank_0(given["module"])
         given["sync_module_states"] = False
-    if _divides_by_node(given):
-        given["process_group"] = _of_node_and_across(int(rank_variable("LOCAL_WORLD_SIZE") or 1))
+    if "HYBRID" in str(given.get("sharding_strategy")) and not ({"process_group", "device_mesh"} & set(given)):
+        msg = f"{script_line()}: HYBRID_SHARD divides a model over a node's devices, and a node has one CPU"
+        raise ShardingError(msg, hint="give FullyShardedDataParallel a device_mesh of two axes, or FULL_SHARD")
     construct(*call.args, **call.kwargs)
-
-
-def _divides_by_node(given: dict[str, Any]) -> bool:
-    hybrid = getattr(given.get("sharding_strategy"), "name", "").removeprefix("_").startswith("HYBRID_SHARD")
-    return hybrid and given.get("process_group") is None and given.get("device_mesh") is None
-
-
-@functools.cache
-def _of_node_and_across(ranks: int) -> tuple[Any, Any]:
-    """Return the group of this node's ranks, and that of the ranks with its place on each node. Collective."""
-    across = [list(range(place, dist.get_world_size(), ranks)) for place in range(ranks)]
-    return dist.new_subgroups(ranks)[0], dist.new_subgroups_by_enumeration(across)[0]
 
 
 def _is_of_all(group: Any) -> bool:

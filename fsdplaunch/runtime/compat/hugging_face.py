@@ -8,13 +8,12 @@ And a Trainer that multiplies a loss which its model has not divided is reported
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +33,6 @@ from fsdplaunch.runtime.state_dict.full_state import (
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered
 
 _TRAINER = "transformers.trainer"
-_WRITING = "write what save_model was given"
 _WITH_SAVE_PRETRAINED = {
     "transformers.modeling_utils": "PreTrainedModel",
     "peft.peft_model": "PeftModel",
@@ -53,6 +51,8 @@ def adapt_hugging_face() -> None:
     wrap_once_imported("accelerate.accelerator", "Accelerator.save_model", _save_full_model)
     wrap_once_imported(_TRAINER, "Trainer.save_model", _save_model)
     wrap_once_imported(_TRAINER, "Trainer.compute_loss", compute_loss)
+    wrap_once_imported(_TRAINER, "Trainer.evaluation_loop", _evaluate)
+    wrap_once_imported(_TRAINER, "Trainer.train", _train)
 
 
 def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,8 @@ def _save_model(save: Any, self: Any, output_dir: Any = None, _internal_call: bo
     if plugin is None or (_internal_call and not _is_last(self) and not _is_full(plugin)):
         return save(self, output_dir, _internal_call)
     full = StateDictType.FULL_STATE_DICT  # the plugin's kind is all that `save_model` looks at before it gathers
-    with own_attribute(plugin, "state_dict_type", full), _one_by_one(self):
+    write = functools.partial(_write_known, self)
+    with own_attribute(plugin, "state_dict_type", full), own_attribute(self, "_save", write):
         return save(self, output_dir, _internal_call)
 
 
@@ -149,39 +150,6 @@ def _is_last(trainer: Any) -> bool:
 
 def _is_full(plugin: Any) -> bool:
     return "FULL_STATE_DICT" in str(plugin.state_dict_type)
-
-
-@contextmanager
-def _one_by_one(trainer: Any) -> Iterator[None]:
-    """Let a Trainer gather its model while it writes it, unless the script writes it in a way of its own."""
-    save = sys.modules[_TRAINER].Trainer._save  # to which `save_model` gives the state that it has gathered
-    gathering = ShardGatherer("save_model", keep=rank() == 0, spool=True)
-    get_state = trainer.accelerator.get_state_dict
-    awaited = False
-
-    def gather(model: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal awaited
-        if not holds_shards(model):
-            return get_state(model, *args, **kwargs)
-        awaited = True
-        return full_state(model, "save_model", gathering)
-
-    def write(*args: Any, **kwargs: Any) -> Any:
-        nonlocal awaited
-        awaited = False
-        with gathering.finish(_WRITING):
-            return save(trainer, *args, **kwargs)
-
-    with ExitStack() as stack:
-        if type(trainer)._save is save:
-            stack.enter_context(own_attribute(trainer.accelerator, "get_state_dict", gather))
-            stack.enter_context(own_attribute(trainer, "_save", write))
-        else:
-            stack.enter_context(own_attribute(trainer, "_save", functools.partial(_write_known, trainer)))
-        yield
-    if awaited and rank() != 0:
-        with gathering.finish(_WRITING):  # transformers 4 calls `_save` on rank 0 only
-            pass
 
 
 def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +187,30 @@ def _save_full_model(save_model: Any, self: Any, model: Any, *args: Any, **kwarg
         own_attribute(self, "get_state_dict", lambda *_, **__: state),
     ):
         return save_model(self, model, *args, **kwargs)
+
+
+def _evaluate(loop: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer evaluate before it trains: accelerate shards by FSDP2 with an optimizer only."""
+    accelerator = self.accelerator
+    if not getattr(accelerator, "is_fsdp2", False) or accelerator._models:
+        return loop(self, *args, **kwargs)
+    prepare_both = accelerator.prepare
+
+    def prepare(model: nn.Module) -> nn.Module:
+        prepared: nn.Module
+        prepared, _ = prepare_both(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        accelerator._optimizers.pop()
+        return prepared
+
+    with own_attribute(accelerator, "prepare", prepare):
+        return loop(self, *args, **kwargs)
+
+
+def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a Trainer train what FSDP1 has sharded for an evaluation, whose wrapper it forgets."""
+    if isinstance(self.model, FullyShardedDataParallel):
+        self.model_wrapped = self.model
+    return train(self, *args, **kwargs)
 
 
 _COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)

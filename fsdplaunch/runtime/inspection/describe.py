@@ -1,7 +1,7 @@
 """`describe`: how a model is sharded, read back from torch's own objects and not from the configuration."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +24,7 @@ from fsdplaunch.runtime.inspection.parameters import (
     tied_names,
     unwrapped,
 )
-from fsdplaunch.runtime.inspection.units import is_unit, original_class, refuse_of_xla
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit, refuse_of_xla
 from fsdplaunch.runtime.sharding.compute import CompiledForward
 from fsdplaunch.runtime.sharding.mesh import TENSOR, data_mesh, splits_layer
 from fsdplaunch.runtime.sharding.registry import ShardedModel, registered
@@ -146,25 +146,6 @@ class ShardingDescription:
         words += [f"{_word(self.output)} out"] if self.output else []
         return ", ".join(words)
 
-    def lines(self) -> Iterator[str]:
-        """Yield the same in full, a line for everything: a headline, then remarks."""
-        first, *_ = self.line().split("; ")
-        yield first
-        for about, text in (*self._details(), *self._remarks()):
-            if text:
-                yield f"  {about}: {text}"
-
-    def _details(self) -> Iterator[tuple[str, str]]:
-        if self.units:
-            left = 100 * self.root.parameters // max(self.parameters, 1)
-            yield "units", f"{_sizes(self.units)} parameters, {count(self.root.parameters)} ({left} %) in the root"
-        yield "the same on each of these", listed(self.alike, 4)
-        yield "tied", "; ".join(" = ".join(names) for names in self.tied)
-        ahead = ["in forward"] if self.forward_prefetch else []
-        ahead += ["in backward"] if self.backward_prefetch != "NO_PREFETCH" else []
-        yield "next unit gathered ahead", " and ".join(ahead) if self.units else ""
-        yield "gathered for, beside forward", ", ".join(self.methods)
-
     def _remarks(self) -> Iterator[tuple[str, str]]:
         if self.split:
             total = len(self.split) + len(self.alike)
@@ -211,51 +192,41 @@ def describe_seen(model: nn.Module) -> ShardingDescription:
 def _described(model: nn.Module, layout: dict[str, Any]) -> ShardingDescription:
     if not is_unit(model):  # else it was compiled before, and the units begin with what came out
         model = unwrapped(model)
-    wrapper = model if isinstance(model, FullyShardedDataParallel) else None
-    (root, *units) = fsdp2_units(model) if wrapper is None else fsdp1_units(model)
-    named = dict(named_parameters(model))
+    named, modules = dict(named_parameters(model)), list(model.named_modules())
+    unsharded = layout.get("unsharded", ())
+    if isinstance(model, FullyShardedDataParallel):
+        version, inside, own = 1, model.module, _fsdp1_settings(model)
+        (root, *units), held = fsdp1_units(model), list(flat_parameters(model))
+    else:
+        version, inside, own = 2, model, _fsdp2_settings(model)
+        (root, *units), held = fsdp2_units(model), [_held(p) for name, p in named.items() if name not in unsharded]
+    kept: Counter[str] = Counter()
+    for dtype, size, _ in held:
+        kept[dtype_name(dtype) or ""] += size
+    held += [_held(named[name]) for name in unsharded]
     split = tuple(name for name, param in named.items() if splits_layer(param))
+    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not inside)
     return ShardingDescription(
-        model=own_class(model if wrapper is None else wrapper.module),
-        version=2 if wrapper is None else 1,
+        model=own_class(inside),
+        version=version,
         units=tuple(units),
         root=root,
+        parameters=sum(size for _, size, _ in held),
+        trained=sum(size for _, size, trained in held if trained),
+        kept=dict(kept),
+        frozen=tuple(name for name, param in named.items() if not param.requires_grad),
+        checkpointed=tuple(clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)),
+        activations_offloaded=any(isinstance(module, OffloadWrapper) for _, module in modules),
+        compiled="model" if _is_compiled(inside) else "blocks" if inner else None,
         split=split,
         alike=tuple(name for name in named if name not in split) if split else (),
         **layout,
-        **_counted(model, named, layout.get("unsharded", ()), sum(unit.parameters for unit in (root, *units))),
-        **wrappers(model),
-        **(fsdp2_settings(model) if wrapper is None else fsdp1_settings(wrapper)),
+        **own,
     )
 
 
-def _counted(
-    model: nn.Module, named: dict[str, nn.Parameter], unsharded: Collection[str], in_units: int
-) -> dict[str, Any]:
-    """Return what is counted from the parameters themselves."""
-    apart = [named[name] for name in unsharded]
-    still = sum(param.numel() for param in apart if not param.requires_grad)
-    if isinstance(model, FullyShardedDataParallel):
-        flat = list(flat_parameters(model))
-    else:
-        sharded = [param for name, param in named.items() if name not in unsharded]
-        flat = [(param.dtype, param.numel(), param.requires_grad) for param in sharded]
-    kept: Counter[str] = Counter()
-    for dtype, size, trained in flat:
-        kept[dtype_name(dtype) or ""] += size
-        still += 0 if trained else size
-    total = in_units + sum(param.numel() for param in apart)
-    return {
-        "parameters": total,
-        "trained": total - still,
-        "kept": dict(kept),
-        "frozen": tuple(name for name, param in named.items() if not param.requires_grad),
-    }
-
-
-def _sizes(units: tuple[ShardedUnit, ...]) -> str:
-    sizes = sorted({unit.parameters for unit in units})
-    return count(sizes[0]) if len(sizes) == 1 else f"{count(sizes[0])} to {count(sizes[-1])}"
+def _held(param: nn.Parameter) -> tuple[torch.dtype, int, bool]:
+    return param.dtype, param.numel(), param.requires_grad
 
 
 def _word(name: str | None) -> str:
@@ -270,22 +241,15 @@ def fsdp2_units(model: nn.Module) -> Iterator[ShardedUnit]:
         groups = param_groups(module)
         policy = mixed_precision_of(groups[0]) if groups else None
         after = groups[0].post_forward_mesh_info if groups else None
+        size = 0 if after is None else int(after.shard_mesh_size)  # 0: it stays gathered after forward
         yield ShardedUnit(
             name=clean_name(name),
             kind=own_class(module),
             parameters=sum(prod(full_size(param)) for group in groups for param in group.fsdp_params),
-            reshard_after_forward=_resharded(after, groups),
+            reshard_after_forward=size != 0 and (size == groups[0].mesh_info.shard_mesh_size or size),
             compute=dtype_name(policy.param_dtype) if policy else None,
             reduce=dtype_name(policy.reduce_dtype) if policy else None,
         )
-
-
-def _resharded(after: Any, groups: Any) -> bool | int:
-    """Return whether an FSDP2 unit is freed after forward, or the number of ranks it is then spread over."""
-    if after is None:
-        return False
-    size = int(after.shard_mesh_size)
-    return True if size == groups[0].mesh_info.shard_mesh_size else size
 
 
 def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
@@ -306,26 +270,12 @@ def fsdp1_units(model: nn.Module) -> Iterator[ShardedUnit]:
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[torch.dtype, int, bool]]:
     """Yield dtype, size and whether it gets a gradient, of each full parameter in FSDP1's flat ones."""
-    for module in model.modules():
-        flat = flat_parameter(module) if isinstance(module, FullyShardedDataParallel) else None
-        if flat is None:
-            continue
-        flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
-        for shape, trained in zip(flat.shapes, flags, strict=True):
-            yield flat.tensor.dtype, prod(shape), trained
-
-
-def wrappers(model: nn.Module) -> dict[str, Any]:
-    """Return what is recomputed, offloaded and compiled, by the names of the description."""
-    modules = list(model.named_modules())
-    again = [clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)]
-    inside = model.module if isinstance(model, FullyShardedDataParallel) else model
-    inner = any("forward" in m.__dict__ and _is_compiled(m) for _, m in modules if m is not inside)
-    return {
-        "checkpointed": tuple(again),
-        "activations_offloaded": any(isinstance(module, OffloadWrapper) for _, module in modules),
-        "compiled": "model" if _is_compiled(inside) else "blocks" if inner else None,
-    }
+    for wrapper in fsdp1_wrappers(model):
+        flat = flat_parameter(wrapper)
+        if flat is not None:
+            flags = [p.requires_grad for p in flat.params] or [flat.tensor.requires_grad] * len(flat.shapes)
+            for shape, trained in zip(flat.shapes, flags, strict=True):
+                yield flat.tensor.dtype, prod(shape), trained
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -333,7 +283,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), CompiledForward)
 
 
-def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
+def _fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
     """Return what holds for an FSDP1 model as one, by the names of the description."""
     ahead = model.backward_prefetch
     return {
@@ -345,16 +295,15 @@ def fsdp1_settings(model: FullyShardedDataParallel) -> dict[str, Any]:
     }
 
 
-def fsdp2_settings(model: nn.Module) -> dict[str, Any]:
+def _fsdp2_settings(model: nn.Module) -> dict[str, Any]:
     """Return what holds for an FSDP2 model as one, by the names of the description."""
-    first: Any = next((p for p in parameters_of(model) if isinstance(p, DTensor)), None)
     groups = param_groups(model)
     return {
         "output": dtype_name(root_mixed_precision(model).output_dtype),
         "buffers": None,
         "forward_prefetch": prefetches_forward(model),
         "backward_prefetch": "BACKWARD_PRE",  # by itself, in the order that forward ran in
-        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy) and first is not None,
+        "offloaded": bool(groups) and isinstance(groups[0].offload_policy, CPUOffloadPolicy),
     }
 
 
@@ -362,8 +311,7 @@ def own_class(module: Any) -> str:
     """Return the name of the user's class, inside of what checkpointing and sharding put around it."""
     while isinstance(module, CheckpointWrapper | OffloadWrapper):
         module = checkpointed_module(module)
-    module = unwrapped(module)
-    return original_class(module).__name__
+    return class_name(module)
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -1,5 +1,6 @@
 """What must hold before a model is sharded and after: kinds of parameters, equal settings and values, no loss."""
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
@@ -23,6 +25,7 @@ from fsdplaunch.runtime.inspection.parameters import (
     unwrapped,
 )
 from fsdplaunch.runtime.inspection.units import local_tensor
+from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.mesh import (
     data_mesh,
     groups_from_first,
@@ -33,6 +36,7 @@ from fsdplaunch.runtime.sharding.mesh import (
 )
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 from fsdplaunch.runtime.sharding.settings import Settings
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.tensors import inner_tensor
 
 
@@ -95,6 +99,47 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
     data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     return data.sum(dtype=torch.int64)
+
+
+def check_trained(optimizer: Optimizer, *, first: bool) -> None:
+    """Check that ranks hold the same of what an optimizer trains and they do not divide, whoever sharded the rest.
+
+    Args:
+        optimizer: About to step. One without shards may step on one rank alone, and is not looked at.
+        first: Whether it is its first step: replicas of shards are compared as well.
+
+    Raises:
+        ShardingError: They do not: each rank would train a model of its own from there on.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = [param for param in params if isinstance(param, DTensor)]
+    plain = [param for param in params if not isinstance(param, DTensor) and not is_in_flat_parameter(param)]
+    if len(plain) == len(params):
+        return
+    mesh = max((param.device_mesh for param in sharded), key=lambda mesh: mesh.size(), default=None)
+    over: list[tuple[list[Any], list[dist.ProcessGroup | None]]] = [
+        (plain, [None] if mesh is None else groups_from_first(mesh))
+    ]
+    if mesh is not None and first:
+        for axis in range(mesh.ndim):
+            replicas = [p for p in sharded if p.device_mesh == mesh and p.placements[axis].is_replicate()]
+            over.append((replicas, [mesh.get_group(axis)]))
+    for same, groups in over:
+        different = unequal(
+            {str(n): param for n, param in enumerate(same)}, groups, local_tensor(params[0]).device
+        )
+        if different:
+            names = listed([_name_in_a_module(same[int(number)]) for number in different], 3)
+            msg = f"{script_line()}: ranks train different values of {names}, which is not divided over them"
+            hint = "average its gradients (fsdplaunch.prepare does), or launch with --allow-unsharded"
+            raise ShardingError(msg, hint=hint)
+
+
+def _name_in_a_module(param: torch.Tensor) -> str:
+    """Return the longest name that a parameter has in any module there is."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    named = (pair for module in modules for pair in nn.Module.named_parameters(module))
+    return clean_name(max((name for name, each in named if each is param), key=len, default="a parameter"))
 
 
 def check_model(model: nn.Module, version: int) -> None:

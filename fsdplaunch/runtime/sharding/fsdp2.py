@@ -39,7 +39,6 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
     allow_class,
     gather_for_any_output,
     gathered_parameters,
-    let_inputs_be_changed,
 )
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD
 
@@ -80,15 +79,7 @@ def shard(
     for unit in (model, *units.values()):
         if isinstance(unit, FSDPModule):
             gather_for_any_output(unit)
-            if _begins_in_place(unit):
-                let_inputs_be_changed(unit)
     return model
-
-
-def _begins_in_place(unit: nn.Module) -> bool:
-    """Return whether the first layer inside of a unit changes its input, as in blocks that begin with a ReLU."""
-    layers = (module for module in unit.modules() if next(module.children(), None) is None)
-    return bool(getattr(next(layers, None), "inplace", False))
 
 
 def _common(settings: Settings, mesh: DeviceMesh, out: IgnoredParts) -> dict[str, Any]:

@@ -238,8 +238,11 @@ def _with_local_shards(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return arguments with local tensors in their lists; None where not all is divided as the parameters are."""
-    if not args or not isinstance(args[0], list) or not _are_shards(args[0]) or kwargs.get("differentiable"):
+    """Return arguments with local tensors in their lists; None where not all is divided as the parameters are.
+
+    Plain parameters may be among them, which torch's loops over many at once do not take beside shards.
+    """
+    if not args or not isinstance(args[0], list) or not _have_shards(args[0]) or kwargs.get("differentiable"):
         return None
     for value in kwargs.values():
         if isinstance(value, DTensor):
@@ -253,15 +256,16 @@ def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | N
     return found
 
 
-def _are_shards(params: list[Any]) -> bool:
-    """Return whether all are shards, by few calls of functions: steps are often many and small."""
+def _have_shards(params: list[Any]) -> bool:
+    """Return whether some are shards and none is partial, by few calls of functions: steps are often small."""
+    found = False
     for param in params:
-        if not isinstance(param, DTensor):
-            return False
-        for placement in placements_of(param):
-            if placement.is_partial():
-                return False
-    return True
+        if isinstance(param, DTensor):
+            found = True
+            for placement in placements_of(param):
+                if placement.is_partial():
+                    return False
+    return found
 
 
 def _local(given: list[Any], params: list[Any]) -> list[Any] | None:
@@ -273,10 +277,10 @@ def _local(given: list[Any], params: list[Any]) -> list[Any] | None:
     local: list[Any] = []
     for value, param in zip(given, params, strict=False):
         if isinstance(value, DTensor):
-            if placements_of(value) != placements_of(param):
+            if not isinstance(param, DTensor) or placements_of(value) != placements_of(param):
                 return None
             local.append(local_tensor(value))
-        elif isinstance(value, torch.Tensor) and value.dim():
+        elif isinstance(value, torch.Tensor) and value.dim() and isinstance(param, DTensor):
             return None
         else:
             local.append(value)
@@ -287,4 +291,4 @@ def _put_new(given: list[Any], local: list[Any], params: list[Any]) -> None:
     """Put what a function has made in the place of None where its optimizer looks for it, as shards."""
     for place, (value, made, param) in enumerate(zip(given, local, params, strict=False)):
         if value is None and made is not None:
-            given[place] = with_local_tensor(param, made)
+            given[place] = with_local_tensor(param, made) if isinstance(param, DTensor) else made

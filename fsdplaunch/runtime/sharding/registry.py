@@ -32,10 +32,12 @@ class ReplicatedParams:
         paused: Whether gradients are left alone for now (`no_sync`).
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh | None) -> None:
         self.paused = False
-        data = data_mesh(mesh)  # ranks that split layers together have equal gradients
-        self.groups = [data.get_group(axis) for axis in range(data.ndim)]
+        self.groups: list[dist.ProcessGroup | None] = [None]
+        if mesh is not None:
+            data = data_mesh(mesh)  # ranks that split layers together have equal gradients
+            self.groups = [data.get_group(axis) for axis in range(data.ndim)]
         for param in params:
             param.register_post_accumulate_grad_hook(self._average)
 
@@ -47,8 +49,13 @@ class ReplicatedParams:
             param.grad.div_(dist.get_world_size(group))
 
 
-def keep_equal(left_out: Sequence[nn.Parameter], mesh: DeviceMesh) -> ReplicatedParams | None:
-    """Average the gradients of all trained parameters that are not sharded; None if there are none."""
+def keep_equal(left_out: Sequence[nn.Parameter], mesh: DeviceMesh | None) -> ReplicatedParams | None:
+    """Average the gradients of all trained parameters that are not sharded; None if there are none.
+
+    Args:
+        left_out: Parameters.
+        mesh: The ranks; None for all.
+    """
     trained = [param for param in left_out if param.requires_grad]
     return ReplicatedParams(trained, mesh) if trained else None
 

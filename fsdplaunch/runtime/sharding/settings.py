@@ -1,14 +1,14 @@
 """How one model is sharded: plain, frozen values, decided before any torch object is made of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.config import Config, KeyPath, value_at
 from fsdplaunch.config.schema.kinds import (
     PrefetchName,
     SequenceAttentionName,
@@ -64,62 +64,76 @@ def fsdp2_policy(dtypes: Dtypes) -> MixedPrecisionPolicy:
     return replace(dtypes.template or MixedPrecisionPolicy(), **names)
 
 
+def of_key(dotted: str) -> dict[str, KeyPath]:
+    """Return what says of a field that it holds a key's value; its default is for an open one."""
+    section, _, name = dotted.rpartition(".")
+    return {"path": (section or "fsdp_config", name)}
+
+
+_MESH = "parallelism_config.parallelism_config_"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that sharding one model needs to know. Names are those of the configuration.
+    """Everything that sharding one model needs to know, most of it the value of a key of the configuration.
 
     Attributes:
-        version: 1 or 2.
         wrap: The policy's name, or a function of the user's: a module -> whether it is a unit.
         reshard_after_forward: FSDP2: flag, or the number of ranks to reshard to.
         ignored: Regular expression for module names, or several, or the modules themselves.
         replicate_size: Replicas of the model, -1 for what `shard_size` leaves.
         shard_size: Ranks per replica, -1 or None for what `replicate_size` leaves.
         param_init_fn: Gives a module without storage its values, or None.
-        checkpoint_every: Under activation_checkpointing, 2 for every second block, and so on.
-        forward_methods: Methods of the model to gather parameters for, beside forward and generate.
         compiling: How to compile, or None.
         float8: How linear layers compute in float8, or None.
-        context_size: Ranks that split each sequence.
-        context_attention: How attention sees the other ranks' pieces.
         tensor_size: Ranks that split each layer, -1 for what the other sizes leave.
         tensor_plan: How they do: patterns of names and styles; empty for the model's own plan.
     """
 
-    version: int = 2
-    strategy: StrategyName = "FULL_SHARD"
-    reshard_after_forward: bool | int = True
-    offload: bool = False
-    wrap: WrapName | Callable[..., Any] = "TRANSFORMER_BASED_WRAP"
-    block_classes: tuple[str, ...] = ()
-    min_num_params: int = 100_000_000
-    backward_prefetch: PrefetchName = "NO_PREFETCH"
-    forward_prefetch: bool = False
-    state_dict_type: StateDictName = "SHARDED_STATE_DICT"
-    use_orig_params: bool = True
-    limit_all_gathers: bool = True
-    ram_efficient: bool = False
-    sync_module_states: bool = True
-    activation_checkpointing: bool = False
-    activation_offload: bool = False
-    ignored: str | tuple[nn.Module | str, ...] | None = None
+    version: int = field(default=2, metadata=of_key("fsdp_version"))
+    strategy: StrategyName = field(default="FULL_SHARD", metadata=of_key("fsdp_sharding_strategy"))
+    reshard_after_forward: bool | int = field(default=True, metadata=of_key("fsdp_reshard_after_forward"))
+    offload: bool = field(default=False, metadata=of_key("fsdp_offload_params"))
+    wrap: WrapName | Callable[..., Any] = field(
+        default="TRANSFORMER_BASED_WRAP", metadata=of_key("fsdp_auto_wrap_policy")
+    )
+    block_classes: tuple[str, ...] = field(default=(), metadata=of_key("fsdp_transformer_layer_cls_to_wrap"))
+    min_num_params: int = field(default=100_000_000, metadata=of_key("fsdp_min_num_params"))
+    backward_prefetch: PrefetchName = field(default="NO_PREFETCH", metadata=of_key("fsdp_backward_prefetch"))
+    forward_prefetch: bool = field(default=False, metadata=of_key("fsdp_forward_prefetch"))
+    state_dict_type: StateDictName = field(default="SHARDED_STATE_DICT", metadata=of_key("fsdp_state_dict_type"))
+    use_orig_params: bool = field(default=True, metadata=of_key("fsdp_use_orig_params"))
+    limit_all_gathers: bool = field(default=True, metadata=of_key("fsdp_limit_all_gathers"))
+    ram_efficient: bool = field(default=False, metadata=of_key("fsdp_cpu_ram_efficient_loading"))
+    sync_module_states: bool = field(default=True, metadata=of_key("fsdp_sync_module_states"))
+    activation_checkpointing: bool = field(default=False, metadata=of_key("fsdp_activation_checkpointing"))
+    activation_offload: bool = field(default=False, metadata=of_key("fsdp_activation_checkpointing_offload"))
+    ignored: str | tuple[nn.Module | str, ...] | None = field(
+        default=None, metadata=of_key("fsdp_ignored_modules")
+    )
+    replicate_size: int = field(default=1, metadata=of_key(f"{_MESH}dp_replicate_size"))
+    shard_size: int | None = field(default=None, metadata=of_key(f"{_MESH}dp_shard_size"))
+    context_size: int = field(default=1, metadata=of_key(f"{_MESH}cp_size"))
+    tensor_size: int = field(default=1, metadata=of_key(f"{_MESH}tp_size"))
+    checkpoint_every: int = field(default=1, metadata=of_key("sharding.checkpoint_every"))
+    forward_methods: tuple[str, ...] = field(default=(), metadata=of_key("sharding.forward_methods"))
+    context_attention: SequenceAttentionName = field(
+        default="auto", metadata=of_key("sharding.context_parallel_attention")
+    )
+    tensor_plan: tuple[tuple[str, str], ...] = ()
     dtypes: Dtypes = Dtypes()
-    replicate_size: int = 1
-    shard_size: int | None = None
-    param_init_fn: Callable[[nn.Module], Any] | None = None
-    checkpoint_every: int = 1
-    forward_methods: tuple[str, ...] = ()
     compiling: DynamoConfig | None = None
     float8: Fp8Config | None = None
-    context_size: int = 1
-    context_attention: SequenceAttentionName = "auto"
-    tensor_size: int = 1
-    tensor_plan: tuple[tuple[str, str], ...] = ()
+    param_init_fn: Callable[[nn.Module], Any] | None = None
 
     @property
     def wraps_nothing(self) -> bool:
         """Return whether the model is one unit: by NO_WRAP, or by a smallest size of 0, as in accelerate."""
         return self.wrap == "NO_WRAP" or (self.wrap == "SIZE_BASED_WRAP" and self.min_num_params == 0)
+
+
+SETTINGS: dict[KeyPath, str] = {each.metadata["path"]: each.name for each in fields(Settings) if each.metadata}
+"""What a key's value is called here."""
 
 
 def offloads(settings: Settings, device_type: str) -> bool:
@@ -131,42 +145,16 @@ def offloads(settings: Settings, device_type: str) -> bool:
 
 def settings_of(config: Config) -> Settings:
     """Translate a resolved Config."""
-    fsdp, mesh = config.fsdp_config, config.parallelism_config
-    reshard = fsdp.fsdp_reshard_after_forward
-    sync = fsdp.fsdp_sync_module_states
+    named = {name: value_at(config, path) for path, name in SETTINGS.items()}
+    if isinstance(named["reshard_after_forward"], str):
+        del named["reshard_after_forward"]  # under FSDP1, where it is another name of the strategy
+    named["sync_module_states"] = named["sync_module_states"] is not False or bool(named["ram_efficient"])
+    kinds = ("param", "reduce", "output", "buffer", "master")
+    dtypes = {kind: DTYPES[name] for kind in kinds if (name := getattr(config.precision, kind))}
     return Settings(
-        version=fsdp.fsdp_version or 2,
-        strategy=fsdp.fsdp_sharding_strategy or "FULL_SHARD",
-        reshard_after_forward=True if reshard is None or isinstance(reshard, str) else reshard,
-        offload=fsdp.fsdp_offload_params,
-        wrap=fsdp.fsdp_auto_wrap_policy,
-        block_classes=fsdp.fsdp_transformer_layer_cls_to_wrap,
-        min_num_params=fsdp.fsdp_min_num_params,
-        backward_prefetch=fsdp.fsdp_backward_prefetch or "NO_PREFETCH",
-        forward_prefetch=fsdp.fsdp_forward_prefetch,
-        state_dict_type=fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
-        use_orig_params=fsdp.fsdp_use_orig_params,
-        limit_all_gathers=fsdp.fsdp_limit_all_gathers,
-        ram_efficient=bool(fsdp.fsdp_cpu_ram_efficient_loading),
-        sync_module_states=sync is not False or bool(fsdp.fsdp_cpu_ram_efficient_loading),
-        activation_checkpointing=fsdp.fsdp_activation_checkpointing,
-        activation_offload=fsdp.fsdp_activation_checkpointing_offload,
-        ignored=fsdp.fsdp_ignored_modules,
-        dtypes=_dtypes_of(config),
-        replicate_size=mesh.parallelism_config_dp_replicate_size or 1,
-        shard_size=mesh.parallelism_config_dp_shard_size,
-        checkpoint_every=config.sharding.checkpoint_every,
-        forward_methods=config.sharding.forward_methods,
+        **{name: value for name, value in named.items() if value is not None},
+        dtypes=Dtypes(**dtypes),
         compiling=config.dynamo_config if config.dynamo_config.dynamo_backend != "NO" else None,
         float8=config.fp8_config if config.mixed_precision == "fp8" else None,
-        context_size=mesh.parallelism_config_cp_size,
-        context_attention=config.sharding.context_parallel_attention,
-        tensor_size=mesh.parallelism_config_tp_size,
         tensor_plan=tuple(config.sharding.tensor_parallel_plan.items()),
     )
-
-
-def _dtypes_of(config: Config) -> Dtypes:
-    kinds = ("param", "reduce", "output", "buffer", "master")
-    named = {kind: name for kind in kinds if (name := getattr(config.precision, kind))}
-    return Dtypes(**{kind: DTYPES[name] for kind, name in named.items()})

@@ -9,8 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
-from inspect import Parameter
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -114,58 +113,23 @@ def _candidates(model: nn.Module) -> list[str]:
     return [f"{len(n)} x {name} ({count(max(n))} parameters each)" for name, n in ordered if max(n)] or ["none"]
 
 
-_ARGUMENTS = 3
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_NUMEL = ("nonwrapped_numel", "unwrapped_params")
+def is_recursive(policy: Callable[..., Any]) -> bool:
+    """Return whether a wrap function is of torch's form, and no predicate of a module.
 
-
-class RecursivePolicy(Protocol):
-    """A wrap function of torch's form, called by position.
-
-    `recurse` asks whether to look into the module, otherwise whether the module, with so many parameters that no
-    module inside of it has taken, is a unit.
-    """
-
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int, /) -> Any:
-        """Return whether to look into a module, or whether it is a unit."""
-
-
-def as_recursive(policy: Callable[..., Any]) -> RecursivePolicy | None:
-    """Return a wrap function in torch's form, callable by position; None for a predicate of a module.
-
-    Args:
-        policy: A function, `functools.partial`, or object with `__call__`: of a module alone, or of a module,
-            whether to recurse, and a number of parameters, under whatever names.
+    Torch calls `policy(module=..., recurse=..., nonwrapped_numel=...)`: with `recurse` to know whether to look
+    into the module, without whether it, with so many parameters that none inside of it has taken, is a unit.
     """
     try:
-        params = inspect.signature(policy).parameters
+        return "recurse" in inspect.signature(policy).parameters
     except (TypeError, ValueError):  # of a builtin, which has no names to look at
-        return None
-    recurse = params.get("recurse")
-    if recurse is not None and recurse.kind is Parameter.KEYWORD_ONLY:
-        numel = next((name for name in _NUMEL if name in params), _NUMEL[0])
-        return lambda module, recurse, number: policy(module, recurse=recurse, **{numel: number})
-    positional = [each for each in params.values() if each.kind in _POSITIONAL]
-    required = [each for each in positional if each.default is Parameter.empty]
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in params.values()):
-        is_recursive = len(required) != 1
-    else:
-        is_recursive = len(positional) >= _ARGUMENTS and (len(required) > 1 or positional[1].name == "recurse")
-    return policy if is_recursive else None
+        return False
 
 
 def torch_form(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a user's wrap function as one that torch itself can call: with its own names for the arguments."""
-    recursive = as_recursive(policy)
-    if recursive is not None and "nonwrapped_numel" in inspect.signature(policy).parameters:
+    """Return a user's wrap function as one that torch itself can call."""
+    if is_recursive(policy):
         return policy
-
-    def call(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> Any:
-        if recursive is not None:
-            return recursive(module, recurse, nonwrapped_numel)
-        return recurse or policy(module)
-
-    return call
+    return lambda module, recurse, nonwrapped_numel: recurse or policy(module)  # noqa: ARG005  (torch's names)
 
 
 Units = dict[str, nn.Module]
@@ -217,13 +181,12 @@ def _by_function(model: nn.Module, policy: Any, left_out: set[nn.Module]) -> set
     run_policy = wrap_policy_runner(policy)
     if run_policy is not None:
         return {module for module in run_policy(model, left_out, {}) if runs(module)}
-    recursive = as_recursive(policy)
-    if recursive is not None:
-        return _by_recursion(model, recursive, left_out)
+    if is_recursive(policy):
+        return _by_recursion(model, policy, left_out)
     return {module for module in model.modules() if runs(module) and policy(module)}
 
 
-def _by_recursion(model: nn.Module, policy: RecursivePolicy, left_out: set[nn.Module]) -> set[nn.Module]:
+def _by_recursion(model: nn.Module, policy: Callable[..., Any], left_out: set[nn.Module]) -> set[nn.Module]:
     """Walk as torch's automatic wrapping does: bottom-up, counting what children have already taken."""
     chosen: set[nn.Module] = set()
     seen: set[nn.Module] = set()
@@ -231,11 +194,11 @@ def _by_recursion(model: nn.Module, policy: RecursivePolicy, left_out: set[nn.Mo
     def taken_by(module: nn.Module) -> int:
         own = sum(param.numel() for param in parameters_of(module))
         seen.add(module)
-        if not policy(module, True, own):
+        if not policy(module=module, recurse=True, nonwrapped_numel=own):
             return 0
         children = [child for child in module.children() if child not in left_out and child not in seen]
         taken = sum(taken_by(child) for child in children)
-        is_unit = policy(module, False, own - taken)
+        is_unit = policy(module=module, recurse=False, nonwrapped_numel=own - taken)
         if module is not model and is_unit and runs(module):
             chosen.add(module)
             return own

@@ -276,28 +276,6 @@ def gather_for_any_output(module: nn.Module) -> None:
     state._register_pre_backward_hook = register_for_all
 
 
-def let_inputs_be_changed(module: nn.Module) -> None:
-    """Let a unit change its input in place, as a block that begins with `nn.ReLU(inplace=True)` does.
-
-    FSDP2 passes inputs through a function of its own, to reduce gradients after it in backward; what comes out
-    must not be changed. A hook of the input does the same. With several inputs gradients are reduced when backward
-    ends.
-    """
-    for group in param_groups(module):
-        if hasattr(group, "_register_post_backward_hook"):
-            group._register_post_backward_hook = _after_backward_of_input(group)
-
-
-def _after_backward_of_input(group: Any) -> Callable[..., Any]:
-    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        trained = [each for each in tensors_held((args, kwargs)) if each.requires_grad]
-        if torch.is_grad_enabled() and len(trained) == 1:
-            trained[0].register_hook(lambda _gradient: group.post_backward())
-        return args, kwargs
-
-    return register
-
-
 def full_size(fsdp_param: Any) -> torch.Size:
     """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers."""
     size: torch.Size = fsdp_param.sharded_param.shape

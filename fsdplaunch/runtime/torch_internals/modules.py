@@ -201,38 +201,6 @@ def eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def iterator_factory(loader: Any) -> Callable[..., Any]:
-    """Return the function that makes a data loader's iterator."""
-    factory: Callable[..., Any] = type(loader)._get_iterator
-    return factory
-
-
-def set_iterator_factory(loader: Any, factory: Callable[[], Any]) -> None:
-    """Let a data loader get its iterators from `factory`."""
-    loader.__dict__["_get_iterator"] = factory
-
-
-def iterator_methods(iterator: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return how an iterator gets a batch, and begins again with the same workers."""
-    kind = type(iterator)
-    return kind._next_data, kind._reset
-
-
-def set_iterator_methods(iterator: Any, next_data: Callable[..., Any], reset: Callable[..., Any]) -> None:
-    """Let a data loader's iterator get batches from `next_data`, and begin again by `reset`."""
-    iterator._next_data, iterator._reset = next_data, reset
-
-
-def batches_yielded(iterator: Any) -> int:
-    """Return how many batches an iterator has given."""
-    return int(iterator._num_yielded)
-
-
-def dataset_of(iterator: Any) -> Any:
-    """Return the dataset that an iterator reads."""
-    return iterator._dataset
-
-
 def draws_all_items(sampler: Any) -> bool:
     """Return whether a RandomSampler was made without `num_samples`."""
     return sampler._num_samples is None

@@ -101,31 +101,6 @@ def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
     return None if torch.compiler.is_compiling() else apart_from_parameters(output)
 
 
-def known_to_scripts(owner: Any, original: Any) -> bool:
-    """Return whether a thing is a function of torch, which scripted code may name.
-
-    To be asked before another stands in its place: torch lists its own at the first question.
-    """
-    if not isinstance(owner, ModuleType) or owner.__name__.partition(".")[0] != "torch" or not callable(original):
-        return False
-    builtins: Any = torch.jit._builtins
-    builtins._get_builtin_table()
-    return True
-
-
-def scripted_as(instead: Any, original: Any) -> None:
-    """Let `torch.jit.script` compile `original` where code names what stands in its place."""
-    builtins: Any = torch.jit._builtins
-    if name := builtins._find_builtin(original):
-        builtins._register_builtin(instead, name)
-
-
-def not_scripted(instead: Any) -> None:
-    """Undo what `scripted_as` has done."""
-    builtins: Any = torch.jit._builtins
-    builtins._get_builtin_table().pop(id(instead), None)
-
-
 def is_in_transform(*, forward: bool = True) -> bool:
     """Return whether a transform of torch.func computes now.
 

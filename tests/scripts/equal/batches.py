@@ -92,31 +92,6 @@ class ChangedViews(Net):
         return self.head(x)
 
 
-class Relus(nn.Module):
-    """Begins with a layer that changes what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.LeakyReLU(0.2, True), nn.Linear(8, 8), nn.ReLU(True), nn.Linear(8, 8))
-
-    def forward(self, x):
-        return x + self.block(x)
-
-
-class InPlace(Net):
-    """Goes on with what its blocks have changed in place: a view first, then none."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Relus() for _ in range(3))
-
-    def forward(self, x):
-        x = self.stem(x).flatten(1)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
 class Experts(nn.Module):
     """Gives each row to one of its experts: a rank's rows may leave some out."""
 
@@ -184,7 +159,6 @@ WAYS = {
     "evaluating": (Net, on_eval),
     "wide": (Wide, of_views),
     "views": (ChangedViews, of_views),
-    "in place": (InPlace, by_hand),
     "fit": (Net, Net.fit),
     "train": (Net, lambda net, x, y, optimizer: net.train(x, y, optimizer)),
 }

@@ -1,6 +1,8 @@
-"""Which GPU a script sees that takes its way for one process."""
+"""Which GPU a script sees that takes its way for one process, and the process group of all ranks."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +27,32 @@ def test_script_for_one_gpu_sees_its_own_as_number_0(
     see_own_gpu()
     assert (os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"]) == after
     os.environ.pop("CUDA_VISIBLE_DEVICES")
+
+
+ON_GPUS = """
+import torch
+import torch.distributed as dist
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.launch_sections import LaunchSection
+from fsdplaunch.runtime import device
+from torch.distributed.device_mesh import init_device_mesh
+
+init = dist.init_process_group
+
+def init_on_gloo(backend, *, timeout, device_id):  # no GPU is at hand
+    init("gloo", timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    dist.group.WORLD.bound_device_id = device_id
+
+dist.init_process_group = init_on_gloo
+device._BACKENDS = "gloo"
+device.join_group(Config(launch=LaunchSection(process_group_timeout_seconds=77)), torch.device("cuda", 0))
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+axes = [mesh.get_group(axis) for axis in mesh.mesh_dim_names] + [dist.new_group([0])]
+print([each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in axes])
+print(dist.group.WORLD.bound_device_id, dist.get_backend())
+"""
+
+
+def test_groups_of_gpus_have_the_timeout_no_bound_device_and_torchruns_name() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_GPUS], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[77.0, 77.0, 77.0]", "None nccl"], done.stderr

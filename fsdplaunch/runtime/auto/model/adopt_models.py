@@ -378,7 +378,6 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
     if bare and not scripts:
         _keep_unsharded(bare, what)
     repoint(optimizer, known_parameters() | {id(param): "" for param in bare})
-    _step_over_mixtures(optimizer)
     if optimizer not in hook_context.optimizers and trains_shards(optimizer):
         hook_context.optimizers.add(optimizer)
         average_closure(optimizer, hook_context)
@@ -401,14 +400,6 @@ def _keep_unsharded(bare: list[Any], what: str) -> None:
         messages.say(
             f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
         )
-
-
-def _step_over_mixtures(optimizer: Optimizer) -> None:
-    """Let an optimizer step over shards and plain tensors: torch's loops over many at once take no mixture."""
-    for settings in optimizer.param_groups:
-        kinds = {isinstance(param, DTensor) for param in settings["params"]}
-        if len(kinds) > 1 and "foreach" in settings and not settings.get("fused"):
-            settings["foreach"] = False
 
 
 @contextmanager
