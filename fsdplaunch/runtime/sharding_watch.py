@@ -40,41 +40,34 @@ class Library:
     replicates: bool = False
 
 
-_ACCELERATE = "give the model to accelerator.prepare, and leave distributed_type: FSDP in the file"
-_TRAINER = "leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
-_OTHER = "let {} shard in its own way and start it without FSDP, or call fsdplaunch.prepare(model) in a plain loop"
-
-
-def _of_lightning(name: str) -> Library:
-    """Return what one of Lightning's two entries means: by itself it keeps replicas."""
-    remedy = (
-        f"give {name} strategy='ddp', whose model is then sharded as configured, or its own FSDPStrategy(); and"
-        " devices= the workers of a node"
-    )
-    return Library(name=name, remedy=remedy, replicates=True)
-
-
-_CLASSES = (
-    ("accelerate.accelerator", "Accelerator", Library(name="Accelerator", remedy=_ACCELERATE)),
-    ("transformers.trainer", "Trainer", Library(name="Trainer", remedy=_TRAINER)),
-    *(
-        (module, "Trainer", _of_lightning("Lightning's Trainer"))
-        for module in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
-    ),
-    *(
-        (module, "Fabric", _of_lightning("Lightning's Fabric"))
-        for module in ("lightning.fabric.fabric", "lightning_fabric.fabric")
-    ),
-    *(
-        (module, cls, Library(name=cls, remedy=_OTHER.format(cls)))
-        for module, cls in (
-            ("deepspeed.runtime.engine", "DeepSpeedEngine"),
-            ("colossalai.booster.booster", "Booster"),
-            ("composer.trainer.trainer", "Trainer"),
-        )
-    ),
+_LIGHTNING = (
+    "give {} strategy='ddp', whose model is then sharded as configured, or its own FSDPStrategy(); and devices="
+    " the workers of a node"
 )
-"""Module, class, and what its being built means."""
+_OTHER = "let {} shard in its own way and start it without FSDP, or call fsdplaunch.prepare(model) in a plain loop"
+_ACCELERATOR = Library(
+    name="Accelerator",
+    remedy="give the model to accelerator.prepare, and leave distributed_type: FSDP in the file",
+)
+_TRAINER = Library(
+    name="Trainer", remedy="leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
+)
+_LIGHTNINGS, _FABRIC = (
+    Library(name=name, remedy=_LIGHTNING.format(name), replicates=True)
+    for name in ("Lightning's Trainer", "Lightning's Fabric")
+)
+_CLASSES = {
+    "accelerate.accelerator.Accelerator": _ACCELERATOR,
+    "transformers.trainer.Trainer": _TRAINER,
+    "lightning.pytorch.trainer.trainer.Trainer": _LIGHTNINGS,
+    "pytorch_lightning.trainer.trainer.Trainer": _LIGHTNINGS,
+    "lightning.fabric.fabric.Fabric": _FABRIC,
+    "lightning_fabric.fabric.Fabric": _FABRIC,
+    "deepspeed.runtime.engine.DeepSpeedEngine": None,
+    "colossalai.booster.booster.Booster": None,
+    "composer.trainer.trainer.Trainer": None,
+}
+"""What a class's being built means; None: a library that shards in its own way, of the class's name."""
 
 _built: list[Library] = []
 _listeners: list[Callable[[], None]] = []
@@ -98,7 +91,9 @@ def built_library() -> Library | None:
 
 def watch_libraries() -> None:
     """Start to notice them, in modules that are imported and in those that will be."""
-    for module, name, library in _CLASSES:
+    for path, known in _CLASSES.items():
+        module, _, name = path.rpartition(".")
+        library = known or Library(name=name, remedy=_OTHER.format(name))
         wrap_once_imported(module, f"{name}.__init__", functools.partial(_note_and_construct, library))
 
 
@@ -253,7 +248,7 @@ def check_at_first_step(name: str) -> None:
 
     before_first_step(optimizers, check)
     optimizers.register_optimizer_step_pre_hook(_compare_ranks)
-    _Updates(name).watch()
+    _watch_updates(name)
 
 
 COMPARED_EVERY = 100
@@ -270,50 +265,42 @@ def _compare_ranks(optimizer: Any, *_: Any) -> None:
         check_trained(optimizer, first=made == 0)
 
 
-class _Updates:
-    """Parameters that change between backward passes, without an optimizer and before anything was sharded."""
+_MOST_PASSES, _MOST_NODES = 10, 5000
+"""How many backward passes are looked at, for scripts compute gradients for other ends as well, and how far."""
 
-    MOST_PASSES = 10
-    """After which nothing is looked at any more: scripts compute gradients for other ends as well."""
-    MOST_NODES = 5000
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.left = self.MOST_PASSES
-        self.sums: dict[weakref.ref[nn.Parameter], float] = {}
+def _watch_updates(name: str) -> None:
+    """Look for parameters that change between the first backward passes, without an optimizer, and unsharded."""
+    left = _MOST_PASSES
+    sums: dict[weakref.ref[nn.Parameter], float] = {}
 
-    def watch(self) -> None:
-        """Look at each of the first backward passes."""
-        before_first_step(optimizers, self._end)
-        wrap(torch.autograd, "backward", self._backward)
+    def end() -> None:
+        nonlocal left
+        left = 0
 
-    def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.left:
-            self._look(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
+    def call(backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        if left and may_stay_unsharded():
+            left = 0
+        if left:
+            left -= 1
+            param = _parameter_below(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
+            now = 0.0 if param is None else float(param.detach().double().sum().item())
+            if param is not None and sums.setdefault(weakref.ref(param), now) != now:
+                where = f"; found at its second backward pass, {script_line()}"
+                raise never_sharded(
+                    name, where, "or move it to its device by model.to(device), where it is sharded"
+                )
         return backward(tensors, *args, **kwargs)
 
-    def _end(self) -> None:
-        self.left = 0
-
-    def _look(self, loss: Any) -> None:
-        if may_stay_unsharded():
-            self._end()
-            return
-        self.left -= 1
-        param = _parameter_below(loss, self.MOST_NODES)
-        if param is None:
-            return
-        now = float(param.detach().double().sum().item())
-        if self.sums.setdefault(weakref.ref(param), now) != now:
-            where = f"; found at its second backward pass, {script_line()}"
-            also = "or move it to its device by model.to(device), where it is sharded"
-            raise never_sharded(self.name, where, also)
+    before_first_step(optimizers, end)
+    wrap(torch.autograd, "backward", call)
 
 
-def _parameter_below(loss: Any, most: int) -> nn.Parameter | None:
+def _parameter_below(loss: Any) -> nn.Parameter | None:
     """Return one of the parameters that a loss has a gradient for."""
     waiting, seen = [getattr(loss, "grad_fn", None)], set[Any]()
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen:
             continue

@@ -22,7 +22,7 @@ from fsdplaunch.runtime.device import join_group
 from fsdplaunch.runtime.rank import world_size
 from fsdplaunch.runtime.saving.plain_files import keep_generator
 from fsdplaunch.runtime.sharding_watch import check_at_first_step
-from fsdplaunch.runtime.torch_internals.xla import begin_process
+from fsdplaunch.runtime.torch_internals.modules import begin_process
 
 
 def call_left_out(function: str) -> None:

@@ -17,7 +17,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.sharding_watch import mark_sharded
-from fsdplaunch.runtime.torch_internals.xla import is_xla_shard, name_in_unit
+from fsdplaunch.runtime.torch_internals.modules import is_xla_shard, name_in_unit
 
 
 def wrapper_classes() -> tuple[type, type]:
