@@ -243,11 +243,11 @@ class Coordinator:
 
     def stop(self, number: int, count: int) -> None:
         """Have every node pass a signal on to its workers."""
-        self._server.mail.post(lambda: self._stop_all(number, count, None))
+        self._server.loop.post(lambda: self._stop_all(number, count, None))
 
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this node's workers ended, wait for the others', and return how the run ended."""
-        self._server.mail.post(lambda: self._take_outcome(self._server.own, dict(outcome)))
+        self._server.loop.post(lambda: self._take_outcome(self._server.own, dict(outcome)))
         seconds = None if outcome["status"] == 0 else self._requirements.grace + LINGER_SECONDS
         if not self._done.wait(seconds):
             for node in self._server.awaited:
@@ -269,6 +269,9 @@ class Coordinator:
                     if node.is_closed and node.outcome is None and node.node_info is not None and not node.lost:
                         self._lose(node, "its launcher has gone")
                 self._look_after_nodes()
+                if self._final is not None and not self._done.is_set():
+                    self._server.flush()  # the process may end as soon as it is known here
+                    self._done.set()
             self._server.flush()
         except Exception as error:  # without this thread nobody hears from the others: that is not a success
             self._final = end_of_run(EXIT_FAILED, error=f"node 0 lost track of the others: {error!r}")
@@ -360,8 +363,6 @@ class Coordinator:
             self._final = self._merged()
             told = self._final | {"workers": []}  # the cause is enough for them
             self._server.broadcast(kind="final", final=told)
-            self._server.flush()
-            self._done.set()
 
     def _merged(self, own: Mapping[str, Any] | None = None) -> Message:
         """Return how the run ended, by what has been reported; this node's part is always among it."""

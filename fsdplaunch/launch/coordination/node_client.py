@@ -1,8 +1,9 @@
 """Every other node's side: find the coordinator, join, report, hear how the run ended."""
 
-import selectors
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,13 @@ from fsdplaunch.launch.coordination.protocol import (
     PROTOCOL,
     TO_NODE,
     Connection,
+    Loop,
     Message,
     NodeHandshake,
     ProtocolError,
     VersionError,
-    WakeUp,
+    decode,
+    text_of_line,
 )
 from fsdplaunch.launch.coordination.run_control import (
     PAUSE_SECONDS,
@@ -61,7 +64,8 @@ class NodeClient:
         self._tell = tell
         self._secret = secret
         self._connection: Connection
-        self._mail = WakeUp()
+        self._loop = Loop()
+        self._lines: deque[bytes] = deque()
         self._silence = 10.0
         self._heard = time.monotonic()
         self._final: Message | None = None
@@ -91,7 +95,7 @@ class NodeClient:
                     progress.show(f"waiting for node 0 at {self._address} ({why})")
                 else:
                     address = plain_address(sock.getsockname())
-                    if self._is_taken(Connection(sock, TO_NODE), progress.seconds):
+                    if self._is_taken(self._connected(sock), progress.seconds):
                         return address
                     why = "it ended the connection"
                 time.sleep(_RETRY_SECONDS)
@@ -101,19 +105,27 @@ class NodeClient:
         hint = _HINTS.get(why, "is it the right address, and does a firewall let it through?")
         raise MachineError(msg, hint=hint)
 
+    def _connected(self, sock: socket.socket) -> Connection:
+        sock.setblocking(False)
+        made = self._loop.asyncio.create_connection(
+            lambda: Connection(lambda _one: self._loop.notice()), sock=sock
+        )
+        return self._loop.asyncio.run_until_complete(made)[1]
+
     def _is_taken(self, connection: Connection, waited: float) -> bool:
         """Prove to node 0 that this node belongs to the run, and have it prove the same; False: try again."""
         patience = min(ANSWER_SECONDS, 2 * self._seconds)
         try:
-            opening = _await_line(connection, patience)
+            opening = self._await_line(connection, patience)
             handshake = NodeHandshake(self._secret.wait())
             connection.send_line(handshake.reply(opening or ""))
-            answer = _await_line(connection, patience)
+            answer = self._await_line(connection, patience)
             if answer is None:
+                connection.close()
                 return False
             if handshake.is_accepted(answer):
                 connection.trust()
-                self._connection = connection
+                self._connection, self._lines = connection, connection.lines
                 return True
         except VersionError as error:
             msg = f"node 0 at {self._address} speaks {error}, and this node {PROTOCOL}"
@@ -126,6 +138,13 @@ class NodeClient:
         if self._secret.may_change(waited):
             return False
         raise self._secret.refused(self._address)
+
+    def _await_line(self, connection: Connection, seconds: float) -> str | None:
+        """Wait for a line of the handshake; None when the other side says nothing, or has gone."""
+        end = time.monotonic() + seconds
+        while not connection.lines and connection.open and (left := end - time.monotonic()) > 0:
+            self._loop.turn(left)
+        return text_of_line(connection.lines.popleft()) if connection.lines else None
 
     def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
         """Present this node and wait until node 0 lets it go.
@@ -178,7 +197,7 @@ class NodeClient:
     def stop(self, number: int, count: int) -> None:
         """Have every node pass a signal on to its workers."""
         self._note_stop(number)
-        self._mail.post(lambda: self._connection.send(kind="stop", number=number, count=count))
+        self._loop.post(lambda: self._connection.send(kind="stop", number=number, count=count))
 
     def _note_stop(self, number: int) -> None:
         if number not in WARNINGS:
@@ -187,7 +206,7 @@ class NodeClient:
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this node's part ended, and return how the run ended."""
         self._reported = True
-        self._mail.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
+        self._loop.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
         # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + _FINAL_SECONDS)
         attempt = outcome.get("attempt") or {}
@@ -197,7 +216,7 @@ class NodeClient:
     def close(self) -> None:
         """Leave."""
         self._closing = True
-        self._mail.post(lambda: None)
+        self._loop.post(lambda: None)
 
     def _attend(self) -> None:
         try:
@@ -209,6 +228,7 @@ class NodeClient:
             self.actions.end(True)
         finally:
             self._connection.close()
+            self._loop.close()
 
     def _look_after_run(self) -> None:
         try:
@@ -216,8 +236,6 @@ class NodeClient:
                 self._obey(message)
         except ProtocolError:
             self._connection.close()
-        for action in self._mail.collect():
-            action()
         now = time.monotonic()
         if now - self._last_ping > min(2.0, self._silence / 4):
             self._last_ping = now
@@ -256,27 +274,9 @@ class NodeClient:
 
     def _turn(self) -> list[Message]:
         """Wait for messages, and for what other threads post; return the messages."""
-        connection = self._connection
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._mail.reader, selectors.EVENT_READ)
-            if connection.open:
-                selector.register(connection.sock, connection.wants, connection)
-            if connection not in [key.data for key, _ in selector.select(TURN_SECONDS)]:
-                return []
-        connection.flush()
-        messages = connection.receive()
+        if not self._lines:
+            self._loop.turn(TURN_SECONDS)
+        messages = [decode(self._lines.popleft(), TO_NODE) for _ in range(len(self._lines))]
         if messages:
             self._heard = time.monotonic()
         return messages
-
-
-def _await_line(connection: Connection, seconds: float) -> str | None:
-    """Wait for a line of the handshake; None when the other side says nothing, or has gone."""
-    end = time.monotonic() + seconds
-    while connection.open and (left := end - time.monotonic()) > 0:
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection.sock, selectors.EVENT_READ)
-            selector.select(left)
-        if (line := connection.receive_line()) is not None:
-            return line
-    return None

@@ -9,13 +9,14 @@ not encrypted: it says nothing that is secret. Nothing that arrives is ever exec
 handler looks at has its type here: a message that differs is none.
 """
 
+import asyncio
 import json
 import math
 import re
 import secrets
-import selectors
-import socket
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,11 +33,8 @@ NONE, REFUSED = "none", "no"
 _NONCE = re.compile(r"[0-9a-f]{32}")
 MAX_BYTES = 8 * 1024**2
 """Longest line that is read: an outcome holds the last lines of every worker of a node."""
-_CHUNK, _PLENTY = 65536, 4096
 _WAITING_BYTES = 4 * MAX_BYTES
 """Most that waits to be sent to a side that does not read."""
-_TURN_BYTES = 2 * 1024**2
-"""Most that is read of one connection before the others get their turn."""
 
 
 class ProtocolError(Exception):
@@ -220,45 +218,50 @@ class NodeHandshake:
         return True
 
 
-class Connection:
-    """One connection that never blocks; what cannot be sent at once waits here.
+class Connection(asyncio.Protocol):
+    """One connection in an event loop; what cannot be sent at once waits here.
 
     Attributes:
+        open: It has not ended, and nobody has closed it.
         limit: Longest line that is read; short until the other side has proven to belong to the run.
+        lines: That have come, and that nobody has taken.
+        transport: The event loop's side of it.
     """
 
-    def __init__(self, sock: socket.socket, kinds: Mapping[str, Any]) -> None:
-        sock.setblocking(False)
-        with suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = sock
-        self.open = True
-        self.limit = _LINE_BYTES
-        self._kinds = kinds
-        self._in = bytearray()
-        self._searched = 0
-        self._out = bytearray()
-        self._selector: selectors.BaseSelector | None = None
-        self._watched = 0
-        self._data: Any = None
-        self._ended: Callable[[], None]
-
-    def watch(self, selector: selectors.BaseSelector, data: Any, ended: Callable[[], None]) -> None:
-        """Have a selector wait for this connection until it is closed.
+    def __init__(self, changed: Callable[["Connection"], None]) -> None:
+        """Begin before the connection is made.
 
         Args:
-            selector: Waits for many connections; told of changes, and not asked anew at each turn.
-            data: What it is to give back.
-            ended: Called when the connection is closed, whoever closes it.
+            changed: Called when it is made, when lines have come, and when it has ended.
         """
-        self._selector, self._data, self._watched = selector, data, self.wants
-        self._ended = ended
-        selector.register(self.sock, self.wants, data)
+        self.open, self.limit = True, _LINE_BYTES
+        self.lines: deque[bytes] = deque()
+        self.transport: Any = None
+        self._changed = changed
+        self._in = bytearray()
 
-    @property
-    def wants(self) -> int:
-        """Return what to wait for, in `selectors`' terms."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note the event loop's side."""
+        self.transport = transport
+        self._changed(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  (asyncio's name)
+        """Note the end."""
+        self.open = False
+        self._changed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Take whole lines out of what has come; one that is too long ends the connection."""
+        at = len(self._in)
+        self._in += data
+        while (end := self._in.find(b"\n", at)) >= 0:
+            self.lines.append(bytes(self._in[:end]))
+            del self._in[: end + 1]
+            at = 0
+        if max([len(self._in), *map(len, self.lines)]) > self.limit:
+            self.lines.clear()
+            self.close()
+        self._changed(self)
 
     def trust(self) -> None:
         """Read messages from now on: the other side has proven to belong to the run."""
@@ -269,90 +272,33 @@ class Connection:
         self.send_line(encode(message))
 
     def send_line(self, line: str) -> None:
-        """Send a line of the handshake."""
+        """Send a line of the handshake, or what `encode` made of a message."""
         if self.open:
-            self._out += line.encode() + b"\n"
-            self.flush()
-            if len(self._out) > _WAITING_BYTES:
-                self.close()
+            self.transport.write(line.encode() + b"\n")
+            if self.waiting_bytes > _WAITING_BYTES:
+                self.open = False
+                self.transport.abort()
 
-    def flush(self) -> None:
-        """Send more of what waits."""
-        try:
-            while self._out:
-                del self._out[: self.sock.send(self._out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
-        if self._selector is not None and self.open and self.wants != self._watched:
-            self._watched = self.wants
-            self._selector.modify(self.sock, self.wants, self._data)
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived; close the connection when the other side has.
-
-        Raises:
-            ProtocolError: What arrived is not a message.
-        """
-        self._fill()
-        return [decode(line, self._kinds) for line in self._lines()]
-
-    def receive_line(self) -> str | None:
-        """Return a line of the handshake, if one has arrived.
-
-        Raises:
-            ProtocolError: It is too long, or no text.
-        """
-        self._fill()
-        for line in self._lines(most=1):
-            if not line.isascii():
-                raise ProtocolError
-            return line.decode("ascii").rstrip("\r")
-        return None
-
-    def _fill(self) -> None:
-        """Read what has arrived, but no more than a line may have, and not for ever."""
-        room = min(self.limit + 1, _TURN_BYTES)
-        try:
-            while room > 0 and len(self._in) <= self.limit:
-                chunk = self.sock.recv(min(_CHUNK, room))
-                if not chunk:
-                    self.close()
-                    return
-                self._in += chunk
-                room -= len(chunk)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
-
-    def _lines(self, most: int | None = None) -> list[bytes]:
-        """Take whole lines out of what has arrived.
-
-        Raises:
-            ProtocolError: One is too long.
-        """
-        lines: list[bytes] = []
-        start = 0
-        while (most is None or len(lines) < most) and (
-            end := self._in.find(b"\n", max(start, self._searched))
-        ) >= 0:
-            lines.append(bytes(self._in[start:end]))
-            start = end + 1
-        del self._in[:start]
-        self._searched = 0 if len(lines) == most else len(self._in)  # so far there is no end of a line
-        if self._searched > self.limit or any(len(line) > self.limit for line in lines):
-            raise ProtocolError
-        return lines
+    @property
+    def waiting_bytes(self) -> int:
+        """Return how much waits to be sent."""
+        return int(self.transport.get_write_buffer_size()) if self.open else 0
 
     def close(self) -> None:
-        """End the connection."""
-        if self.open and self._selector is not None:
-            self._selector.unregister(self.sock)
-            self._ended()
+        """End the connection, once what waits has been sent."""
         self.open = False
-        self.sock.close()
+        self.transport.close()
+
+
+def text_of_line(line: bytes) -> str:
+    """Return a line of the handshake.
+
+    Raises:
+        ProtocolError: It is no text.
+    """
+    if not line.isascii():
+        raise ProtocolError
+    return line.decode("ascii").rstrip("\r")
 
 
 def encode(message: Message) -> str:
@@ -360,24 +306,46 @@ def encode(message: Message) -> str:
     return json.dumps(message)
 
 
-class WakeUp:
-    """How another thread wakes a loop that waits for the network."""
+class Loop:
+    """An event loop that one thread at a time runs, turn by turn, and that others may have do something."""
 
     def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        self.reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._posted: list[Callable[[], None]] = []
+        self.asyncio = asyncio.new_event_loop()
+        self.asyncio.set_exception_handler(lambda *_: None)  # too many open files: whoever comes waits
+        self._something = asyncio.Event()
 
     def post(self, action: Callable[[], None]) -> None:
         """Have the loop do something; safe in a signal handler, which may interrupt a thread in here."""
-        self._posted.append(action)  # atomic
-        with suppress(OSError):  # it is awake, or gone
-            self._writer.send(b"x")
 
-    def collect(self) -> list[Callable[[], None]]:
-        """Return what has been posted since; called by the loop."""
-        with suppress(OSError):
-            while self.reader.recv(_PLENTY):
-                pass
-        return [self._posted.pop(0) for _ in range(len(self._posted))]
+        def act() -> None:
+            action()
+            self.notice()
+
+        with suppress(RuntimeError):  # it has been closed
+            self.asyncio.call_soon_threadsafe(act)
+
+    def notice(self) -> None:
+        """End the present turn: something has happened."""
+        self._something.set()
+
+    def turn(self, seconds: float) -> None:
+        """Handle what comes until something has, or so many seconds are over."""
+        self.asyncio.run_until_complete(self._wait(seconds))
+
+    async def _wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._something.wait()
+        self._something.clear()
+
+    def flush(self, connections: Iterable[Connection], seconds: float = 2.0) -> None:
+        """Send what waits before the process goes on."""
+        end, waiting = time.monotonic() + seconds, list(connections)
+        while any(one.waiting_bytes for one in waiting) and time.monotonic() < end:
+            self.asyncio.run_until_complete(asyncio.sleep(0.01))
+
+    def close(self) -> None:
+        """Let connections that were closed go, and end."""
+        if not self.asyncio.is_closed():
+            self.asyncio.run_until_complete(asyncio.sleep(0))
+            self.asyncio.close()

@@ -1,6 +1,5 @@
 """The coordinator's connections: which nodes have come, what they send and get. One thread owns them."""
 
-import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +13,11 @@ from fsdplaunch.launch.coordination.protocol import (
     TO_COORDINATOR,
     Connection,
     CoordinatorHandshake,
+    Loop,
     Message,
-    WakeUp,
+    decode,
     encode,
+    text_of_line,
 )
 
 TURN_SECONDS = 0.5
@@ -24,7 +25,7 @@ _PROOF_SECONDS = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 UNPROVEN = 256
 """How many connections may be about to prove it; of more, the oldest goes."""
-_ACCEPTED_AT_ONCE = 256
+_BACKLOG = 4096
 _MANY, _PAUSE_SECONDS = 64, 0.005
 """With so many nodes a turn handles all that comes within so many seconds."""
 _TURNED_AWAY_SHOWN = 8
@@ -121,6 +122,8 @@ class CoordinatorServer:
         connections: All there are, in order of arrival, its own first.
         is_complete: All nodes are here that the run begins with.
         running: The run has begun.
+        loop: Carries the messages; other threads have it do something.
+        port: That nodes connect to.
     """
 
     def __init__(
@@ -140,26 +143,20 @@ class CoordinatorServer:
             take: Handles a message. Whatever it raises ends that connection, and nothing else.
             tell: Shows who came without the secret.
         """
-        listener.setblocking(False)
         self.requirements = requirements
         self.own = NodeConnection(connection=None, node_info=node_info)
         self.connections = [self.own]
         self.is_complete = self.running = False
         self.store_port = 0
-        self.mail = WakeUp()
-        self._listener = listener
+        self.loop = Loop()
         self._take, self._tell = take, tell
         self._turned_away: set[str] = set()
-        self._ended: list[NodeConnection] = []
+        self._served: list[NodeConnection] = []
+        self._nodes: dict[Connection, NodeConnection] = {}
         self._late: list[tuple[NodeConnection, NodeInfo]] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, listener)
-        self._selector.register(self.mail.reader, selectors.EVENT_READ, self.mail)
-
-    @property
-    def port(self) -> int:
-        """Return the port that nodes connect to."""
-        return int(self._listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
+        made = self.loop.asyncio.create_server(lambda: Connection(self._changed), sock=listener, backlog=_BACKLOG)
+        self._listening = self.loop.asyncio.run_until_complete(made)
 
     @property
     def present(self) -> list[NodeConnection]:
@@ -190,88 +187,66 @@ class CoordinatorServer:
 
     def turn(self, seconds: float = TURN_SECONDS) -> list[NodeConnection]:
         """Wait for something to happen on any connection, and handle it; return those that did it."""
-        served = []
         if len(self.connections) > _MANY:
             time.sleep(_PAUSE_SECONDS)  # what comes meanwhile is one turn's work, and not as many turns'
-        for key, _ in self._selector.select(seconds):
-            if isinstance(key.data, NodeConnection):
-                self._serve(key.data)
-                served.append(key.data)
-            elif key.data is self._listener:
-                self._accept()
-        for action in self.mail.collect():
-            action()
-        return served + self._forget()
+        self.loop.turn(seconds)
+        served, self._served = self._served, []
+        if any(node.is_closed for node in served):
+            # Who leaves before the run starts may come again; who has never been a node leaves nothing.
+            self.connections = [
+                node
+                for node in self.connections
+                if not node.is_closed or (self.running and node.node_info is not None)
+            ]
+        self._close_unproven()
+        return served
 
-    def _forget(self) -> list[NodeConnection]:
-        """Forget connections that have ended, which are returned, and close those that prove nothing in time."""
-        ended, self._ended = self._ended, []
-        # Who leaves before the run starts may come again; who has never been a node leaves nothing.
-        gone = {node for node in ended if not self.running or node.node_info is None}
-        if gone:
-            self.connections = [node for node in self.connections if node not in gone]
+    def _close_unproven(self) -> None:
+        """Close connections that prove nothing in time, and the oldest of too many."""
         unproven = [node for node in self.connections if node.handshake is not None]
         too_many = len(unproven) - max(UNPROVEN, self.requirements.most)
         late = time.monotonic() - _PROOF_SECONDS
         for place, node in enumerate(unproven):
             if place < too_many or node.since < late:
                 node.close()
-        return ended
 
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            try:
-                sock, place = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # too many open files: it waits
-                time.sleep(0.01)
-                return
-            self._welcome(sock, plain_address(place))
-
-    def _welcome(self, sock: socket.socket, came_from: str) -> None:
-        handshake = CoordinatorHandshake(self.requirements.secret)
+    def _changed(self, connection: Connection) -> None:
+        """Handle what a connection does; whatever is wrong with it ends this connection alone."""
+        node = self._nodes.get(connection) or self._welcome(connection)
         try:
-            came_to = plain_address(sock.getsockname())
-            connection = Connection(sock, TO_COORDINATOR)
-        except OSError:  # it has gone
-            sock.close()
-            return
-        node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
-        self.connections.append(node)
-        connection.watch(self._selector, node, lambda: self._ended.append(node))
-        connection.send_line(handshake.opening)
-
-    def _serve(self, node: NodeConnection) -> None:
-        """Handle what a connection has sent; whatever is wrong with it ends this connection alone."""
-        connection = node.connection
-        if connection is None or not connection.open:  # ended by what another one has sent in this turn
-            return
-        try:
-            connection.flush()
-            if node.handshake is not None and not self._is_proven(node, connection, node.handshake):
-                return
-            for message in connection.receive():
-                node.heard = time.monotonic()
-                self._take(node, message)
+            while connection.lines and connection.open:
+                self._serve(node, connection, connection.lines.popleft())
         except Exception:  # a port scanner, or a node that has lost its mind: nobody else is to suffer
             connection.close()
+        if not connection.open:
+            self._nodes.pop(connection, None)
+        self._served.append(node)
+        self.loop.notice()
 
-    def _is_proven(self, node: NodeConnection, connection: Connection, handshake: CoordinatorHandshake) -> bool:
-        """Return whether a connection belongs to the run, as far as it has said."""
-        line = connection.receive_line()
-        if line is None:
-            return False
-        accepted, answer = handshake.answer(line)
-        if not accepted:
-            self._mention(node.came_from, "without a secret" if line == NONE else "with another secret")
+    def _welcome(self, connection: Connection) -> NodeConnection:
+        ends = [connection.transport.get_extra_info(name) or ("",) for name in ("peername", "sockname")]
+        came_from, came_to = map(plain_address, ends)
+        handshake = CoordinatorHandshake(self.requirements.secret)
+        node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
+        self._nodes[connection] = node
+        self.connections.append(node)
+        connection.send_line(handshake.opening)
+        return node
+
+    def _serve(self, node: NodeConnection, connection: Connection, line: bytes) -> None:
+        node.heard = time.monotonic()
+        if node.handshake is None:
+            self._take(node, decode(line, TO_COORDINATOR))
+            return
+        text = text_of_line(line)
+        accepted, answer = node.handshake.answer(text)
         connection.send_line(answer)
         if accepted:
             node.handshake = None
             connection.trust()
         else:
+            self._mention(node.came_from, "without a secret" if text == NONE else "with another secret")
             connection.close()
-        return accepted
 
     def _mention(self, address: str, which: str) -> None:
         if address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
@@ -285,21 +260,13 @@ class CoordinatorServer:
             if node is not but:
                 node.send_line(line)
 
-    def flush(self, seconds: float = 2.0) -> None:
+    def flush(self) -> None:
         """Send what waits before the process goes on."""
-        end = time.monotonic() + seconds
-        waiting = [node.connection for node in self.connections if node.connection is not None]
-        while time.monotonic() < end:
-            waiting = [one for one in waiting if one.open and one.wants & selectors.EVENT_WRITE]
-            if not waiting:
-                return
-            for one in waiting:
-                one.flush()
-            time.sleep(0.01)
+        self.loop.flush([node.connection for node in self.connections if node.connection is not None])
 
     def shut(self) -> None:
         """Close every connection and the listener."""
         for node in self.connections:
             node.close()
-        self._selector.close()
-        self._listener.close()
+        self._listening.close()
+        self.loop.close()

@@ -15,7 +15,7 @@ def join_many(monkeypatch, count: int) -> tuple[Place, dict[int, int]]:
     plain = Connection.send_line
 
     def send_line(connection: Connection, line: str) -> None:
-        if connection.sock.getsockname()[1] == place.port:  # the coordinator's side
+        if connection.transport.get_extra_info("sockname")[1] == place.port:  # the coordinator's side
             sent[id(connection)] = sent.get(id(connection), 0) + len(line)
         plain(connection, line)
 
