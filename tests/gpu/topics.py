@@ -221,11 +221,11 @@ def estimated(**keys: Any) -> Callable[[Machine], str]:
         words += ["--world-size", str(machine.workers), "--batch-size", "4", "--seq-len", "512", "--json"]
         program = f"{PROGRAMS / 'memory.py'}:Model"
         said = json.loads(machine.cli("estimate", program, "--gpu-memory", "80GB", *words).stdout)
-        own = next(each for each in said["strategies"] if each["yours"])
+        allocated = said["exact"]["allocated"]  # a script's model is traced: the table has no activations of it
         peak = machine.launch("memory", **keys)["peak"]
-        ratio = own["allocated"] / peak
-        need(0.7 <= ratio <= 1.3, f"{own['allocated'] / 2**30:.2f} GiB for {peak / 2**30:.2f} GiB")
-        return f"{own['allocated'] / 2**30:.2f} GiB for {peak / 2**30:.2f} GiB, {ratio:.2f} of it"
+        ratio = allocated / peak
+        need(0.7 <= ratio <= 1.3, f"{allocated / 2**30:.2f} GiB for {peak / 2**30:.2f} GiB")
+        return f"{allocated / 2**30:.2f} GiB for {peak / 2**30:.2f} GiB, {ratio:.2f} of it"
 
     return check
 
@@ -313,7 +313,6 @@ TOPICS = (
     Topic("out of memory", out_of_memory, on_cpu=False),
     Topic("attention kernels", kernels, on_cpu=False),
     Topic("estimate, FSDP2", estimated(fsdp_version=2), on_cpu=False),
-    Topic("estimate, FSDP1", estimated(fsdp_version=1), on_cpu=False),
     Topic("estimate, bf16 and recomputing", estimated(fsdp_version=2, mixed_precision="bf16"), on_cpu=False),
     Topic("a step against fully_shard", steps, on_cpu=False),
     Topic("groups", groups, gpus=2),
