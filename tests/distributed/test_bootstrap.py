@@ -104,7 +104,7 @@ def test_hook_of_the_script_prints_its_failure(tmp_path: Path) -> None:
 )
 def test_nothing_to_run_is_reported_in_one_sentence(tmp_path: Path, argv: list[str], says: str) -> None:
     done = alone(*argv, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
