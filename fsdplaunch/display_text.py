@@ -99,6 +99,11 @@ def size_words(count: float) -> str:
     raise AssertionError(count)
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number with its word: `1 worker`, `2 workers`."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, with how many there are beside them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

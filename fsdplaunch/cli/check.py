@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fsdplaunch.cli.single_node import (
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.display_text import size_words
+from fsdplaunch.display_text import counted, size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.features import COMPARISON, feature
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
@@ -32,23 +32,6 @@ from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
 TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """What a rehearsal showed.
-
-    Attributes:
-        steps: Optimizer steps that were made.
-        checkpoint: Bytes of the checkpoint that was saved and read back; None when none was.
-        seconds: From the script's start to its last step.
-        is_complete: The script was ended by us, after all steps; otherwise it ended by itself.
-    """
-
-    steps: int
-    checkpoint: int | None
-    seconds: float
-    is_complete: bool
 
 
 def check(
@@ -139,47 +122,35 @@ def _compare(
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
-    done = _rehearsed(plan)
-    file = str(loaded.path) if loaded.path else "the built-in configuration"
-    works = result.failure is None and result.exit_code == 0 and done.steps > 0
+    steps, checkpoint, is_complete = _rehearsed(plan)
+    works = result.failure is None and result.exit_code == 0 and steps > 0
     if as_json:
-        found: dict[str, Any] = {"works": works, "steps": done.steps, "checkpoint_bytes": done.checkpoint}
+        found: dict[str, Any] = {"works": works, "steps": steps, "checkpoint_bytes": checkpoint}
         out.json({**found, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None or result.stopped_by is not None:
         report(result, plan, as_json=False, out=out)
         return result.exit_code or EXIT_FAILED
-    if not done.steps:
+    if not steps:
         msg = f"{plan.script} ended without an optimizer step"
         hint = "give it arguments with which it trains; --steps only ends it earlier"
         out.error(LaunchError(msg, hint=hint))
         return result.exit_code or EXIT_FAILED
-    for line in _verdict(done, file, plan):
-        out.say(line)
+    file = str(loaded.path) if loaded.path else "the built-in configuration"
+    ended = "" if is_complete else ", then it ended by itself"
+    out.say(f"{file} works with {plan.script}: {WORKERS} CPU workers, {counted(steps, 'step')}{ended}")
+    if checkpoint is not None:
+        out.say(f"  a checkpoint of {size_words(checkpoint)} was saved, read back and found equal")
+    else:
+        why = "another library shards the model and saves it its own way"
+        out.say(f"  no checkpoint was tried: {why if is_complete else 'the script ended before --steps'}")
     return result.exit_code
 
 
-def _verdict(done: CheckResult, file: str, plan: LaunchPlan) -> list[str]:
-    steps = f"{done.steps} step{'s' if done.steps > 1 else ''}"
-    ended = "" if done.is_complete else ", then it ended by itself"
-    lines = [f"{file} works with {plan.script}: {WORKERS} CPU workers, {steps}{ended}"]
-    if done.checkpoint is not None:
-        lines.append(f"  a checkpoint of {size_words(done.checkpoint)} was saved, read back and found equal")
-    elif done.is_complete:
-        lines.append("  no checkpoint was tried: another library shards the model and saves it its own way")
-    else:
-        lines.append("  no checkpoint was tried: the script ended before --steps")
-    return lines
-
-
-def _rehearsed(plan: LaunchPlan) -> CheckResult:
-    """Return what every rank did, by their files."""
+def _rehearsed(plan: LaunchPlan) -> tuple[int, int | None, bool]:
+    """Return how many steps every rank made, the bytes of the checkpoint, and whether we ended the script."""
     folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
     records = [json.loads(path.read_text()) for folder in folders if (path := folder / REHEARSAL).is_file()]
+    if len(records) == WORKERS:
+        return min(record["steps"] for record in records), records[0]["checkpoint"], True
     beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
-    is_complete = len(records) == WORKERS
-    return CheckResult(
-        steps=min(record["steps"] for record in records) if is_complete else min(beats, default=0),
-        checkpoint=records[0]["checkpoint"] if is_complete else None,
-        seconds=max((record["seconds"] for record in records), default=0.0),
-        is_complete=is_complete,
-    )
+    return min(beats, default=0), None, False

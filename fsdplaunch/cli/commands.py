@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.options import (
+    ASSIGNMENTS,
     ConfigOption,
     JsonOption,
     LogDirOption,
@@ -24,9 +25,12 @@ from fsdplaunch.cli.options import (
     RunArgument,
     ScriptToTry,
     SetOption,
+    completed,
     does,
     group,
+    keys_and_sections,
     number,
+    presets,
     script_argument,
     size,
     whole,
@@ -95,7 +99,8 @@ def to_fsdp2(
     "launch",
     epilog="Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
     "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
-    "Everything after SCRIPT belongs to the script.",
+    "Every key is an option before SCRIPT (--help-all): --num-processes 4, --keep-global-batch, --hide-ranks, "
+    "--shard off. Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
 @does("launch:launch_script")
@@ -441,7 +446,12 @@ def config(
     ] = None,
     overrides: SetOption = None,
     preset: Annotated[
-        str | None, Option(metavar="NAME", help="Start from a preset; `config presets` lists them")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Start from a preset; `config presets` lists them",
+            autocompletion=completed(presets),
+        ),
     ] = None,
     source: Annotated[
         Path | None, Option("--from", metavar="FILE", help="Start from another file, for example accelerate's")
@@ -477,7 +487,9 @@ def config_show(
 @config_app.command("set")
 @does("config:set_values")
 def config_set(
-    assignments: Annotated[list[str], Argument(metavar="KEY=VALUE...", help="What to change")],
+    assignments: Annotated[
+        list[str], Argument(metavar="KEY=VALUE...", help="What to change", autocompletion=ASSIGNMENTS)
+    ],
     file: ConfigOption = None,
 ) -> None:
     """Change keys in the file; its comments and layout stay."""
@@ -500,7 +512,14 @@ def config_validate(
 @config_app.command("explain")
 @does("config:explain")
 def config_explain(
-    word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
+    word: Annotated[
+        str | None,
+        Argument(
+            metavar="KEY",
+            help="A key or a section [default: list all]",
+            autocompletion=completed(keys_and_sections),
+        ),
+    ] = None,
     file: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -516,7 +535,9 @@ def config_schema() -> None:
 @config_app.command("presets")
 @does("config:presets")
 def config_presets(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Print this one")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="Print this one", autocompletion=completed(presets))
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List ready-made configurations, or print one."""

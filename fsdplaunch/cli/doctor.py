@@ -16,6 +16,7 @@ from fsdplaunch.cli.single_node import plan_for_this_node
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import all_keys, value_at
+from fsdplaunch.display_text import counted
 from fsdplaunch.doctor.checks import check_connections, run_checks, status_of, summary
 from fsdplaunch.doctor.facts import Check, DoctorFacts, bug_report_block, collect_facts
 from fsdplaunch.errors import MachineError
@@ -50,7 +51,7 @@ def _measure_network(
         out.say(f"waiting for the other {plan.nodes - 1} nodes: run fsdplaunch doctor --network on each of them")
         place = find_placement(config, os.environ)
         source = find_secret(config, place, os.environ, address=network.own_address())
-    out.say(f"testing the connections of {plan.world_size} workers")
+    out.say(f"testing the connections of {counted(plan.world_size, 'worker')}")
     try:
         secret = _secret(source, is_first=not config.machine_rank) if source is not None else ""
         result = run_plan(plan, output=sys.stderr.fileno(), secret=secret)

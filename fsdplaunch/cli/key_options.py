@@ -24,6 +24,8 @@ from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS
 from fsdplaunch.errors import UsageError
 
 _ALIKE = 0.6
+_SHORT = len("--seed")
+"""A name as short as this is like many others by chance."""
 _PAIR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 """How accelerate's `--env` writes a variable."""
 
@@ -102,7 +104,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             _refuse_nothing(option, table[name], value)
             done += ["--set", _assignment(name, table[name], value)]
         else:
-            raise _no_such_option(option, {*table, *FOREIGN_OPTIONS}, own)
+            raise _no_such_option(option, {*table, *FOREIGN_OPTIONS}, own, rest)
     return done + rest
 
 
@@ -157,13 +159,16 @@ def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
     )
 
 
-def _no_such_option(option: str, names: set[str], own: set[str]) -> UsageError:
-    """Return the error for an option that there is not, with the one most like it."""
+def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[str]) -> UsageError:
+    """Return the error for an option that there is not, with the one most like it, or where a script's own go."""
     dashes = {name: "--" + name.replace("_", "-" if "_" not in option else "_") for name in names}
     word = option.removeprefix("--").replace("-", "_")
     longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
     near = [dashes[name] for name in longer] or closest(option, [*own, *dashes.values()], cutoff=_ALIKE)
+    script = next((word for word in rest if word.endswith(".py")), None)
     hint = f"did you mean {near[0]}?" if near else "fsdplaunch launch --help-all lists every option"
+    if script is not None and not (near and len(option) > _SHORT):
+        hint = f"the script's own options come after it: fsdplaunch launch {script} {option} ..."
     return UsageError(f"no such option: {option}", hint=hint)
 
 

@@ -9,7 +9,7 @@ from fsdplaunch.cli import single_node
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.load import LoadedConfig
-from fsdplaunch.display_text import listed
+from fsdplaunch.display_text import counted, listed
 from fsdplaunch.errors import LaunchError, MachineError
 from fsdplaunch.launch.coordination import join, network
 from fsdplaunch.launch.coordination.join import agreed_config, provisional_config
@@ -206,7 +206,7 @@ def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, part: Node
         out.say(f"  nodes {listed(assignment.names, _NAMED)}")
     else:
         names = f"node {assignment.rank} of {assignment.nodes} in run {assignment.run_id}"
-        out.say(f"{names}: {plan.workers} workers here, node 0 is {assignment.names[0]}")
+        out.say(f"{names}: {counted(plan.workers, 'worker')} here, node 0 is {assignment.names[0]}")
     result = single_node.run_shown(plan, as_json=as_json, out=out, control=control)
     single_node.report(result, plan, as_json=as_json, out=out, is_part=not is_first)
     return result.exit_code

@@ -5,6 +5,7 @@ What could steer a terminal is escaped here, whoever wrote it. Only `json` is ex
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +79,8 @@ class Output:
         return printable(text).replace(self._mark, "\x1b")
 
 
-LINE_SECONDS = 10.0
+LINE_SECONDS, LIVE_SECONDS = 10.0, 0.2
+"""Between two lines about progress: in a log, and on a terminal, where each takes the place of the one before."""
 
 Update = Callable[[str, int, int, str], None]
 """Takes the phase, the bytes done, the bytes in all, and what is at hand."""
@@ -87,50 +89,20 @@ Update = Callable[[str, int, int, str], None]
 @contextmanager
 def byte_progress(out: Output) -> Iterator[Update]:
     """Show how far a transfer is, on stderr, until the block ends."""
-    if sys.stderr.isatty() and not out.quiet:
-        with _live() as update:
-            yield update
-    else:
-        yield _lines(out)
-
-
-@contextmanager
-def _live() -> Iterator[Update]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("  {task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[item]}", markup=False),
-    )
-    tasks: dict[str, tuple[TaskID, float]] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-
-        def update(phase: str, done: int, total: int, item: str) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=total, amount="", item=""), time.monotonic()
-            task, start = tasks[phase]
-            rate = done / max(time.monotonic() - start, 1e-3)
-            amount = f"{size_words(done)} of {size_words(total)}, {size_words(rate)}/s"
-            bars.update(task, completed=done, amount=amount, item=one_line(item))
-
-        yield update
-
-
-def _lines(out: Output) -> Update:
+    live = sys.stderr.isatty() and not out.quiet
     start = last = time.monotonic()
 
     def update(phase: str, done: int, total: int, item: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= LINE_SECONDS:
-            last = now
-            rate = done / (now - start)
-            left = f", {(total - done) / rate:.0f} s left" if rate else ""
-            share = 100 * done // max(total, 1)
-            out.say(f"  {phase} {share}%  {size_words(done)} of {size_words(total)}{left}  {item}")
+        if now - last < (LIVE_SECONDS if live else LINE_SECONDS):
+            return
+        last, rate = now, done / (now - start)
+        left = f", {size_words(rate)}/s, {(total - done) / rate:.0f} s left" if rate else ""
+        amount = f"{100 * done // max(total, 1)}%  {size_words(done)} of {size_words(total)}{left}"
+        line = f"  {phase} {amount}  {one_line(item)}"
+        out.live(line[: shutil.get_terminal_size().columns - 1]) if live else out.say(line)
 
-    return update
+    yield update
+    if live:
+        out.live("")

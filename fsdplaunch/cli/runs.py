@@ -59,7 +59,7 @@ def show_logs(
     if found.route == "kubernetes" and rank is None:
         return _show_pods(found, follow=follow, out=out)
     if rank is None and found.route == "here":
-        out.note("a run started here showed its output there and then; this is rank 0's (--rank N for another's)")
+        out.note("the run's output was shown in its own terminal; this is rank 0's, and --rank N shows another's")
     files = log_files(found, rank=rank, stream=stream)
     if not files and not follow:
         if not found.unfinished:

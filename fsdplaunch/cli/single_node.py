@@ -12,8 +12,10 @@ from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.config.load import LoadedConfig
+from fsdplaunch.config.names import closest
 from fsdplaunch.config.resolve import mesh_sizes, node_range, runs_spmd, shards_models, shards_on_xla, uses_xla
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.display_text import counted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.network import interface_variables
@@ -105,7 +107,9 @@ def check_script(script: str | None, command: str = "launch", *, is_file: bool =
         raise UsageError(msg, hint="name the .py file, or use -m for a module")
     if not path.exists():
         msg = f"script not found: {script}"
-        raise UsageError(msg, hint=f"looked in {Path.cwd()}")
+        beside = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = closest(script, beside)
+        raise UsageError(msg, hint=f"did you mean {near[0]}?" if near else f"looked in {Path.cwd()}")
     if path.suffix == ".py" and not os.access(path, os.R_OK):
         msg = f"{script} cannot be read: permission denied"
         raise UsageError(msg)
@@ -212,8 +216,8 @@ def pass_checks(
             out.note(f"{finding.message}; {finding.hint}")
     if check_only and not fatal:
         elsewhere = "PyTorch/XLA" if plan.device == "xla" else "the CPU"
-        place = f"{len(plan.gpus)} GPUs" if plan.gpus else elsewhere
-        out.say(f"ready: {plan.script} can start with {plan.workers} workers on {place}")
+        place = counted(len(plan.gpus), "GPU") if plan.gpus else elsewhere
+        out.say(f"ready: {plan.script} can start with {counted(plan.workers, 'worker')} on {place}")
     return status
 
 
@@ -231,8 +235,9 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
     else:
         how = f"{plan.config.distributed_type}, not sharded"
     precision = plan.config.precision.param or "the model's own precision"
-    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
-    out.say(f"  {workers}{nodes} ({place.get(plan.device, 'CPU, gloo')}), {how}, {precision}")
+    out.say(
+        f"  {counted(plan.workers, 'worker')}{nodes} ({place.get(plan.device, 'CPU, gloo')}), {how}, {precision}"
+    )
     out.say(
         out.dim(f"  logs {short_path(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)")
     )
@@ -279,7 +284,8 @@ def signal_printer(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
         name = signal.Signals(number).name
         if count == 1:
             grace = plan.config.launch.shutdown_grace_seconds
-            out.say(f"{name}: asked {plan.workers} workers to end, within {grace:.0f} s; again to kill them")
+            workers = counted(plan.workers, "worker")
+            out.say(f"{name}: asked {workers} to end, within {grace:.0f} s; again to kill them")
         else:
             out.say(f"{name}: killing the workers")
 

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdplaunch.config.load import LoadedConfig
-from fsdplaunch.config.names import (
-    closest,
-    find_bare,
-    find_key,
-    former_places,
-    path_of,
-    spellings,
-)
+from fsdplaunch.config.names import former_places, key_named, spellings
 from fsdplaunch.config.schema.config import KeySpec, all_keys, section_classes, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
@@ -28,15 +21,13 @@ def keys_named(word: str) -> tuple[KeySpec, ...]:
     Raises:
         UsageError: No key or section has that name.
     """
-    path = path_of(word)
     if word in section_classes():
         return tuple(spec for spec in all_keys() if spec.path[0] == word)
-    found = find_bare(path[-1]) if len(path) == 1 else find_key(path[0], path[1])
+    found = key_named(word)
     if isinstance(found, KeySpec):
         return (found,)
-    near = closest(path[-1], [spec.name for spec in all_keys()] + list(section_classes()))
     msg = f"{word} is not a key"
-    raise UsageError(msg, hint=f"did you mean {', '.join(near)}?" if near else "without a key, all are listed")
+    raise UsageError(msg, hint=found.hint or "without a key, all are listed")
 
 
 def default_text(spec: KeySpec) -> str:

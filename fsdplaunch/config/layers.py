@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.names import (
+    UnknownKey,
     closest,
-    find_bare,
     find_former,
     find_key,
     is_bare_section,
+    key_named,
     key_prefix,
     path_of,
 )
@@ -262,6 +263,8 @@ def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
     Raises:
         ConfigError: With every problem of the texts.
     """
+    if len(assignments) == len(("key", "value")) and not any("=" in text for text in assignments):
+        assignments = [" ".join(assignments)]  # one slip, one message
     layer = flag_layer(assignments)
     if layer.variables:
         place = TextPosition(source="command line")
@@ -274,31 +277,20 @@ def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
 def _override(layer: Layer, override: str, place: TextPosition) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
-        layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place)
+        hint = "write it as mixed_precision=bf16, for example"
+        layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place, hint)
         return
     path = path_of(name)
     if path[:2] == ("launch", "env") and len(path) > 2:  # noqa: PLR2004  (launch.env.NAME)
         layer.variables[name.split(".", 2)[2]] = text
         return
-    spec = _key_named(layer, path, place)
-    if spec is None:
+    spec = key_named(name)
+    if isinstance(spec, UnknownKey):
+        hint = spec.hint or "fsdplaunch config explain lists every key"
+        layer.reject("unknown-key", ".".join(path), "is not a key", place, hint)
         return
     try:
         layer.take(spec, read_scalar(text, verbatim=spec.key.kind.verbatim), place)
     except UnreadableValueError as error:
         layer.broken.add(spec.path)
         layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)
-
-
-def _key_named(layer: Layer, path: KeyPath, place: TextPosition) -> KeySpec | None:
-    """Return the key that `section.key`, or its name alone, means; None after a problem."""
-    bare = find_bare(path[0]) if len(path) == 1 else None
-    if bare is not None:
-        return bare
-    section = ".".join(path[:-1])
-    found = find_key(section, path[-1]) if section in ("", *section_classes()) else None
-    if isinstance(found, KeySpec):
-        return found
-    hint = found.hint if found else "fsdplaunch config explain lists every key"
-    layer.reject("unknown-key", ".".join(path), "is not a key", place, hint)
-    return None

@@ -102,6 +102,16 @@ def find_bare(name: str) -> KeySpec | None:
     return next(iter(exact or [table[name] for table in tables if name in table]), None)
 
 
+def key_named(dotted: str) -> KeySpec | UnknownKey:
+    """Return the key that `section.key`, or its name alone, means, or what to say of it."""
+    path = path_of(dotted)
+    section = ".".join(path[:-1])
+    bare = find_bare(path[0]) if not section else None
+    if bare is not None or section in ("", *section_classes()):
+        return bare or find_key(section, path[-1])
+    return UnknownKey(id="unknown-key", message="is not a key", hint=f"{section} is not a section")
+
+
 def is_bare_section(names: Iterable[str]) -> bool:
     """Return whether a file's top level consists of keys of fsdp_config, as transformers' own files do."""
     words = list(names)

@@ -367,25 +367,25 @@ class Conversation:
             Choice(value="no", title="No", consequence=so_far and f"set so far: {so_far}"),
             Choice(value="yes", title="Yes, choose from all keys"),
         )
-        while (first := self.prompts.select("Any other setting?", choices, default="no")) == EXPLAIN:
-            self.out.say(
-                "  Every key that no question above decides; fsdplaunch config explain KEY describes one."
-            )
-        if isinstance(first, PromptRequest):
-            return False
-        while first == "yes":
-            spec = self._ask_for_key()
+        while (first := self.prompts.select("Any other setting?", choices, default="no")) != "no":
+            if first == BACK:
+                return False
+            if first == EXPLAIN:
+                text = "Every key that no question above decides; fsdplaunch config explain KEY describes one."
+                self.out.say(f"  {text}")
+                continue
+            while isinstance(spec := self._ask_for_key(), KeySpec):
+                now = (compose(self.state) | settings).get(spec.path, spec.default)
+                self.out.say(self.prompts.wrapped(f"  {spec.key.text} Now: {_shown(spec.path, now)}"))
+                answer = self._ask_value(spec)
+                if isinstance(answer, str):
+                    settings[spec.path] = read_setting(spec, answer)
             if spec is None:
                 break
-            now = (compose(self.state) | settings).get(spec.path, spec.default)
-            self.out.say(self.prompts.wrapped(f"  {spec.key.text} Now: {_shown(spec.path, now)}"))
-            answer = self._ask_value(spec)
-            if isinstance(answer, str):
-                settings[spec.path] = read_setting(spec, answer)
         self.state = replace(self.state, settings=settings)
         return True
 
-    def _ask_for_key(self) -> KeySpec | None:
+    def _ask_for_key(self) -> KeySpec | PromptRequest | None:
         """Ask which key is to be set; None when no further one is."""
         keys = {spec.dotted: spec for spec in further_keys(self.state)}
 
@@ -401,7 +401,9 @@ class Conversation:
 
         remark = "(a part of its name, Tab completes; Enter: that is all)"
         name = self.prompts.line("Which key?", remark=remark, problem=problem, words=[*keys])
-        return keys[named(name)[0]] if isinstance(name, str) and name else None
+        if isinstance(name, str):
+            return keys[named(name)[0]] if name else None
+        return name
 
     def _ask_value(self, spec: KeySpec) -> str | PromptRequest:
         """Ask for a key's value, straight from the schema: a choice of its names, or a line."""

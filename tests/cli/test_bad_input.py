@@ -18,6 +18,7 @@ def listing(folder: Path) -> list[str]:
     [
         ({}, ["launch"], ["no script given", "fsdplaunch launch train.py"]),
         ({}, ["launch", "nope.py"], ["script not found: nope.py"]),
+        ({"train.py": ""}, ["launch", "trian.py"], ["script not found: trian.py", "did you mean train.py?"]),
         ({"folder/x.py": ""}, ["launch", "folder"], ["folder is a folder, not a script"]),
         ({"t.py": SCRIPT}, ["launch", "-c", "nope.yaml", "t.py"], ["nope.yaml"]),
         ({"t.py": SCRIPT, "fsdp.yaml": "a: [1,\nb: 2\n"}, ["launch", "t.py"], ["fsdp.yaml:3", "is not YAML"]),

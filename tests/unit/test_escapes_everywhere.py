@@ -41,12 +41,14 @@ def test_prompts_show_names_without_escapes(monkeypatch):
 def test_progress_shows_names_as_they_are(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
-    with output._live() as update:
-        for item in (HOSTILE, "[/red]", "[link=file:///etc]x", "a\nb"):
-            update("copy", 1, 2, item)
-    update = output._lines(Output())
     monkeypatch.setattr(output, "LINE_SECONDS", 0)
-    update("copy", 1, 2, HOSTILE)
+    monkeypatch.setattr(output, "LIVE_SECONDS", 0)
+    for is_terminal in (False, True):
+        monkeypatch.setattr(screen, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with output.byte_progress(Output()) as update:
+            for item in (HOSTILE, "[/red]", "[link=file:///etc]x", "a\nb"):
+                update("copy", 1, 2, item)
+    assert "copy 50%" in screen.getvalue()
     assert not re.search("[\x07\u202e\x9b]|\x1b\\]", screen.getvalue())
 
 

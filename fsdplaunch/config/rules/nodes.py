@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fsdplaunch.config.resolve import REST, node_range, workers_per_node, world_size
 from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, note_rule, rule
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys
+from fsdplaunch.display_text import counted
 
 _PROCESSES: KeyPath = ("num_processes",)
 _MACHINES: KeyPath = ("num_machines",)
@@ -76,7 +77,7 @@ def _gpu_count(context: RuleContext) -> Iterator[Violation]:
     if len(set(names)) < len(names):
         yield Violation((("gpu_ids",),), f"{ids} names a GPU twice", "name each GPU once")
     elif workers is not None and len(names) < workers and not context.config.use_cpu:
-        message = f"{len(names)} GPUs cannot serve {workers} workers on each node"
+        message = f"{counted(len(names), 'GPU')} cannot serve {counted(workers, 'worker')} on each node"
         hint = f"name {workers} GPUs, or lower the number of workers"
         yield Violation((("gpu_ids",), _PROCESSES, _PER_NODE), message, hint)
 
@@ -122,7 +123,7 @@ def _shown_rank(context: RuleContext) -> Iterator[Violation]:
     """Refuse a rank in launch.show_ranks that does not exist."""
     world, rank = world_size(context.config), max(_ranks(context.config.launch.show_ranks), default=0)
     if world is not None and rank >= world:
-        message = f"rank {rank} does not exist among {world} workers; ranks count from 0"
+        message = f"rank {rank} does not exist among {counted(world, 'worker')}; ranks count from 0"
         yield Violation((("launch", "show_ranks"), _PROCESSES, _PER_NODE), message, "use all, or ranks that exist")
 
 
@@ -136,7 +137,7 @@ def _local_rank(context: RuleContext) -> Iterator[Violation]:
             continue  # one number says which streams, of all ranks
         rank = max(_ranks(text), default=0)
         if workers is not None and rank >= workers:
-            message = f"local rank {rank} does not exist among {workers} workers on each node"
+            message = f"local rank {rank} does not exist among {counted(workers, 'worker')} on each node"
             yield Violation((("launch", name), _PROCESSES, _PER_NODE), message, "count from 0")
 
 

@@ -56,11 +56,7 @@ def parse_flag(value: Any) -> bool:
 
 
 def check_digits(text: str) -> None:
-    """Refuse what Python reads as a number and no YAML file means as one: `1_0`, digits of other scripts.
-
-    Raises:
-        ValueError: It is such a text.
-    """
+    """Refuse with a ValueError what Python alone reads as a number: `1_0`, digits of other scripts."""
     if not text.isascii() or "_" in text:
         raise ValueError(text)
 
@@ -168,22 +164,17 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def parse_variables(value: Any) -> dict[str, str]:
     """Read environment variables; true and false become lower-case words, an empty text is allowed."""
-    return {_variable_name(name): _variable_text(name, item) for name, item in parse_table(value).items()}
-
-
-def _variable_name(name: str) -> str:
-    if not _VARIABLE.fullmatch(name):
-        msg = f"{name} cannot name an environment variable"
-        raise NotedValueError(msg)
-    return name
-
-
-def _variable_text(name: str, value: Any) -> str:
-    try:
-        return "" if value == "" else parse_text(write(value) if isinstance(value, bool) else value)
-    except ValueError:
-        msg = f"{name} must be a text; '' is the empty one"
-        raise NotedValueError(msg) from None
+    variables = {}
+    for name, item in parse_table(value).items():
+        if not _VARIABLE.fullmatch(name):
+            msg = f"{name} cannot name an environment variable"
+            raise NotedValueError(msg)
+        try:
+            variables[name] = item if item == "" else parse_text(write(item) if isinstance(item, bool) else item)
+        except ValueError:
+            msg = f"{name} must be a text; '' is the empty one"
+            raise NotedValueError(msg) from None
+    return variables
 
 
 def parse_plan(value: Any) -> dict[str, str]:
@@ -202,11 +193,6 @@ def parse_modules(value: Any) -> tuple[str, ...]:
     return names
 
 
-def write_modules(value: tuple[str, ...]) -> str:
-    """Return what `parse_modules` reads back."""
-    return ",".join(value) or "none"
-
-
 def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     """Read three flags, or one for all three."""
     value = value.strip().strip("()[]") if isinstance(value, str) else value  # accelerate writes a tuple as text
@@ -217,54 +203,34 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     return parse_flag(first), parse_flag(second), parse_flag(third)
 
 
-def parse_wait(value: Any) -> float:
-    """Read a number of seconds, at least 0 and at most a year."""
-    number = parse_number(value)
-    if number < 0:
-        raise ValueError(value)
-    if number > MOST_SECONDS:
-        msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
-        raise NotedValueError(msg)
-    return number
-
-
-def parse_seconds(value: Any) -> float:
-    """Read a number of seconds above 0."""
-    if parse_number(value) == 0:
-        raise ValueError(value)
-    return parse_wait(value)
-
-
 _DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
 
 
-def _items(value: Any) -> list[Any] | None:
-    """Return what is separated by commas, or listed; None for `all`."""
+def _all_or_listed(value: Any, read: Callable[[Any], str]) -> str:
+    """Read `all`, or items that are separated by commas or listed."""
     if isinstance(value, str) and value.strip().lower() == "all":
-        return None
+        return "all"
     items = str(value).split(",") if isinstance(value, str | int) else value
     if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
         raise ValueError(value)
-    return list(items)
+    items = items[:-1] if len(items) > 1 and not str(items[-1]).strip() else items  # CUDA reads `0,` as one GPU
+    return ",".join(read(item) for item in items)
 
 
 def parse_ranks(value: Any) -> str:
     """Read `all`, or numbers separated by commas."""
-    items = _items(value)
-    ranks = [parse_whole(item) for item in items or ()]
-    if min(ranks, default=0) < 0:
-        raise ValueError(value)
-    return "all" if items is None else ",".join(map(str, ranks))
+    return _all_or_listed(value, lambda item: str(WHOLE.parse(item)))
 
 
 def parse_devices(value: Any) -> str:
     """Read `all`, or indices or NVML names separated by commas, in the given order."""
-    items = _items(value)
-    names = [str(item).strip() for item in items or ()]
-    names = names[:-1] if len(names) > 1 and not names[-1] else names  # CUDA reads `0,` as one GPU
-    if not all(_DEVICE.fullmatch(name) for name in names):
-        raise ValueError(value)
-    return "all" if items is None else ",".join(names)
+
+    def read(item: Any) -> str:
+        if not _DEVICE.fullmatch(name := str(item).strip()):
+            raise ValueError(item)
+        return name
+
+    return _all_or_listed(value, read)
 
 
 def parse_node_range(value: Any) -> str:
@@ -439,13 +405,23 @@ FLAG = Kind("true or false", parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
 COUNT = whole(1)
 PORT = whole(0, MAX_PORT)
-SECONDS = Kind(
-    "a number of seconds above 0",
-    parse_seconds,
-    {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
-)
-_WAIT_SCHEMA = {"type": "number", "minimum": 0, "maximum": MOST_SECONDS}
-WAIT = Kind("a number of seconds, at least 0", parse_wait, _WAIT_SCHEMA)
+
+
+def _seconds(*, may_be_zero: bool) -> Kind:
+    def parse(value: Any) -> float:
+        number = parse_number(value)
+        if number < 0 or (number == 0 and not may_be_zero):
+            raise ValueError(value)
+        if number > MOST_SECONDS:
+            msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
+            raise NotedValueError(msg)
+        return number
+
+    limit, words = ("minimum", ", at least 0") if may_be_zero else ("exclusiveMinimum", " above 0")
+    return Kind(f"a number of seconds{words}", parse, {"type": "number", limit: 0, "maximum": MOST_SECONDS})
+
+
+SECONDS, WAIT = _seconds(may_be_zero=False), _seconds(may_be_zero=True)
 TEXT = Kind("text, not empty", parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind(
     "a regular expression that Python can compile, or a list of them",
@@ -460,12 +436,15 @@ NAMES = Kind(
     write=",".join,
     verbatim=True,
 )
-HOSTS = Kind(
-    "names of nodes separated by commas, or a list of them",
-    parse_hosts,
-    NAMES.schema,
-    write=",".join,
-    verbatim=True,
+HOSTS = replace(NAMES, expects="names of nodes separated by commas, or a list of them", parse=parse_hosts)
+MODULES = replace(
+    NAMES,
+    expects="module names separated by commas, or a list of them",
+    parse=parse_modules,
+    write=lambda value: ",".join(value) or "none",
+)
+SIGNALS = replace(
+    NAMES, expects="signal names separated by commas, or a list of them", parse=parse_signals, verbatim=False
 )
 LINES = Kind(
     "a list of texts", parse_lines, _LIST_SCHEMA, write=lambda value: write_json(list(value)), verbatim=True
@@ -478,33 +457,22 @@ VARIABLES = Kind(
     write=write_json,
     verbatim=True,
 )
-PLAN = Kind(
-    "a mapping of names, with * for any one part, to styles such as colwise",
-    parse_plan,
-    {"type": "object", "additionalProperties": {"type": "string"}},
-    write=write_json,
-    verbatim=True,
+PLAN = replace(
+    VARIABLES,
+    expects="a mapping of names, with * for any one part, to styles such as colwise",
+    parse=parse_plan,
+    schema={"type": "object", "additionalProperties": {"type": "string"}},
 )
-RANKS = Kind(
-    "all, or rank numbers separated by commas", parse_ranks, {"type": ["string", "integer"]}, verbatim=True
-)
-DEVICES = Kind(
-    "all, or GPU numbers separated by commas", parse_devices, {"type": ["string", "integer"]}, verbatim=True
-)
-MODULES = Kind(
-    "module names separated by commas, or a list of them",
-    parse_modules,
-    NAMES.schema,
-    write=write_modules,
-    verbatim=True,
-)
+_NUMBERS_SCHEMA = {"type": ["string", "integer"]}
+RANKS = Kind("all, or rank numbers separated by commas", parse_ranks, _NUMBERS_SCHEMA, verbatim=True)
+DEVICES = Kind("all, or GPU numbers separated by commas", parse_devices, _NUMBERS_SCHEMA, verbatim=True)
 THREE_FLAGS = Kind(
     "true or false for each of forward, data gradient and weight gradient",
     parse_three_flags,
     {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
     write=lambda value: ",".join(map(write, value)),
 )
-NODE_RANGE = Kind("MIN:MAX, two whole numbers", parse_node_range, {"type": ["string", "integer"]}, verbatim=True)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", parse_node_range, _NUMBERS_SCHEMA, verbatim=True)
 ENDPOINT = Kind("HOST:PORT", parse_endpoint, {"type": "string"}, verbatim=True)
 # accelerate writes -1 where it does not know.
 WORKERS = whole(1, words=("auto",), meaning={-1: "auto"})
@@ -523,7 +491,6 @@ STREAMS = Kind(
     {"type": ["string", "integer", "object"]},
     verbatim=True,
 )
-SIGNALS = Kind("signal names separated by commas, or a list of them", parse_signals, NAMES.schema, write=",".join)
 StrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 WrapName = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 PrefetchName = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]

@@ -173,3 +173,9 @@ def test_keys_after_launchs_own_options_are_options_too(before):
     argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
     set_two = ["--set", "num_processes=2"]
     assert expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]
+
+
+def test_an_option_of_the_script_before_it_is_told_where_it_goes():
+    with pytest.raises(UsageError, match="no such option: --lr") as caught:
+        expand(["--lr", "3", "train.py"], **OWN)
+    assert caught.value.hint == "the script's own options come after it: fsdplaunch launch train.py --lr ..."
