@@ -6,7 +6,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.layers import Layer, file_layer, flag_layer
-from fsdplaunch.config.load import check, read_file
+from fsdplaunch.config.load import check, leaders, read_file
 from fsdplaunch.config.problems import ConfigError, Problem
 from fsdplaunch.config.rules.base import find_violations, rule_context
 from fsdplaunch.config.schema.config import KeyPath, build_config
@@ -77,7 +77,8 @@ def compose(state: WizardState) -> dict[KeyPath, Any]:
             values |= question.values(answer, state)
     if not state.on_tpus:  # torch's FSDP has versions
         values[VERSION] = state.version
-    values |= state.settings
+    said = {path for path, value in state.settings.items() if value is not None}
+    values = {path: value for path, value in values.items() if said.isdisjoint(leaders(path))} | state.settings
     return {path: value for path, value in values.items() if value is not None}
 
 

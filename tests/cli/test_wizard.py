@@ -190,7 +190,7 @@ def test_wizard_going_back_from_the_last_question_reaches_the_one_before():
     assert talk(keys).result.config.checkpoint.dir == "elsewhere"
 
 
-@pytest.mark.parametrize("answered", range(9))
+@pytest.mark.parametrize("answered", [0, 4, 8])
 def test_wizard_ctrl_c_at_any_question_interrupts_and_writes_nothing(answered):
     talked = talk(ENTER * answered + CTRL_C)
     assert isinstance(talked.result, KeyboardInterrupt)

@@ -82,14 +82,7 @@ class Config:
         per_node=True,
         follows=("launch.workers_per_node",),
     )
-    num_machines: int = key(
-        v.COUNT,
-        1,
-        "Nodes that take part.",
-        question="How many nodes?",
-        aliases=("nnodes",),
-        follows=("launch.nodes",),
-    )
+    num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
     machine_rank: int | None = key(
         v.WHOLE,
         None,

@@ -105,7 +105,6 @@ def configs(draw):
     return config
 
 
-KEYS = pytest.mark.parametrize("spec", all_keys(), ids=lambda spec: spec.dotted)
 SLOW = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
@@ -178,9 +177,8 @@ def test_a_converted_file_shards_the_same_way(config):
         assert value_at(converted, ("fsdp_config", name)) == value_at(resolved, ("fsdp_config", name))
 
 
-@KEYS
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
+@settings(max_examples=1000, deadline=None)
+@given(spec=st.sampled_from(all_keys()), data=st.data())
 def test_every_value_reaches_the_worker(spec, data):
     """Each allowed value -> environment -> schema in the worker: the same value."""
     value = data.draw(values_of(spec))

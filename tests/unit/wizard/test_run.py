@@ -11,9 +11,11 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import UsageError
+from fsdplaunch.probe.hardware import Hardware
+from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import describe_facts, run_wizard
-from fsdplaunch.wizard.state import suggest_for
+from fsdplaunch.wizard.state import SuggestionFacts, suggest_for
 
 
 class Silent:
@@ -340,15 +342,19 @@ def test_run_wizard_notes_of_the_machine_are_told_once(machines):
     assert write(noted).notes == write(facts).notes != ()
 
 
-def test_run_wizard_writes_nothing(machines):
-    write(machines["laptop"])
-    assert list(Path().iterdir()) == []
-
-
 def test_run_wizard_override_wins_and_stands_in_the_file(machines):
     result = write(machines["eight_h100"], overrides=["mixed_precision=fp16", "launch.max_restarts=2"])
     assert (result.config.mixed_precision, result.config.launch.max_restarts) == ("fp16", 2)
     assert "max_restarts: 2" in result.text
+
+
+def test_run_wizard_override_takes_back_what_follows_it_in_the_file():
+    start = "num_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}\n"
+    Path("start.yaml").write_text(start)
+    overrides = ["fsdp_sharding_strategy=SHARD_GRAD_OP", "launch.workers_per_node=2"]
+    facts = SuggestionFacts(hardware=Hardware(cpu_count=4), cluster=Cluster())
+    config = resolve(write(facts, overrides=overrides, start_from=Path("start.yaml")).config)
+    assert (config.fsdp_config.fsdp_reshard_after_forward, config.num_processes) == (False, "auto")
 
 
 def test_run_wizard_override_of_workers_counts_in_later_answers(machines):
@@ -409,11 +415,6 @@ def test_run_wizard_starting_from_a_broken_file_is_refused(machines):
     Path("start.yaml").write_text("num_proceses: 4\n")
     with pytest.raises(ConfigError, match="num_proceses"):
         write(machines["laptop"], start_from=Path("start.yaml"))
-
-
-def test_flags_offer_every_question_once_with_help():
-    assert len({question.name for question in QUESTIONS}) == len(QUESTIONS)
-    assert all(each.flag == f"--{each.name}" and each.help.endswith(".") and each.metavar for each in QUESTIONS)
 
 
 @pytest.mark.parametrize("where", ["here", "machines", "slurm", "cpu", "tpu"])

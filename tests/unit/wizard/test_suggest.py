@@ -58,12 +58,6 @@ def test_suggest_every_decided_key_is_pinned_with_a_reason(machines):
     assert ("fsdp_config", "fsdp_auto_wrap_policy") in found.values
 
 
-def test_suggest_model_that_fits_needs_no_offload(machines):
-    config = suggest_with(machines["eight_h100"], LLAMA_8B).config
-    assert not config.fsdp_config.fsdp_offload_params
-    assert not config.fsdp_config.fsdp_cpu_ram_efficient_loading
-
-
 def test_suggest_model_too_big_for_the_gpu_is_offloaded_and_host_memory_is_checked():
     machine = Hardware(gpus=(ONE_H100,), cpu_count=8, memory_bytes=64 * GIB)
     found = suggest(machine, Cluster(), LLAMA_8B)
@@ -103,8 +97,3 @@ def test_suggest_fewer_gpus_seen_than_given_is_noted():
     found = suggest(machine, Cluster(kind="slurm", job_id="1", num_nodes=1, gpus_on_node=8))
     assert found.notes[0].startswith("CUDA_VISIBLE_DEVICES=0")
     assert "the scheduler gave 8 GPUs to this node, 1 are visible" in found.notes
-
-
-def test_suggest_pickled_model_of_unknown_count_changes_nothing(machines):
-    facts = machines["eight_h100"]
-    assert suggest_with(facts, ModelFacts(size_bytes=10)).config == suggest_for(facts).config
