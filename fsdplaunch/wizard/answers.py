@@ -78,7 +78,8 @@ def compose(state: WizardState) -> dict[KeyPath, Any]:
     if not state.on_tpus:  # torch's FSDP has versions
         values[VERSION] = state.version
     said = {path for path, value in state.settings.items() if value is not None}
-    values = {path: value for path, value in values.items() if said.isdisjoint(leaders(path))} | state.settings
+    values = {path: value for path, value in values.items() if said.isdisjoint(leaders(path))}
+    values |= state.settings
     return {path: value for path, value in values.items() if value is not None}
 
 
