@@ -279,10 +279,8 @@ def parse_signals(value: Any) -> tuple[str, ...]:
     return full
 
 
-MAX_PORT = 65535
-
-RENDEZVOUS_PORT = 29400
-"""Where nodes meet when an endpoint names no port, as torchrun has it."""
+MAX_PORT, RENDEZVOUS_PORT = 65535, 29400
+"""The second: where nodes meet when an endpoint names no port, as torchrun has it."""
 
 
 def parse_endpoint(value: Any) -> str:
