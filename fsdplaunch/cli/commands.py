@@ -113,6 +113,7 @@ def launch(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the environment and the command; start nothing")
     ] = False,
+    show_all: Annotated[bool, Option("--all", help="With --dry-run: also variables that hold defaults")] = False,
     check_only: Annotated[
         bool, Option("--check-only", help="Check that this machine can run it; start nothing")
     ] = False,

@@ -66,7 +66,7 @@ def launch_script(
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=request.allow_unsharded)
     plan = with_verdict(plan, loaded)
     if request.dry_run:
-        show_plan(plan, loaded, as_json=request.as_json, out=out)
+        show_plan(plan, request, out)
         return 0
     status = pass_checks(plan, hardware, out, as_json=request.as_json, check_only=request.check_only)
     if status or request.check_only:

@@ -61,7 +61,7 @@ def launch_on_node(part: NodeLaunch, out: Output) -> int:
     before = provisional_config(config, place, address=address)
     plan = _plan(part, replace(request.loaded, config=before), rank=before.machine_rank or 0)
     if request.dry_run:
-        single_node.show_plan(plan, request.loaded, as_json=request.as_json, out=out)
+        single_node.show_plan(plan, request, out)
         return 0
     if request.check_only:
         return single_node.pass_checks(plan, part.hardware, out, as_json=request.as_json, check_only=True)

@@ -14,7 +14,7 @@ from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.config.load import LoadedConfig
 from fsdplaunch.config.names import closest
 from fsdplaunch.config.resolve import mesh_sizes, node_range, runs_spmd, shards_models, shards_on_xla, uses_xla
-from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.config import Config, all_keys
 from fsdplaunch.display_text import counted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.compared import recall
@@ -46,6 +46,7 @@ class LaunchRequest:
         dry_run: Print the plan; start nothing.
         check_only: Check this machine; start nothing.
         allow_unsharded: Accept a script that never shards a model.
+        show_all: Print variables of the plan that hold defaults, too.
         as_json: Print one JSON object on stdout, and nothing else there.
         route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
         follow: Show the submitted run's output until it ends.
@@ -57,6 +58,7 @@ class LaunchRequest:
     dry_run: bool
     check_only: bool
     allow_unsharded: bool
+    show_all: bool
     as_json: bool
     route: str | None
     follow: bool
@@ -171,16 +173,26 @@ def with_verdict(plan: LaunchPlan, loaded: LoadedConfig) -> LaunchPlan:
     return replace(plan, env={**plan.env, COMPARED: verdict}) if verdict else plan
 
 
-def show_plan(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> None:
-    """Print the plan: one JSON object, or lines that a shell runs."""
+def show_plan(plan: LaunchPlan, request: LaunchRequest, out: Output) -> None:
+    """Print the plan: one JSON object, or lines that a shell runs, without variables that only hold defaults."""
+    loaded = request.loaded
     plan = replace(plan, notes=(*plan.notes, *torch_notes()))
-    if as_json:
+    if request.as_json:
         out.json({"config": str(loaded.path) if loaded.path else None, **plan.to_dict()})
         return
     for note in plan.notes:
         out.note(note)
-    assignments = (f"{name}={_shown_value(name, value)}" for name, value in plan.env.items())
+    defaults = {  # accelerate's defaults of FSDP_* are not ours
+        spec.env: spec.key.kind.write(spec.default)
+        for spec in all_keys()
+        if spec.default is not None and spec.env.startswith(("FSDPLAUNCH_", "ACCELERATE_"))
+    }
+    usual = () if request.show_all else [name for name in plan.env if plan.env[name] == defaults.get(name)]
+    shown = {name: value for name, value in plan.env.items() if name not in usual}
+    assignments = (f"{name}={_shown_value(name, value)}" for name, value in shown.items())
     out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
+    if usual:
+        out.say(f"{counted(len(usual), 'variable')} that hold defaults are left out; --all shows them")
 
 
 def _shown_value(name: str, value: str) -> str:

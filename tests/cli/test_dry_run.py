@@ -51,6 +51,15 @@ def test_text_is_a_command_that_a_shell_reads_back(cli, tmp_path):
     assert words[-3:] == ["my script.py", "$(touch hacked)", "a'b\nc"]
 
 
+def test_variables_that_hold_defaults_are_shown_when_asked_for(cli, tmp_path):
+    (tmp_path / "t.py").write_text("")
+    short, whole = cli("launch", "--dry-run", "t.py"), cli("launch", "--dry-run", "--all", "t.py")
+    assert "variables that hold defaults are left out; --all shows them" in short.stderr
+    assert "FSDPLAUNCH_LAUNCH_ROLE=default" in whole.stdout
+    assert "FSDPLAUNCH_LAUNCH_ROLE" not in short.stdout
+    assert "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP" in short.stdout  # accelerate's default is another one
+
+
 def test_command_line_beats_file_beats_accelerates_variables(cli, tmp_path):
     (tmp_path / "fsdp.yaml").write_text(YAML)
     (tmp_path / "t.py").write_text("")
