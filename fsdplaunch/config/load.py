@@ -134,8 +134,8 @@ def stack(
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
     notes = (
         *(note for layer in layers for note in layer.notes),
-        *_told_followers(followers, context.config),
-        *_told_variables(theirs, values),
+        *_notes_of_followers(followers, context.config),
+        *_notes_of_variables(theirs, values),
     )
     if not unread:
         problems += _located(find_violations(context), values, text, broken)
@@ -202,8 +202,8 @@ def leaders(path: KeyPath) -> tuple[KeyPath, ...]:
     return tuple(tuple(name.split(".")) for name in keys_by_path()[path].key.follows)
 
 
-def _told_followers(followers: Iterable[_Follower], config: Config) -> Iterator[Problem]:
-    """Yield a note about each value that was taken back and would have been another one."""
+def _notes_of_followers(followers: Iterable[_Follower], config: Config) -> Iterator[Problem]:
+    """Yield a note about each value that was taken back and differs from what runs."""
     for path, lost, source, leader in followers:
         if lost.value not in (keys_by_path()[path].default, value_at(config, path)):
             name = ".".join(source)
@@ -211,7 +211,7 @@ def _told_followers(followers: Iterable[_Follower], config: Config) -> Iterator[
             yield Problem(id="follows", key=".".join(path), message=message, place=lost.place)
 
 
-def _told_variables(theirs: Layer, values: Mapping[KeyPath, SetValue]) -> Iterator[Problem]:
+def _notes_of_variables(theirs: Layer, values: Mapping[KeyPath, SetValue]) -> Iterator[Problem]:
     """Yield a note about each of accelerate's variables that fills what the file leaves open."""
     for path, one in theirs.values.items():
         if values.get(path) is one:
