@@ -390,7 +390,8 @@ class Conversation:
         keys = {spec.dotted: spec for spec in further_keys(self.state)}
 
         def named(text: str) -> list[str]:
-            return [text] if text in keys else [name for name in keys if text in name]
+            exact = [name for name, spec in keys.items() if text in (name, spec.name)]
+            return exact or [name for name in keys if text in name]
 
         def problem(text: str) -> str | None:
             found = named(text) if text else []
