@@ -165,18 +165,6 @@ for _ in range(2):
 print(" ".join(f"{p.full_tensor().sum().item():.4f}" for p in model.parameters()))
 """
 
-LAYERS_DIVIDED_BY_FUNCTIONS = """
-from torch.distributed import tensor
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to("cpu")
-model = tensor.distribute_module(model, mesh, input_fn=lambda module, given, mesh: tuple(
-    tensor.distribute_tensor(each, mesh, [tensor.Replicate()]) for each in given))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-for _ in range(2):
-    step(model, optimizer)
-print(" ".join(f"{p.full_tensor().sum().item():.4f}" for p in model.parameters()))
-"""
-
 EVALUATES_FIRST = """
 model.to("cpu")
 with torch.inference_mode():
@@ -249,22 +237,13 @@ def test_what_others_shard_is_left_to_them_and_described_once(
     assert done.parameters == [[], []]
 
 
-@pytest.mark.parametrize("body", [LAYERS_DIVIDED, LAYERS_DIVIDED_BY_FUNCTIONS], ids=["layers", "functions"])
-def test_layers_that_a_script_divides_over_ranks_are_left_to_it(forks: Forks, tmp_path: Path, body: str) -> None:
-    done = run(forks, tmp_path, body)
+def test_layers_that_a_script_divides_over_ranks_are_left_to_it(forks: Forks, tmp_path: Path) -> None:
+    done = run(forks, tmp_path, LAYERS_DIVIDED)
     assert done.codes == [0, 0], done.err
     assert "for the script" not in done.err[0]
-    (tmp_path / "plain.py").write_text(_in_one_process(body))
-    plain = forks.run(tmp_path / "plain.py", tmp_path / "plain")
-    assert done.out == [plain.out[0]] * 2
-
-
-def _in_one_process(body: str) -> str:
-    """Return the same program without what divides its layers."""
-    kept = [
-        line for line in body.replace("full_tensor().", "").splitlines() if "    tensor.distribute" not in line
-    ]
-    return HEAD + "\n".join(line for line in kept if "mesh" not in line)
+    plain = LAYERS_DIVIDED.replace("full_tensor().", "").splitlines()
+    (tmp_path / "plain.py").write_text(HEAD + "\n".join(line for line in plain if "mesh" not in line))
+    assert done.out == forks.run(tmp_path / "plain.py", tmp_path / "plain").out * 2
 
 
 def test_fsdp1s_hybrid_shard_over_the_devices_of_a_node_is_refused_on_a_cpu(forks: Forks, tmp_path: Path) -> None:
