@@ -161,3 +161,23 @@ for late in (False, True):
             losses.append(f"{loss.item():.6f} {checked.item():.6f}")
         sums = [f"{param.detach().double().sum().item():.5f}" for param in model.parameters()]
         print(f"hooks {number} {late}: {' '.join(losses + sums)}")
+
+# As attributes of the model, after a pass with gradients that no backward has followed.
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(4, 4)
+for step in range(2):
+    print(f"seen {step}: {model(x).sum().item():.6f}")
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        model[1].bias.add_(1.0)
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model(x)
+model[0].weight.requires_grad_(False)
+frozen = model[0].weight.sum().item()
+model(x).pow(2).mean().backward()
+optimizer.step()
+print(f"frozen as an attribute: {model[0].weight.sum().item() - frozen:.6f} {model(x).sum().item():.6f}")

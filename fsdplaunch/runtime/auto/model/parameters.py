@@ -66,15 +66,19 @@ class GatheredView:
         """Give back before a pass what was gathered of values that have changed since.
 
         Raises:
-            ShardingError: What was gathered has changed, which the script has as attributes.
+            ShardingError: Both the shards and what was gathered have changed.
         """
         pairs = [] if not self.kept or self.in_pass() else self.pairs()
         if not pairs:
             return
-        if _shown(pairs) != self.shown:
-            raise _changed_as_attribute(model)
-        if _changes(pairs) != self.changes:
-            reshard(model)
+        changed, shown = _changes(pairs) != self.changes, _shown(pairs)
+        if shown != self.shown and changed and [each for each, _ in shown] != [each for each, _ in self.shown]:
+            raise _changed_twice(model)
+        for gathered, shard in pairs:
+            if gathered.requires_grad != shard.requires_grad and shown != self.shown:
+                shard.requires_grad_(gathered.requires_grad)
+        if changed or shown != self.shown:
+            reshard(model)  # which writes into the shards what was written as attributes
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return the parameters that are still gathered, each with its shard."""
@@ -91,10 +95,10 @@ def _shown(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
     return [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
 
 
-def _changed_as_attribute(model: nn.Module) -> ShardingError:
+def _changed_twice(model: nn.Module) -> ShardingError:
     msg = (
-        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass that"
-        " no backward followed"
+        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass"
+        " without a backward, and their shards by an optimizer or a loop"
     )
     hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
     return ShardingError(msg, hint=hint)
