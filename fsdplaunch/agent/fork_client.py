@@ -140,15 +140,16 @@ class ForkServer:
                     raise
                 self._replace()
 
-    def _replace(self) -> None:
+    def _replace(self, obstacle: str = "", notes: Sequence[str] = ()) -> None:
+        """Put a fresh interpreter, which executes workers, in the place of a server that has ended or will."""
         self._is_replaced = True
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         self._channel.close()
         self._channel, there = open_channel()
-        obstacle = f"what launch.preload names ended the interpreter ({how})"
+        obstacle = obstacle or f"what launch.preload names ended the interpreter ({how})"
         files = [file for file in (there.fileno(), self._lifeline) if file is not None]
-        command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=())
+        command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=notes)
         with inherited_limit():
             fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
         self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
@@ -243,6 +244,8 @@ class ForkServer:
             self._released = True
         elif "started" in message:
             self._started.append(message["started"])
+        elif "ready" not in message:
+            self._replace(message["obstacle"], message["notes"])
         else:
             self._ready = True
             self.obstacle = self.obstacle or message["obstacle"]

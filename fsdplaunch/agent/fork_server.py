@@ -2,7 +2,7 @@
 
 It is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket, no
 CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports rules
-that out, it becomes a fresh interpreter, `python .../agent/fork_server.py`, and executes them.
+that out, a fresh interpreter, `python .../agent/fork_server.py`, takes its place and executes them.
 
 A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
 child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
@@ -54,14 +54,12 @@ class Preloaded:
     Attributes:
         obstacle: Why workers cannot be forked from this process, or None when they can.
         notes: What the user should read once.
-        before: The variables as they were before anything was imported.
         changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
             fresh interpreter would have changed them, too.
     """
 
     obstacle: str | None = None
     notes: tuple[str, ...] = ()
-    before: Mapping[str, str] = field(default_factory=dict)
     changes: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
 
 
@@ -93,7 +91,7 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
         if asks is not None:
             os.environ[_ASK_WITHOUT_CUDA] = asks
     changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
-    return Preloaded(obstacle=obstacle, notes=tuple(notes), before=before, changes=changes)
+    return Preloaded(obstacle=obstacle, notes=tuple(notes), changes=changes)
 
 
 def freeze() -> None:
@@ -205,28 +203,16 @@ class ForkServerProcess:
             agent lets it go, how many seconds it may stay.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
-        if os.getsid(0) != os.getpid():  # a fresh fork server has been through this before it was executed
-            os.setsid()
+        os.setsid()
         show_as(("fsdplaunch", "fork-server"))
         for number in _PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
         self._agent = parent
         loaded = preload()
-        if loaded.obstacle is not None:
-            self._start_over(loaded, parent)
+        if loaded.obstacle is not None:  # the agent puts a fresh interpreter in this one's place
+            self._tell({"obstacle": loaded.obstacle, "notes": list(loaded.notes)})
+            os._exit(0)
         return self._work(loaded, obstacle)
-
-    def _start_over(self, loaded: Preloaded, parent: int) -> None:
-        """Become a fresh interpreter: no thread, and no hold on a GPU, of what was preloaded is left."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        for file in (self._channel.fileno(), self._lifeline):
-            if file is not None:
-                os.set_inheritable(file, True)
-        command = fresh_command(
-            self._channel.fileno(), self._lifeline, parent, obstacle=loaded.obstacle, notes=loaded.notes
-        )
-        os.execve(command[0], command, dict(loaded.before))  # noqa: S606  (no shell is the point)
 
     def _work(self, loaded: Preloaded, obstacle: str | None) -> list[str] | float:
         share_modules()
