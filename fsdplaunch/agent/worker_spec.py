@@ -128,7 +128,8 @@ def _python_command(arguments: Sequence[str]) -> tuple[str, ...]:
 def _own_gpus(workers: int) -> dict[int, dict[str, str]]:
     """Return each worker's own GPU, by the place it has among those visible here, as torchrun's option does it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(workers)]
+    every = [str(number) for number in range(workers)] if visible is None else [""] * workers  # a run on the CPU
+    names = visible.split(",") if visible else every
     return {
         local_rank: {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[local_rank].strip()}
         for local_rank in range(min(workers, len(names)))

@@ -60,7 +60,8 @@ print(before, "torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("visible", "own"), [("5,7", ("5", "7")), (None, ("0", "1")), ("GPU-a, GPU-b", ("GPU-a", "GPU-b"))]
+    ("visible", "own"),
+    [("5,7", ("5", "7")), (None, ("0", "1")), ("", ("", "")), ("GPU-a, GPU-b", ("GPU-a", "GPU-b"))],
 )
 def test_virtual_local_rank_shows_each_worker_its_own_gpu(monkeypatch, visible, own):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
