@@ -65,7 +65,7 @@ print(before, "torch._dynamo" in sys.modules)
 )
 def test_virtual_local_rank_shows_each_worker_its_own_gpu(monkeypatch, visible, own):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     spec = made(Config(launch=LaunchSection(virtual_local_rank=True)))
     assert spec.variables == {
