@@ -43,8 +43,7 @@ def test_a_run_with_split_sequences_is_that_of_one_process(
     assert result["learnt"] > 0.01
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
-    by = ", attention by ring" if more else ""
-    assert f"  sequences split: over {context} ranks inside of the blocks{by}" in result["lines"]
+    assert result["sequences"] == (context, "ring" if more else "auto")
 
 
 def the_mask(kind: str, heads: int) -> torch.Tensor | None:

@@ -268,11 +268,11 @@ ROWS: list[Row] = [
         (
             MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
             {"formats": (BF16, FP32, None)},
-            {"formats": (BF16, FP32, None)},
+            "must be MixedPrecisionPolicy under fsdp_version 2",
         ),
         (
             MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
-            {"formats": (BF16, FP32, None)},
+            "must be MixedPrecision under fsdp_version 1",
             {"formats": (BF16, FP32, None)},
         ),
     ),

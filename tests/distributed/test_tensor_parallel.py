@@ -35,11 +35,14 @@ def against_one(name: str) -> dict[str, Any]:
     losses = models.train(alone, models.adamw(alone))
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
     split = models.train(model, optimizer)
+    described = fsdplaunch.describe(model)
     return {
         "losses": max(abs(a - b) for a, b in zip(losses, split, strict=True)),
         "learnt": losses[0] - losses[-1],
         "values": models.difference(models.full_values(alone), models.full_values(model)),
-        "split": len(fsdplaunch.describe(model).split),
+        "split": len(described.split),
+        "alike": len(described.alike),
+        "sequences": (described.context, described.attention),
     }
 
 
@@ -340,4 +343,4 @@ def odd_vocabulary() -> dict[str, Any]:
 def test_a_vocabulary_that_ranks_cannot_divide_stays_in_full(four_ranks: RankPool) -> None:
     result = four_ranks.run(odd_vocabulary, env=variables(2), timeout=200)[0]
     assert result["values"] < 1e-5
-    assert any("layers split: 14 of 21 parameters" in line for line in result["lines"])
+    assert (result["split"], result["alike"]) == (14, 7)

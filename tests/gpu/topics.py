@@ -197,7 +197,7 @@ def split(words: str, **keys: Any) -> Callable[[Machine], str]:
 
     def check(machine: Machine) -> str:
         found = machine.launch("split", **keys)
-        need(any(words in line for line in found["lines"]), f"the model's description has no '{words}'")
+        need(words in found["line"], f"'{words}' is not in: {found['line']}")
         apart = far(found["split"], found["alone"])
         need(apart <= 1e-3, f"losses are {apart:.0e} from those of one process")
         return f"one process's losses to {apart:.0e}"

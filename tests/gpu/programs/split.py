@@ -17,7 +17,7 @@ def main() -> None:
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
     split = models.train(model, optimizer)
     if dist.get_rank() == 0:
-        print(json.dumps({"alone": losses, "split": split, "lines": list(fsdplaunch.describe(model).lines())}))
+        print(json.dumps({"alone": losses, "split": split, "line": fsdplaunch.describe(model).line()}))
 
 
 main()
