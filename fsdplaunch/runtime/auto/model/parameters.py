@@ -283,8 +283,12 @@ def register_parameter(original: Any, hook_context: HookContext, module: nn.Modu
     original(module, name, param)
 
 
-_homes: dict[int, tuple["weakref.ref[Any]", "weakref.ref[nn.Module]", str, set[tuple[int, str]]]] = {}
-"""By the ids of shards: these, their models, the lines that sharded them, and ids of modules with attributes."""
+_homes: "weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[Any, set[tuple[int, str]]]]]"
+_homes = weakref.WeakKeyDictionary()
+"""For each model, by the ids of shards: these, and the ids of their modules with their attributes.
+
+Shards are held, not referred to weakly: torch swaps no tensor that a weak reference is to (`model.to`).
+"""
 
 
 def _home_of(shard: Any, hook_context: HookContext) -> tuple[nn.Module | None, str, set[tuple[int, str]]]:
@@ -292,17 +296,18 @@ def _home_of(shard: Any, hook_context: HookContext) -> tuple[nn.Module | None, s
 
     Looked for once: torch registers the shards of recurrent layers in every pass.
     """
-    key = id(shard)
-    for model, line in hook_context.models.items() if key not in _homes else ():
+    for model, line in hook_context.models.items():
+        held, places = _homes.get(model, {}).get(id(shard), (None, set[tuple[int, str]]()))
+        if held is shard:
+            return model, line, places
+    for model, line in hook_context.models.items():
         for unit in filter(is_unit, model.modules()):
             for each, homes in places_of_shards(unit):
                 if each is shard:
-                    ref = weakref.ref(shard, lambda _: _homes.pop(key, None))
-                    _homes[key] = ref, weakref.ref(model), line, {(id(home), at) for home, at in homes}
-    if key not in _homes:
-        return None, "", set()
-    _, found, line, places = _homes[key]
-    return found(), line, places
+                    places = {(id(home), name) for home, name in homes}
+                    _homes.setdefault(model, {})[id(shard)] = shard, places
+                    return model, line, places
+    return None, "", set()
 
 
 def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
