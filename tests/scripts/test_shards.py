@@ -124,3 +124,31 @@ def test_what_shards_cannot_have_is_an_error_at_its_line(
     done = forks.run(script, tmp_path / "run", ranks=RANKS)
     assert done.codes == [1] * RANKS
     assert error in done.err[0]
+
+
+EVALUATES_TWICE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(8, 4)
+for _ in range(2):
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    print("done", *(f"{model(x).sum().item():.5f}" for _ in range(3)))
+"""
+
+
+def test_passes_of_an_evaluation_after_training_with_parameters_kept_gathered(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EVALUATES_TWICE)
+    done = forks.run(script, tmp_path / "run", ranks=2, fsdp_config__fsdp_reshard_after_forward=False)
+    assert done.codes == [0, 0], done.err
+    values = done.out[0].split("done ")[1].split()
+    assert len(set(values)) == 1

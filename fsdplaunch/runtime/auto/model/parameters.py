@@ -68,8 +68,12 @@ class GatheredView:
         Raises:
             ShardingError: Both the shards and what was gathered have changed.
         """
-        pairs = [] if not self.kept or self.in_pass() else self.pairs()
+        if not self.kept or self.in_pass():
+            return
+        pairs = self.pairs()
         if not pairs:
+            # A backward has given all back: what a pass without gradients gathers next is not what was noted.
+            self.kept = []
             return
         changed, shown = _changes(pairs) != self.changes, _shown(pairs)
         if shown != self.shown and changed and [each for each, _ in shown] != [each for each, _ in self.shown]:
