@@ -51,3 +51,11 @@ def test_gpu_check_without_a_gpu_ends_with_3_and_says_why(tmp_path: Path) -> Non
     assert done.returncode == 3
     assert "torch sees no GPU" in done.stderr
     assert not (tmp_path / "gpu_check.json").exists()
+
+
+def test_gpu_check_names_its_topics_where_one_is_unknown(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--without-gpu", "--work", str(tmp_path)]
+    done = subprocess.run([*command, "--only", "fsdp3"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "no topic is called fsdp3" in done.stderr
+    assert "  FSDP2\n" in done.stderr

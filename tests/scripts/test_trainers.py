@@ -46,17 +46,6 @@ for evaluate in (True, False, True):
 """
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_trainer_evaluates_before_it_trains(forks: Forks, tmp_path: Path, version: int) -> None:
-    script = tmp_path / "evaluates.py"
-    script.write_text(EVALUATES_FIRST)
-    plain = forks.run(script, tmp_path / "plain")
-    run = forks.run(script, tmp_path / "run", ranks=2, fsdp_config__fsdp_version=version, **BLOCKS)
-    assert run.codes == [0, 0], run.err
-    assert len(plain.losses()) == 3
-    assert run.losses() == pytest.approx(plain.losses(), abs=1e-5)
-
-
 TWO_MODELS = """
 import torch
 from accelerate import Accelerator
@@ -80,9 +69,10 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_several_models_are_prepared_at_once(forks: Forks, tmp_path: Path, version: int) -> None:
-    script = tmp_path / "models.py"
-    script.write_text(TWO_MODELS)
+@pytest.mark.parametrize("program", [EVALUATES_FIRST, TWO_MODELS], ids=["evaluate before train", "two models"])
+def test_losses_are_those_of_one_process(forks: Forks, tmp_path: Path, program: str, version: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(program)
     plain = forks.run(script, tmp_path / "plain")
     run = forks.run(script, tmp_path / "run", ranks=2, fsdp_config__fsdp_version=version, **BLOCKS)
     assert run.codes == [0, 0], run.err

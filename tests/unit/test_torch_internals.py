@@ -84,7 +84,6 @@ NOT_TORCH = {
     "_init_weights": "transformers",
     "_keys_to_ignore_on_load_missing": "transformers",
     "_keys_to_ignore_on_load_unexpected": "transformers",
-    "_shared_state": "accelerate",
     "_distributed": "datasets",
     "_fields": "named tuples",
 }

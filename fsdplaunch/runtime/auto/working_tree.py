@@ -348,7 +348,7 @@ def _knows_ranks_by_accelerate() -> bool:
     before the trainer is built (caches of datasets).
     """
     state = sys.modules.get("accelerate.state")
-    return state is not None and bool(vars(state.PartialState).get("_shared_state"))
+    return state is not None and bool(state.PartialState._shared_state)
 
 
 def is_below(path: str, folder: str) -> bool:
