@@ -306,12 +306,18 @@ def encode(message: Message) -> str:
     return json.dumps(message)
 
 
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report what nobody expected; where there are too many open files, whoever comes waits."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
+
+
 class Loop:
     """An event loop that one thread at a time runs, turn by turn, and that others may have do something."""
 
     def __init__(self) -> None:
         self.asyncio = asyncio.new_event_loop()
-        self.asyncio.set_exception_handler(lambda *_: None)  # too many open files: whoever comes waits
+        self.asyncio.set_exception_handler(_report)
         self._something = asyncio.Event()
 
     def post(self, action: Callable[[], None]) -> None:

@@ -380,7 +380,8 @@ def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: 
     given, named = tree_map(lambda each: cut.get(id(each), each), (args, kwargs)) if cut else (args, kwargs)
     try:
         return func(*given, **named)
-    except (NotImplementedError, RuntimeError):  # of an operator, or of placements; before anything is computed
+    # Of an operator, or of placements (torch 2.9 asserts where lists hold shards); before anything is computed.
+    except (NotImplementedError, RuntimeError, AssertionError):
         return NotImplemented
 
 
