@@ -258,7 +258,10 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
 """Such options by their names without dashes, underscored."""
 FOREIGN_PREFIXES: Mapping[str, ForeignOption] = {
     **dict.fromkeys(
-        ("deepspeed_", "gradient_accumulation_steps", "gradient_clipping", "offload_", "zero3_", "zero_"),
+        (
+            *("deepspeed_", "gradient_accumulation_steps", "gradient_clipping"),
+            *("offload_optimizer_", "offload_param_", "zero3_", "zero_stage"),
+        ),
         _noted(_read_by("DeepSpeed")),
     ),
     "megatron_lm_": _noted(_read_by("Megatron-LM")),

@@ -313,3 +313,10 @@ def test_a_name_without_its_prefix_is_a_note_and_strict_names_the_canonical_one(
     assert "a.yaml:2:3: fsdp_config.sharding_strategy: is read as fsdp_sharding_strategy" in done.stdout
     (tmp_path / "a.yaml").write_text("fsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_version: 1\n")
     assert cli("config", "validate", "--strict", "a.yaml").returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--offload_params", "--zero_grad", "--offload_param"])
+def test_what_only_resembles_an_option_of_another_engine_is_not_taken_for_one(option):
+    flags, options = own_options("launch")
+    with pytest.raises(UsageError, match=f"no such option: {option}"):
+        expand([option, "1", "t.py"], own_flags=flags, own_options=options)

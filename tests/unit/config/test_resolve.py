@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdplaunch.config import environment
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.resolve import mesh_sizes, with_mesh, workers_per_node, world_size
@@ -126,3 +127,13 @@ def test_all_axes_become_numbers(text, axes):
     names = ("DP_REPLICATE", "DP_SHARD", "CP", "TP")
     assert tuple(int(env[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in names) == axes
     assert env["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+
+
+def test_no_variable_of_a_run_reaches_one_that_is_launched_inside_of_it():
+    ours = {
+        value
+        for name, value in vars(environment).items()
+        if name.isupper() and str(value).startswith("FSDPLAUNCH_")
+    }
+    assert environment.DEVICE in ours
+    assert environment.without_run(dict.fromkeys(ours, "1") | {"PATH": "/bin"}) == {"PATH": "/bin"}
