@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -307,10 +307,31 @@ def test_file_per_tensor_and_several_threads_are_read(tmp_path):
         assert_same(load_file(tmp_path / f"out{number}/model.safetensors"), state)
 
 
-def test_checkpoint_that_torch_compressed_is_refused_by_name(tmp_path):
-    writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()])
+class Unchanged(StreamTransformExtension):
+    """What compression is to torch, without a library that compresses."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.unchanged"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "Unchanged":
+        return Unchanged()
+
+    def get_descriptor(self) -> str:
+        return "stream.unchanged/1"
+
+    def transform_to(self, output):
+        return output
+
+    def transform_from(self, input):
+        return input
+
+
+def test_checkpoint_that_torch_stored_through_an_extension_is_refused_by_name(tmp_path):
+    writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[Unchanged()])
     dcp.save({"model": {"w": values(4, 2)}}, storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointError, match="is stored through"):
+    with pytest.raises(CheckpointError, match=".model.w. is stored through torch"):
         merge(tmp_path / "ckpt", tmp_path / "out")
 
 

@@ -240,12 +240,13 @@ class CoordinatorServer:
             return
         text = text_of_line(line)
         accepted, answer = node.handshake.answer(text)
+        if not accepted:
+            self._mention(node.came_from, "without a secret" if text == NONE else "with another secret")
         connection.send_line(answer)
         if accepted:
             node.handshake = None
             connection.trust()
         else:
-            self._mention(node.came_from, "without a secret" if text == NONE else "with another secret")
             connection.close()
 
     def _mention(self, address: str, which: str) -> None:
