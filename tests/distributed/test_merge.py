@@ -321,17 +321,17 @@ class Unchanged(StreamTransformExtension):
     def get_descriptor(self) -> str:
         return "stream.unchanged/1"
 
-    def transform_to(self, output):
-        return output
+    def transform_to(self, plain):
+        return plain
 
-    def transform_from(self, input):
-        return input
+    def transform_from(self, stored):
+        return stored
 
 
 def test_checkpoint_that_torch_stored_through_an_extension_is_refused_by_name(tmp_path):
     writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[Unchanged()])
     dcp.save({"model": {"w": values(4, 2)}}, storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointError, match=".model.w. is stored through torch"):
+    with pytest.raises(CheckpointError, match=r"model.w. is stored through torch"):
         merge(tmp_path / "ckpt", tmp_path / "out")
 
 
