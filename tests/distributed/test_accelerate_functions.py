@@ -435,7 +435,7 @@ def state_kinds(version: int) -> dict[str, bool]:
     """Whether each kind of state dict brings a model's weights into another model."""
     same = {}
     for kind in ("full", "sharded", "local"):
-        fields = {"fsdp_version": version}
+        fields = {"fsdp_version": version, "use_orig_params": kind != "local"}
         one = fsdplaunch.prepare(build(1), plugin=plugin(**fields))
         other = fsdplaunch.prepare(build(2), plugin=plugin(**fields))
         everywhere = torch.distributed.fsdp.FullStateDictConfig(rank0_only=False) if kind == "full" else None
@@ -449,6 +449,9 @@ def state_kinds(version: int) -> dict[str, bool]:
         same[kind] = equal and keys == ([], []) and flat == (kind == "local")
         if version == 2 and kind == "sharded":
             break
+    one = fsdplaunch.prepare(build(1), plugin=plugin(fsdp_version=version))
+    with pytest.raises(UsageError, match="LOCAL_STATE_DICT"), fsdplaunch.state_dict_type(one, "local"):
+        pass
     with fsdplaunch.state_dict_type(one, "full"):
         with fsdplaunch.state_dict_type(one, "sharded"):
             assert all(isinstance(each, DTensor) for each in one.state_dict().values())

@@ -10,8 +10,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +32,19 @@ def keep_gloo_quiet() -> None:
 
 
 def _make_quietly(make: Any, *args: Any, **kwargs: Any) -> None:
-    with without_gloo_lines():
-        make(*args, **kwargs)
-
-
-@contextmanager
-def without_gloo_lines() -> Iterator[None]:
-    """Take gloo's lines out of all that is written to file descriptor 1 inside."""
+    """Take gloo's lines out of all that is written to file descriptor 1 meanwhile."""
     with _swapping:
         _flush()
         kept, file = os.dup(1), os.memfd_create("stdout")
         os.dup2(file, 1)
         try:
-            yield
+            make(*args, **kwargs)
         finally:
             _flush()
             os.dup2(kept, 1)
-            _pass_on(file)
+            rest = _LINE.sub(b"", os.pread(file, os.fstat(file).st_size, 0))
+            while rest:
+                rest = rest[os.write(1, rest) :]
             os.close(kept)
             os.close(file)
 
@@ -61,19 +55,11 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _pass_on(file: int) -> None:
-    text = os.pread(file, os.fstat(file).st_size, 0)
-    rest = _LINE.sub(b"", text)
-    while rest:
-        rest = rest[os.write(1, rest) :]
-
-
 _LIMIT_SECONDS = 1.0
 """How long an end may be put off; a thread may wait for a rank that has gone."""
 _LOOK_SECONDS = 0.001
 _THREAD_NAME = "pt_gloo"
 """How torch names these threads, in all versions seen: pt_gloo_runloop."""
-_tasks = Path("/proc/self/task")
 _registered: list[bool] = []
 
 
@@ -81,10 +67,10 @@ def wait_for_gloo_at_exit() -> None:
     """Have this process's exit handlers end with the wait, once. Call before others register theirs."""
     if not _registered:
         _registered.append(True)
-        atexit.register(wait_for_gloo)
+        atexit.register(_wait)
 
 
-def wait_for_gloo() -> None:
+def _wait() -> None:
     """Wait until no thread of gloo is at work, and keep groups that nobody destroyed from being freed after that.
 
     One that waits for Python's lock looks as still as one that waits for work. But it gets the lock while this
@@ -104,7 +90,7 @@ def wait_for_gloo() -> None:
 def _threads() -> dict[str, tuple[str, str]]:
     """Return gloo's threads by number: state, and how often each has gone to sleep; none where Linux is not."""
     found = {}
-    for task in _tasks.glob("*"):
+    for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().startswith(_THREAD_NAME):
                 lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())

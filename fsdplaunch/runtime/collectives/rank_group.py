@@ -40,7 +40,7 @@ class RankGroup:
         """Return the first rank's value on every rank."""
         values = [value]
         for group in self.groups:
-            dist.broadcast_object_list(values, src=_first(group), group=group)
+            dist.broadcast_object_list(values, group=group, group_src=0)
         return values[0]
 
     def from_any(self, value: Any) -> Any:
@@ -54,7 +54,7 @@ class RankGroup:
         # Every backend can send bytes, whatever the dtype is.
         raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         for group in self.groups:
-            works = [dist.broadcast(each, src=_first(group), group=group, async_op=True) for each in raw]
+            works = [dist.broadcast(each, group=group, async_op=True, group_src=0) for each in raw]
             for work in works:
                 if work is not None:
                     work.wait()
@@ -110,10 +110,6 @@ def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's value on every rank."""
     return RankGroup([group]).from_first(value)
-
-
-def _first(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_global_rank(group, 0)
 
 
 def _message_of(failure: BaseException) -> tuple[str, str | None]:

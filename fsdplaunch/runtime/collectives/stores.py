@@ -63,12 +63,8 @@ def group_store(environ: Mapping[str, str], *, rank: int, size: int, timeout: ti
         store.set_timeout(timeout)
         return store
     if (key := environ.get(STORE_KEY)) and "MASTER_ADDR" in environ:
-        return PrefixStore(key, _run_store(environ, rank=rank, timeout=timeout))
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return PrefixStore(key, serving_store(host, port, timeout=timeout)[0])
+        return PrefixStore(key, TCPStore(host, port, None, False, timeout))
     return None
-
-
-def _run_store(environ: Mapping[str, str], *, rank: int, timeout: timedelta) -> Store:
-    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return serving_store(host, port, timeout=timeout)[0]
-    return TCPStore(host, port, None, False, timeout)

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError
@@ -44,7 +43,7 @@ _CLOSED = (RuntimeError, ValueError, AssertionError)
 """What torch raises of a closed store, a destroyed group, or none at all."""
 _watching: list[threading.Thread] = []
 _left: list[bool] = []
-"""Not empty where a wait that was reported has ended with an error, and the script may go on."""
+"""Not empty where a wait has ended with an error: what was reported holds until the script is seen to go on."""
 
 
 def watch_main_thread() -> None:
@@ -55,8 +54,7 @@ def watch_main_thread() -> None:
         thread.start()
 
 
-def place_key(rank: int) -> str:
-    """Return the key under which a rank that waits reports where."""
+def _place_key(rank: int) -> str:
     return f"fsdplaunch/waiting/{rank}"
 
 
@@ -74,7 +72,9 @@ def _watch() -> None:
         if mark != seen or frame is None:
             seen, since, places = mark, now, None
             reported = reported and not report_wait(MOVING)
-            _forget_left()
+            if _left and not call_if_imported(GROUP_IS_ABANDONED):
+                _left.clear()
+                report_wait(MOVING)
         elif not reported and now - since > STILL_SECONDS and in_torch(frame):
             in_collective = frame.f_code.co_filename.startswith(_COLLECTIVES)
             reported = report_wait(user_line(frame) + (_COLLECTIVE if in_collective else ""))
@@ -90,13 +90,10 @@ def _watch() -> None:
 
 def _places_in_collectives() -> list[str] | None:
     """Return where each rank waits in a collective; None while one does not."""
-    store, keys = default_store(), [place_key(rank) for rank in range(dist.get_world_size())]
+    store, keys = default_store(), [_place_key(rank) for rank in range(dist.get_world_size())]
     places = [store.get(key).decode() for key in keys] if store.check(keys) else [""]
-    return [each.removesuffix(_COLLECTIVE) for each in places] if all(map(_is_collective, places)) else None
-
-
-def _is_collective(place: str) -> bool:
-    return place.endswith(_COLLECTIVE)
+    in_collectives = all(place.endswith(_COLLECTIVE) for place in places)
+    return [each.removesuffix(_COLLECTIVE) for each in places] if in_collectives else None
 
 
 def _warn(lines: list[str]) -> None:
@@ -111,17 +108,6 @@ def _warn(lines: list[str]) -> None:
     )
 
 
-def leave_wait() -> None:
-    """Note that a wait ends with an error: what was reported holds until the script is seen to go on after it."""
-    _left.append(True)
-
-
-def _forget_left() -> None:
-    if _left and not call_if_imported(GROUP_IS_ABANDONED):
-        _left.clear()
-        report_wait(MOVING)
-
-
 def report_wait(place: str | None = None) -> bool:
     """Report that this rank waits for others at a place, the running line when left out, or that it goes on.
 
@@ -129,7 +115,7 @@ def report_wait(place: str | None = None) -> bool:
         Whether it could be reported; a run that is ending may have no store any more.
     """
     try:
-        default_store().set(place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
+        default_store().set(_place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
     except _CLOSED:
         return False
     return True
@@ -183,64 +169,61 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
     if len(wanted) == 1:
         return
     prefix = f"fsdplaunch/barrier/{name}/{number}"
-    group_store = default_store()
-    group_store.set(f"{prefix}/{dist.get_rank()}", "here")
-    if group_store.add(f"{prefix}/count", 1) == len(wanted):
-        group_store.set(f"{prefix}/all", "here")
+    store = default_store()
+    store.set(f"{prefix}/{dist.get_rank()}", "here")
+    if store.add(f"{prefix}/count", 1) == len(wanted):
+        store.set(f"{prefix}/all", "here")
     start, pause, waiting_since = time.monotonic(), _SHORT, 0.0
     noticed = reported = False
-    while not group_store.check([f"{prefix}/all"]):
+    while not store.check([f"{prefix}/all"]):
         time.sleep(pause)
         pause = min(2 * pause, _LONG)
         waited = time.monotonic() - start
         if waited < NOTICE_SECONDS:
             continue
-        missing = [rank for rank in wanted if not group_store.check([f"{prefix}/{rank}"])]
-        noticed = noticed or _notice(call, missing)
+        missing = [rank for rank in wanted if not store.check([f"{prefix}/{rank}"])]
+        if missing and not noticed:
+            noticed = True
+            messages.say_anywhere(f"{call} waits for {name_ranks(missing)} to call it too")
         reported = reported or report_wait()  # those missing may wait in another call for this rank
-        places = waiting_places(missing)
+        places = _waiting_places(missing)
         waiting_since = (waiting_since or waited) if missing and len(places) == len(missing) else 0.0
-        if waiting_since and waited - waiting_since > CONFIRM_SECONDS:
-            _withdraw(name, prefix)
-            raise _alone(call, missing, places, wanted, hint)
-        if waited > default_timeout():
-            _withdraw(name, prefix)
-            raise _absent(call, missing, waited)
+        is_alone = bool(waiting_since) and waited - waiting_since > CONFIRM_SECONDS
+        if is_alone or waited > default_timeout():
+            _calls[name] -= 1  # the next call on all ranks is the same one on all
+            _left.append(True)
+            store.add(f"{prefix}/count", -1)
+            store.delete_key(f"{prefix}/{dist.get_rank()}")
+            raise _missed(call, wanted, missing, places if is_alone else {}, hint)
         time.sleep(0.5)
     if reported:
         report_wait(MOVING)
-    _forget(name, number - 1)
+    if number > 1:  # every rank has left the call before by now
+        store.delete_key(f"fsdplaunch/barrier/{name}/{number - 1}/{dist.get_rank()}")
 
 
-def waiting_places(ranks: Sequence[int]) -> dict[int, str]:
+def _waiting_places(ranks: Sequence[int]) -> dict[int, str]:
     """Return where each of some ranks waits; those that do not are left out."""
-    group_store = default_store()
-    waiting = {r: group_store.get(place_key(r)).decode() for r in ranks if group_store.check([place_key(r)])}
+    store = default_store()
+    waiting = {r: store.get(_place_key(r)).decode() for r in ranks if store.check([_place_key(r)])}
     return {rank: place.removesuffix(_COLLECTIVE) for rank, place in waiting.items() if place != MOVING}
 
 
-def _notice(call: str, missing: Sequence[int]) -> bool:
-    if missing:
-        messages.say_anywhere(f"{call} waits for {name_ranks(missing)} to call it too")
-    return bool(missing)
-
-
-def _alone(
-    call: str, missing: Sequence[int], places: dict[int, str], wanted: Sequence[int], hint: str | None
+def _missed(
+    call: str, wanted: Sequence[int], missing: Sequence[int], places: dict[int, str], hint: str | None
 ) -> CheckpointError:
-    here = [rank for rank in wanted if rank not in missing]
+    """Return the error of ranks that are missing: they wait at these places, or do not come."""
+    if not places:
+        msg = f"{name_ranks(missing)} did not call {call} within {default_timeout():.0f} s"
+        hint = f"call {call} on all ranks, or set launch.process_group_timeout_seconds higher"
+        return CheckpointError(msg, hint=hint)
+    here = name_ranks([rank for rank in wanted if rank not in missing])
     whose = f" (rank {missing[0]})" if len(missing) > 1 else ""
     msg = (
-        f"{call} was called on {name_ranks(here)} only: {name_ranks(missing)} went on, waiting for"
-        f" {name_ranks(here)} at {places[missing[0]]}{whose}"
+        f"{call} was called on {here} only: {name_ranks(missing)} went on, waiting for {here} at"
+        f" {places[missing[0]]}{whose}"
     )
     return CheckpointError(msg, hint=hint or f"call {call} on all ranks; take it out of `if rank == 0:`")
-
-
-def _absent(call: str, missing: Sequence[int], waited: float) -> CheckpointError:
-    msg = f"{name_ranks(missing)} did not call {call} within {waited:.0f} s"
-    hint = f"call {call} on all ranks, or set launch.process_group_timeout_seconds higher"
-    return CheckpointError(msg, hint=hint)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -253,70 +236,36 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(several[:-1])} and {several[-1]}"
 
 
-def _withdraw(name: str, prefix: str) -> None:
-    """Undo this call, so that the next one on all ranks is the same one on all."""
-    _calls[name] -= 1
-    leave_wait()
-    default_store().add(f"{prefix}/count", -1)
-    default_store().delete_key(f"{prefix}/{dist.get_rank()}")
+_provided: list[Any] = []
+"""What gives rank 0 full tensors while the other ranks are elsewhere: `auto.rank0.service.Service`."""
 
 
-def _forget(name: str, number: int) -> None:
-    """Remove what this rank wrote for an earlier call, which every rank has left by now."""
-    if number > 0:
-        default_store().delete_key(f"fsdplaunch/barrier/{name}/{number}/{dist.get_rank()}")
-
-
-class Rank0Service(Protocol):
-    """Gives rank 0 full tensors while the other ranks are elsewhere."""
-
-    def meets(self, call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
-        """Wait until all ranks are in this call, or until rank 0 knows that the others are not.
-
-        Args:
-            call: What it is, the same on all ranks.
-            hint: What to do where only some ranks make the call.
-            ranks: Those that must make it, this one among them; left out, all.
-
-        Returns:
-            Whether all are in it. False on rank 0 only: it may go on alone, and call `full`.
-
-        Raises:
-            CheckpointError: Some ranks are in it and some are not, or a rank has ended.
-        """
-
-    def full(self, tensor: DTensor, call: str) -> torch.Tensor:
-        """Return the full tensor in host memory, on rank 0 alone, after `meets` was False.
-
-        Raises:
-            CheckpointError: The other ranks do not have it as it is now, or one has ended.
-        """
-
-    def done(self) -> None:
-        """End what rank 0 has done alone: the other ranks may go on."""
-
-
-_provided: list[Rank0Service] = []
-
-
-def provide(service: Rank0Service | None) -> None:
+def provide(service: Any) -> None:
     """Have rank 0 ask this service from now on; None takes it away."""
     _provided[:] = [] if service is None else [service]
 
 
-def current() -> Rank0Service | None:
+def current() -> Any:
     """Return the service; None while nothing provides one."""
     return _provided[0] if _provided else None
 
 
 def meets(call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
-    """Do what `Rank0Service.meets` does; without a service wait for all ranks, and return True.
+    """Wait until all ranks are in this call, or until rank 0 knows that the others are not.
+
+    Args:
+        call: What it is, the same on all ranks.
+        hint: What to do where only some ranks make the call.
+        ranks: Those that must make it, this one among them; left out, all.
+
+    Returns:
+        Whether all are in it. False on rank 0 only, where a service is: it may go on alone, ask that for `full`
+        tensors, and call `done` at the end.
 
     Raises:
-        CheckpointError: Some ranks do not come.
+        CheckpointError: Some ranks are in it and some are not, or a rank has ended.
     """
-    service = current()
-    if service is not None:
-        return service.meets(call, hint, ranks)
+    if _provided:
+        return bool(_provided[0].meets(call, hint, ranks))
     monitored_barrier(call, hint, ranks)
     return True

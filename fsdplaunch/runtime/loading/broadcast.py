@@ -20,41 +20,6 @@ PIECE = 32 * 1024 * 1024
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 
 
-def broadcast_tensor(
-    ranks: RankGroup, full: torch.Tensor | None, held: LocalShard, dtype: torch.dtype
-) -> Exception | None:
-    """Send one tensor from the first rank into every rank's shard of it.
-
-    Args:
-        ranks: The ranks of the model; all of them call this.
-        full: The tensor, on the first rank.
-        held: This rank's shard.
-        dtype: The tensor's dtype, known to all.
-
-    Returns:
-        What went wrong here; the other ranks are not left waiting for it.
-    """
-    failure: Exception | None = None
-    row = math.prod(held.shape[1:])
-    rows = held.shape[0] if held.shape else 1
-    most = max(1, PIECE // max(1, row * dtype.itemsize))
-    flat = None if full is None else full.detach().contiguous().view(-1)
-    for first in range(0, rows if row else 0, most):
-        count = min(most, rows - first)
-        piece = torch.empty(count * row, dtype=dtype, device=ranks.device)
-        try:
-            if flat is not None:
-                piece.copy_(flat[first * row : (first + count) * row])
-        except RuntimeError as error:
-            failure = failure or error
-        ranks.send(piece)
-        try:
-            _keep(piece, first, count, held)
-        except RuntimeError as error:
-            failure = failure or error
-    return failure
-
-
 def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None:
     """Copy what this rank holds of rows `first` to `first + count` of the full tensor."""
     region, shape, local = held.region, held.shape, held.local
@@ -81,21 +46,38 @@ def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None
 def broadcast_all(
     ranks: RankGroup, full: Mapping[str, torch.Tensor], held: Iterable[tuple[LocalShard, str, torch.dtype]]
 ) -> None:
-    """Send several tensors; see `broadcast_tensor`.
+    """Send tensors from the first rank into every rank's shard of each.
 
     Args:
-        ranks: The ranks of the model.
+        ranks: The ranks of the model; all of them call this.
         full: The tensors by name, on the first rank.
         held: This rank's shards, with each tensor's name in `full` and its dtype, in the same order on all ranks.
 
     Raises:
-        CheckpointError: It went wrong on any rank.
+        CheckpointError: It went wrong on any rank; until the end the others are not left waiting.
     """
-    failures = [broadcast_tensor(ranks, full.get(name), shard, dtype) for shard, name, dtype in held]
+    failure: RuntimeError | None = None
+    for shard, name, dtype in held:
+        row = math.prod(shard.shape[1:])
+        rows = shard.shape[0] if shard.shape else 1
+        most = max(1, PIECE // max(1, row * dtype.itemsize))
+        flat = full[name].detach().contiguous().view(-1) if name in full else None
+        for first in range(0, rows if row else 0, most):
+            count = min(most, rows - first)
+            piece = torch.empty(count * row, dtype=dtype, device=ranks.device)
+            try:
+                if flat is not None:
+                    piece.copy_(flat[first * row : (first + count) * row])
+            except RuntimeError as error:
+                failure = failure or error
+            ranks.send(piece)
+            try:
+                _keep(piece, first, count, shard)
+            except RuntimeError as error:
+                failure = failure or error
     with ranks.raise_on_all("take over the first rank's tensors"):
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        if failure is not None:
+            raise failure
 
 
 def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
@@ -132,12 +114,11 @@ def describe_pickled(found: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str,
     Raises:
         CheckpointError: A tensor is sparse or quantized.
     """
-    return {name: _described(name, number, tensor) for name, (number, tensor) in found.items()}
-
-
-def _described(name: str, number: int, tensor: torch.Tensor) -> StoredWeight:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        msg = f"{short(name)} is sparse or quantized"
-        raise CheckpointError(msg, hint="load this model with the library that wrote it")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredWeight(name, number, str(tensor.dtype), DTYPES.get(dtype), tuple(tensor.shape), 0)
+    described = {}
+    for name, (number, tensor) in found.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            msg = f"{short(name)} is sparse or quantized"
+            raise CheckpointError(msg, hint="load this model with the library that wrote it")
+        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        described[name] = StoredWeight(name, number, str(tensor.dtype), dtype, tuple(tensor.shape), 0)
+    return described

@@ -1,7 +1,7 @@
 """Pretrained weights into a model that is sharded already, or that has no memory until it is."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.parameters import ModelTensor, model_tensors
@@ -27,8 +25,8 @@ from fsdplaunch.runtime.loading.load_plan import (
     make_plan,
     report_loaded,
 )
-from fsdplaunch.runtime.loading.pretrained import Pretrained
-from fsdplaunch.runtime.loading.read_shards import LocalShard, clear_padding, local_shards
+from fsdplaunch.runtime.loading.pretrained import pretrained_for
+from fsdplaunch.runtime.loading.read_shards import clear_padding, local_shards
 from fsdplaunch.runtime.patch import WAIT_FOR_COPIES, call_if_imported
 from fsdplaunch.runtime.sharding.ignored import is_special
 from fsdplaunch.runtime.sharding.materialize import Materializer
@@ -39,21 +37,10 @@ from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.torch_internals.modules import IncompatibleKeys, is_persistent
 
 
-def empty_storage(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a real device whose storage holds nothing; reading or writing it is forbidden."""
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def has_empty_storage(tensor: Any) -> bool:
-    """Say whether a tensor has elements and no memory for them."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_meta
-        and tensor.numel() > 0
-        and tensor.untyped_storage().nbytes() == 0
-    )
+def _has_empty_storage(tensor: Any) -> bool:
+    """Return whether a tensor has elements and no memory for them."""
+    has_elements = isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() > 0
+    return has_elements and tensor.untyped_storage().nbytes() == 0
 
 
 class EmptyFlattening(TorchFunctionMode):
@@ -69,7 +56,7 @@ class EmptyFlattening(TorchFunctionMode):
         self.joined: set[int] = set()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.cat and any(map(has_empty_storage, args[0])):
+        if func is torch.cat and any(map(_has_empty_storage, args[0])):
             like, numel = args[0][0], sum(tensor.numel() for tensor in args[0])
             joined = torch.empty(numel, dtype=like.dtype, device=like.device)
             self.joined.add(joined.data_ptr())
@@ -100,17 +87,19 @@ class DeferredWeights(Materializer):
         super().__init__(model, origin=f"weights from {where}, strict={strict}", **arguments)
         self.settings = settings
         self.name = class_name(model)
-        self.plan = make_plan(
-            self.ranks, model, [self._wanted(each) for each in self.entries], where, strict=strict
-        )
+        wanted = [
+            RequestedTensor(
+                names=tuple(entry.names),
+                shape=self.sources[entry.name][0],
+                dtype=self._dtype(entry),
+                saved=any(is_persistent(module, attribute) for module, attribute in entry.places),
+            )
+            for entry in self.entries
+        ]
+        self.plan = make_plan(self.ranks, model, wanted, where, strict=strict)
         self.aside: dict[str, torch.Tensor] = {}
         self.made: dict[str, torch.dtype] = {}
         self.emptied: list[ModelTensor] = []
-
-    def _wanted(self, entry: ModelTensor) -> RequestedTensor:
-        saved = any(is_persistent(module, attribute) for module, attribute in entry.places)
-        shape, _, _ = self.sources[entry.name]
-        return RequestedTensor(names=tuple(entry.names), shape=shape, dtype=self._dtype(entry), saved=saved)
 
     def _dtype(self, entry: ModelTensor) -> torch.dtype:
         """Return the dtype the tensor is going to be kept in."""
@@ -129,17 +118,21 @@ class DeferredWeights(Materializer):
         for entry in due:
             if self.plan.stored(entry.names) is None:
                 continue
+            shape, dtype, tensor = self.sources[entry.name][0], self._dtype(entry), entry.tensor
             if self._is_split(entry):
                 self._empty(entry)
-            else:
-                self._make_room(entry)
+            elif tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
+                entry.exchange(torch.empty(shape, dtype=dtype, device=self.device))
             entry.materialized = True
         super().materialize_entries([entry for entry in due if not entry.materialized])
         for entry in due:
             if self._is_split(entry) and self.plan.stored(entry.names) is None:
-                self._put_aside(entry)
+                if self.ranks.is_first:
+                    self.aside[entry.name] = entry.tensor.detach()
+                self.made[entry.name] = self._dtype(entry)
+                self._empty(entry)
         if self.settings.version == 1:
-            self._stand_in([entry for entry in due if entry.tensor.is_meta])
+            self._stand_in(entry for entry in due if entry.tensor.is_meta)
 
     def _empty(self, entry: ModelTensor) -> None:
         shape = self.sources[entry.name][0]
@@ -148,21 +141,12 @@ class DeferredWeights(Materializer):
             self.split_empty(entry)
         self.emptied.append(entry)
 
-    def _make_room(self, entry: ModelTensor) -> None:
-        """Let a tensor that stays unsharded have memory on the device; it may already."""
-        tensor, dtype = entry.tensor, self._dtype(entry)
-        if tensor.device != self.device or tensor.dtype != dtype or not tensor.is_contiguous():
-            entry.exchange(torch.empty(self.sources[entry.name][0], dtype=dtype, device=self.device))
-
-    def _put_aside(self, entry: ModelTensor) -> None:
-        if self.ranks.is_first:
-            self.aside[entry.name] = entry.tensor.detach()
-        self.made[entry.name] = self._dtype(entry)
-        self._empty(entry)
-
-    def _stand_in(self, entries: Sequence[ModelTensor]) -> None:
+    def _stand_in(self, entries: Iterable[ModelTensor]) -> None:
+        """Put tensors on a real device, as FSDP1 wants them, with storages that hold nothing."""
         for entry in entries:
-            entry.exchange(empty_storage(entry.tensor.shape, entry.tensor.dtype, self.device))
+            stand_in = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=self.device)
+            stand_in.untyped_storage().resize_(0)
+            entry.exchange(stand_in)
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """Return what must be active while FSDP1's constructor runs."""
@@ -180,16 +164,12 @@ class DeferredWeights(Materializer):
         clear_padding(sharded)
         held = local_shards(sharded)
         loaded = execute_plan(self.ranks, self.plan, held)
-        made = self._send_aside(held)
-        report_loaded(self.plan, loaded, name=self.name, made=made)
-
-    def _send_aside(self, held: Sequence[LocalShard]) -> list[str]:
-        """Split the parameters that no file holds; their names."""
+        # Split the parameters that no file holds.
         due = [(shard, name, self.made[name]) for shard in held for name in shard.names if name in self.made]
         with torch.no_grad():
             broadcast_all(self.ranks, self.aside, due)
         self.aside.clear()
-        return list(self.made)
+        report_loaded(self.plan, loaded, name=self.name, made=list(self.made))
 
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
@@ -234,13 +214,10 @@ def load_weights(
         UsageError: Neither the call nor the configuration names weights.
     """
     refuse_of_xla(model, "load_weights")
-    configured = decode().checkpoint
-    named = configured.weights if weights is None else weights
-    if named is None:
+    source = pretrained_for([model], weights=weights, strict=strict)
+    if source is None:
         msg = "load_weights was given no weights, and checkpoint.weights is not set"
         raise UsageError(msg, hint="give it a model folder")
-    source = Pretrained(where=Path(named), strict=configured.weights_strict if strict is None else strict)
-    source.note()
     plan, loaded = _load(model, source.where, strict=source.strict)
     report_loaded(plan, loaded, name=class_name(model), made=plan.match.missing)
     return IncompatibleKeys(plan.match.missing, plan.match.unexpected)
@@ -284,37 +261,23 @@ def _load(
         for shard in held
     ]
     plan = make_plan(ranks, model, wanted, where, strict=strict)
-    with ranks.raise_on_all(f"load weights from {plan.where}"):
-        _check_memory(held, plan)
+    with ranks.raise_on_all(f"load weights from {plan.files.where}"):
+        for shard in held:
+            if shard.local.is_meta and plan.stored(shard.names) is None:  # nothing can make its values any more
+                msg = f"{shard.names[0]} is on the meta device, and no file holds it"
+                raise CheckpointError(msg, hint="load with fsdplaunch.prepare(model, weights=...), which makes it")
     for entry in model_tensors(model):
         give_memory(entry, torch.device("cpu") if on_host else ranks.device)
     return plan, execute_plan(ranks, plan, local_shards(model))
 
 
-def _check_memory(held: Sequence[LocalShard], plan: LoadPlan) -> None:
-    """Refuse to leave a tensor without values; here nothing can make them any more."""
-    for shard in held:
-        if shard.local.is_meta and plan.stored(shard.names) is None:
-            msg = f"{shard.names[0]} is on the meta device, and no file holds it"
-            raise CheckpointError(msg, hint="load with fsdplaunch.prepare(model, weights=...), which makes it")
-
-
 def _ranks(model: nn.Module) -> RankGroup:
-    mesh = _mesh(model)
+    prepared, params = registered(model), list(model.parameters())
+    mesh = next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
+    mesh = mesh if prepared is None else prepared.mesh
     if mesh is not None:
-        return RankGroup(groups_from_first(mesh), _device(mesh))
-    groups: list[dist.ProcessGroup | None] = [None] if dist.is_initialized() else []
-    first = next(model.parameters(), None)
-    return RankGroup(groups, torch.device("cpu") if first is None or first.is_meta else first.device)
-
-
-def _mesh(model: nn.Module) -> DeviceMesh | None:
-    prepared = registered(model)
-    if prepared is not None:
-        return prepared.mesh
-    return next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    on_cpu = mesh.device_type == "cpu"
-    return torch.device("cpu") if on_cpu else torch.device(mesh.device_type, torch.cuda.current_device())
+        on_cpu = mesh.device_type == "cpu"
+        device = torch.device("cpu") if on_cpu else torch.device(mesh.device_type, torch.cuda.current_device())
+        return RankGroup(groups_from_first(mesh), device)
+    device = params[0].device if params and not params[0].is_meta else torch.device("cpu")
+    return RankGroup([None] if dist.is_initialized() else [], device)

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from fsdplaunch.runtime.loading.broadcast import broadcast_all, describe_pickled
 from fsdplaunch.runtime.loading.read_shards import LocalShard, ShardReader, source_dtype
 
 _SHOWN = 20
-_OUTER = "module"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +84,17 @@ def match_weights(
         CheckpointError: Torch would not load these files either: shapes differ, or names under `strict`.
     """
     owner = {name: each for each in wanted for name in each.names}
-    names = _plain_names(list(weights))
-    prefix = _prefix(unwrapped(model), owner, names.values())
+    names = {stored: clean_name(stored) for stored in weights}
+    while names and all(name.startswith("module.") for name in names.values()):
+        names = {stored: name.removeprefix("module.") for stored, name in names.items()}
+    bare = unwrapped(model)
+    prefix = _prefix(bare, owner, names.values())
     result = NameMatch()
     taken: dict[str, str] = {}
     prefixed: set[str] = set()
     for stored, name in names.items():
-        target = _target(name, prefix, owner)
+        tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if prefix else (name,)
+        target = next((each for each in tried if each in owner), None)
         if target is None:
             result.unexpected.append(stored)
         elif not owner[target].saved:
@@ -104,68 +107,37 @@ def match_weights(
             first = owner[target].names[0]
             result.found[first] = (*result.found.get(first, ()), weights[stored])
     result.prefix = f"{prefix}. {' and '.join(sorted(prefixed))}" if prefixed else None
-    _sort_out(model, wanted, result)
-    _check(unwrapped(model), wanted, result, strict=strict, where=where)
+    may_lack = _patterns(model, "_keys_to_ignore_on_load_missing")
+    result.missing = [
+        each.names[0]
+        for each in wanted
+        if each.saved and each.names[0] not in result.found and not any(map(may_lack, each.names))
+    ]
+    # A buffer that is not saved any more may still be in old files: it is known by the last two parts of its name.
+    buffers = {tuple(name.split(".")[-2:]) for each in wanted if not each.saved for name in each.names}
+    may_exceed = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    known = {name for name in result.unexpected if may_exceed(name) or tuple(name.split(".")[-2:]) in buffers}
+    result.passed += [name for name in result.unexpected if name in known]
+    result.unexpected = [name for name in result.unexpected if name not in known]
+    _check(bare, wanted, result, strict=strict, where=where)
     return result
-
-
-def _plain_names(stored: list[str]) -> dict[str, str]:
-    """Return the files' names without wrappers, by the name as it stands; `module.` goes when all have it."""
-    names = {name: clean_name(name) for name in stored}
-    while names and all(name.startswith(f"{_OUTER}.") for name in names.values()):
-        names = {stored: name.removeprefix(f"{_OUTER}.") for stored, name in names.items()}
-    return names
 
 
 def _prefix(model: nn.Module, owner: Mapping[str, RequestedTensor], names: Iterable[str]) -> str:
     own = getattr(model, "base_model_prefix", "")
     if isinstance(own, str) and own:
         return own
-    names = list(names)
     if any(name in owner for name in names):
         return ""
     theirs, ours = ({name.partition(".")[0] for name in side} for side in (names, owner))
     return next((heads.pop() for heads in (theirs, ours) if len(heads) == 1), "")
 
 
-def _target(name: str, prefix: str, owner: Mapping[str, RequestedTensor]) -> str | None:
-    if not prefix:
-        return name if name in owner else None
-    tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-    return next((each for each in tried if each in owner), None)
-
-
-def _sort_out(model: nn.Module, wanted: Sequence[RequestedTensor], result: NameMatch) -> None:
-    """Fill in what is missing, and pass over what the model's class says does not count.
-
-    A buffer that is not saved any more may still be in old files: it is known by the last two parts of its name.
-    """
-    may_lack = _patterns(model, "_keys_to_ignore_on_load_missing")
-    may_exceed = _patterns(model, "_keys_to_ignore_on_load_unexpected")
-    buffers = {_tail(name) for each in wanted if not each.saved for name in each.names}
-    result.missing = [
-        each.names[0]
-        for each in wanted
-        if each.saved and each.names[0] not in result.found and not any(map(may_lack, each.names))
-    ]
-    known = [name for name in result.unexpected if may_exceed(name) or _tail(name) in buffers]
-    result.passed += known
-    result.unexpected = [name for name in result.unexpected if name not in known]
-
-
-def _tail(name: str) -> tuple[str, ...]:
-    return tuple(name.split(".")[-2:])
-
-
-class _patterns:  # noqa: N801  (used as a function)
-    """Whether a name fits one of the expressions that a model of transformers, or a part of it, lists."""
-
-    def __init__(self, model: nn.Module, attribute: str) -> None:
-        listed = [pattern for module in model.modules() for pattern in getattr(module, attribute, None) or ()]
-        self.fitting = [re.compile(pattern) for pattern in listed]
-
-    def __call__(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self.fitting)
+def _patterns(model: nn.Module, attribute: str) -> Callable[[str], bool]:
+    """Return whether a name fits one of the expressions that a model of transformers, or a part of it, lists."""
+    listed = [pattern for module in model.modules() for pattern in getattr(module, attribute, None) or ()]
+    fitting = [re.compile(pattern) for pattern in listed]
+    return lambda name: any(pattern.search(name) for pattern in fitting)
 
 
 def _check(
@@ -173,22 +145,20 @@ def _check(
 ) -> None:
     """Raise what torch's `load_state_dict` would say."""
     faults = []
-    if strict and result.unexpected:
-        faults.append(f"unexpected key(s) in the files: {_quoted(result.unexpected)}")
-    if strict and result.missing:
-        faults.append(f"missing key(s) in the files: {_quoted(result.missing)}")
-    faults += [
+    for kind, names in (("unexpected", result.unexpected), ("missing", result.missing)):
+        if strict and names:
+            quoted = [f'"{name}"' for name in names]
+            faults.append(f"{kind} key(s) in the files: {listed(quoted, _SHOWN)}")
+    mismatched = [
         f"size mismatch for {each.names[0]}: {list(stored.shape)} in the files, {list(each.shape)} in the model"
         for each in wanted
         for stored in result.found.get(each.names[0], ())
         if stored.shape != each.shape
     ]
-    if not faults:
-        return
-    more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    msg = f"{where} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults[:_SHOWN]) + more
-    mismatched = any(fault.startswith("size") for fault in faults)
-    raise CheckpointError(msg, hint=_MISMATCHED if mismatched else _STRICT)
+    if faults := faults + mismatched:
+        more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        msg = f"{where} does not fit {type(model).__name__}:\n  " + "\n  ".join(faults[:_SHOWN]) + more
+        raise CheckpointError(msg, hint=_MISMATCHED if mismatched else _STRICT)
 
 
 _MISMATCHED = "build the model with the config.json of these weights"
@@ -197,10 +167,6 @@ _STRICT = (
     "initialises what is missing, and what is left over is left out; where transformers converts names or shapes "
     "while it loads, build the model with from_pretrained instead"
 )
-
-
-def _quoted(names: list[str]) -> str:
-    return listed([f'"{name}"' for name in names], _SHOWN)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,11 +182,6 @@ class LoadPlan:
     files: WeightFiles
     match: NameMatch
     full: dict[str, torch.Tensor]
-
-    @property
-    def where(self) -> Path:
-        """Return what the user named."""
-        return self.files.where
 
     def stored(self, names: Sequence[str]) -> str | None:
         """Return the one of a tensor's names under which its source is noted; None if no file holds it."""
@@ -249,38 +210,27 @@ def make_plan(
     Raises:
         CheckpointError: The files are not all there, damaged, or of another model; raised on every rank.
     """
-    plan: LoadPlan | None = None
+    made: tuple[WeightFiles, NameMatch] | None = None
+    full: dict[str, torch.Tensor] = {}
     with ranks.raise_on_all(f"load weights into {type(model).__name__}"):
         if ranks.is_first:
-            plan = _make(model, wanted, where, strict)
-    full = plan.full if plan is not None else {}
-    files, match = ranks.from_first(None if plan is None else (_bare(plan.files), plan.match))
+            if isinstance(where, Path):
+                files = find_weight_files(where)
+                opened = open_pickled(files.paths) if files.pickled else {}
+            else:
+                files = WeightFiles(Path("the state dict"), (), (), pickled=True)
+                opened = {name: (0, each) for name, each in where.items() if isinstance(each, torch.Tensor)}
+            if files.pickled:
+                files = replace(files, weights=describe_pickled(opened))
+                check_index(files)
+            match = match_weights(model, wanted, files.weights, strict=strict, where=str(files.where))
+            for each in wanted:
+                for stored in match.found.get(each.names[0], ()):
+                    source_dtype(stored, each.dtype)
+            full = {name: opened[stored[0].name][1] for name, stored in match.found.items()} if opened else {}
+            made = replace(files, weights={}, index=None), match  # the list of all they hold can be long
+    files, match = ranks.from_first(made)
     return LoadPlan(files=files, match=match, full=full)
-
-
-def _make(
-    model: nn.Module, wanted: Sequence[RequestedTensor], where: Path | Mapping[str, Any], strict: bool
-) -> LoadPlan:
-    if isinstance(where, Path):
-        files = find_weight_files(where)
-        opened = open_pickled(files.paths) if files.pickled else {}
-    else:
-        files = WeightFiles(Path("the state dict"), (), (), pickled=True)
-        opened = {name: (0, each) for name, each in where.items() if isinstance(each, torch.Tensor)}
-    if files.pickled:
-        files = replace(files, weights=describe_pickled(opened))
-        check_index(files)
-    match = match_weights(model, wanted, files.weights, strict=strict, where=str(files.where))
-    for each in wanted:
-        for stored in match.found.get(each.names[0], ()):
-            source_dtype(stored, each.dtype)
-    full = {name: opened[stored[0].name][1] for name, stored in match.found.items()} if opened else {}
-    return LoadPlan(files=files, match=match, full=full)
-
-
-def _bare(files: WeightFiles) -> WeightFiles:
-    """Return the files without the list of all they hold, which can be long."""
-    return replace(files, weights={}, index=None)
 
 
 _NAMES_SHOWN = 5
@@ -315,28 +265,28 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
     begun = time.perf_counter()
     due = [(shard, name) for shard in held if (name := plan.stored(shard.names)) is not None]
     nbytes = 0
-    with torch.no_grad(), ranks.raise_on_all(f"load weights from {plan.where}"):
+    with torch.no_grad(), ranks.raise_on_all(f"load weights from {plan.files.where}"):
         if len({name for _, name in due}) != len(plan.match.found):
             missed = sorted(set(plan.match.found) - {name for _, name in due})
             msg = f"{missed[0]} is nowhere in the sharded model"
-            raise CheckpointError(
-                msg, hint="this is a defect in loading this model; build it with from_pretrained"
-            )
+            hint = "this is a defect in loading this model; build it with from_pretrained"
+            raise CheckpointError(msg, hint=hint)
         if not plan.files.pickled:
             with closing(ShardReader(plan.files)) as reader:
-                _read(reader, plan, due)
+                _read(reader, plan.match.found, due)
                 nbytes = reader.bytes_read
     if plan.files.pickled:
+        typed = [(shard, name, source_dtype(plan.match.found[name][0], shard.local.dtype)) for shard, name in due]
         with torch.no_grad():
-            typed = [(shard, name, _dtype(plan, name)) for shard, name in due]
             broadcast_all(ranks, plan.full, typed)
         plan.full.clear()
     return LoadedWeights(tensors=len(due), nbytes=nbytes, seconds=time.perf_counter() - begun)
 
 
-def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]) -> None:
+def _read(
+    reader: ShardReader, found: Mapping[str, tuple[StoredWeight, ...]], due: list[tuple[LocalShard, str]]
+) -> None:
     """Read in the order of the files, so that disks read on and on."""
-    found = plan.match.found
     for shard, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
         first, *others = found[name]
         reader.fill(shard, first)
@@ -344,12 +294,6 @@ def _read(reader: ShardReader, plan: LoadPlan, due: list[tuple[LocalShard, str]]
             if (other.file, other.start) != (first.file, first.start) and not reader.same(shard, first, other):
                 msg = f"{first.name} and {other.name} are one parameter in the model and differ in the files"
                 raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
-
-
-def _dtype(plan: LoadPlan, name: str) -> torch.dtype:
-    stored = plan.match.found[name][0]
-    dtype: torch.dtype = getattr(torch, stored.dtype.name if stored.dtype else stored.code)
-    return source_dtype(stored, dtype)
 
 
 def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Sequence[str] = ()) -> None:
@@ -362,7 +306,7 @@ def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Seq
         made: Names that no file held.
     """
     amount = "sent by rank 0" if plan.files.pickled else f"{size_words(loaded.nbytes)} read by rank 0"
-    words = [f"{name}: {loaded.tensors} tensors from {plan.where}, {amount} in {loaded.seconds:.1f} s"]
+    words = [f"{name}: {loaded.tensors} tensors from {plan.files.where}, {amount} in {loaded.seconds:.1f} s"]
     if plan.match.prefix:
         words.append(f"names with {plan.match.prefix}")
     left_over = [*plan.match.unexpected, *plan.match.passed]

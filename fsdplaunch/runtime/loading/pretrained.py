@@ -12,6 +12,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import UsageError
 
 _used: list[Path] = []
+"""What was loaded, so that a wish of the configuration that was not heard is known at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,6 @@ class Pretrained:
 
     where: Path
     strict: bool
-
-    def note(self) -> None:
-        """Remember that the configuration's wish, if it is this one, was heard."""
-        _used.append(self.where)
 
 
 def pretrained_for(
@@ -48,18 +45,17 @@ def pretrained_for(
     where = configured.weights if weights is None else weights
     if where is False or where is None or (weights is None and not models):
         if strict is not None:
-            msg = "prepare was given strict, and no weights"
+            msg = "strict was given, and no weights"
             raise UsageError(msg, hint="give weights=FOLDER, or set checkpoint.weights")
         return None
     if len(models) != 1:
         named = "checkpoint.weights" if weights is None else "weights"
         msg = f"{named} is for one model, and prepare was given {len(models)}"
         raise UsageError(msg, hint="prepare each model in a call of its own, those without with weights=False")
-    chosen = Pretrained(where=Path(where), strict=configured.weights_strict if strict is None else strict)
-    chosen.note()
-    return chosen
+    _used.append(Path(where))
+    return Pretrained(where=Path(where), strict=configured.weights_strict if strict is None else strict)
 
 
 def weights_used() -> bool:
-    """Say whether any weights were loaded in this process."""
+    """Return whether any weights were loaded in this process."""
     return bool(_used)

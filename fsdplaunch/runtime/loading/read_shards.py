@@ -36,8 +36,8 @@ class Span:
         """Return the number of elements."""
         return self.stop - self.start
 
-    def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:  # noqa: ARG002  (as for a rectangle)
-        """Return the elements as runs of neighbours in the full tensor, in the order of the shard's own memory."""
+    def runs(self, _shape: tuple[int, ...]) -> Iterator[Run]:
+        """Yield the elements as runs of neighbours in the full tensor, as `Rectangle.runs` does."""
         if self.numel:
             yield self.start, self.numel
 
@@ -90,7 +90,20 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
         CheckpointError: A parameter is split in a way that has no place in a file.
     """
     names = {module: clean_name(name) for name, module in model.named_modules()}
-    flat, taken = _flat(model, names)
+    held: list[LocalShard] = []
+    taken: dict[tuple[nn.Module, str], LocalShard] = {}  # what flat parameters hold; modules may show it as well
+    for flat in _flat_parameters(model):
+        for info, shape, span in zip(flat.infos, flat.shapes, flat.places, strict=True):
+            name = joined(names[info.module], info.param_name)
+            at, count = (span.intra_param_start_idx, span.numel_in_shard) if span.in_shard else (0, 0)
+            start = span.offset_in_shard or 0
+            local = flat.shard[start : start + count]
+            held.append(LocalShard(names=(name,), shape=tuple(shape), region=Span(at, at + count), local=local))
+            taken[info.module, info.param_name] = held[-1]
+        for shared in flat.shared:
+            one = taken[shared.prim_module, shared.prim_param_name]
+            one.names += (joined(names[shared.module], shared.param_name),)
+            taken[shared.module, shared.param_name] = one
     found: dict[int, LocalShard] = {}
     for module, name in names.items():
         for attribute, tensor in own_tensors(module):
@@ -101,48 +114,21 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
                 found[id(tensor)].names += (full,)
             else:
                 found[id(tensor)] = _held(full, tensor, saved=is_persistent(module, attribute))
-    return [*flat, *found.values()]
+    return [*held, *found.values()]
 
 
 def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> LocalShard:
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        region = Rectangle((0,) * len(shape), shape)
-        return LocalShard(names=(name,), shape=shape, region=region, local=tensor.detach(), saved=saved)
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        msg = f"{name} is kept as summands, which no file holds"
-        raise CheckpointError(msg, hint="load the weights before the model computes")
-    sizes, offsets = shape_and_offset(tensor)
-    with torch.no_grad():
-        local = tensor.to_local()
-    return LocalShard(names=(name,), shape=shape, region=Rectangle(offsets, sizes), local=local, saved=saved)
-
-
-def _flat(model: nn.Module, names: dict[nn.Module, str]) -> tuple[list[LocalShard], set[tuple[nn.Module, str]]]:
-    """Return what flat parameters hold, and under which attributes modules may show the same as well."""
-    held: list[LocalShard] = []
-    taken: set[tuple[nn.Module, str]] = set()
-    for flat in _flat_parameters(model):
-        first: dict[tuple[nn.Module, str], LocalShard] = {}
-        for info, shape, span in zip(flat.infos, flat.shapes, flat.places, strict=True):
-            region = (
-                Span(span.intra_param_start_idx, span.intra_param_end_idx + 1) if span.in_shard else Span(0, 0)
-            )
-            start = span.offset_in_shard or 0
-            one = LocalShard(
-                names=(joined(names[info.module], info.param_name),),
-                shape=tuple(shape),
-                region=region,
-                local=flat.shard[start : start + region.numel],
-            )
-            first[info.module, info.param_name] = one
-        for shared in flat.shared:
-            one = first[shared.prim_module, shared.prim_param_name]
-            one.names += (joined(names[shared.module], shared.param_name),)
-            taken.add((shared.module, shared.param_name))
-        held += first.values()
-        taken |= set(first)
-    return held, taken
+    region, local = Rectangle((0,) * len(shape), shape), tensor.detach()
+    if isinstance(tensor, DTensor):
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            msg = f"{name} is kept as summands, which no file holds"
+            raise CheckpointError(msg, hint="load the weights before the model computes")
+        sizes, offsets = shape_and_offset(tensor)
+        region = Rectangle(offsets, sizes)
+        with torch.no_grad():
+            local = tensor.to_local()
+    return LocalShard(names=(name,), shape=shape, region=region, local=local, saved=saved)
 
 
 def _flat_parameters(model: nn.Module) -> Iterator[FlatParameter]:
@@ -195,11 +181,16 @@ class ShardReader:
         if isinstance(region, Rectangle) and _is_scattered(region, held.shape, source):
             self._by_rows(weight, region, held.shape, source, target)
         else:
-            position = 0
+            position, most = 0, BUFFER // source.itemsize
             for start, count in held.region.runs(held.shape):
                 piece = flat[position : position + count]
-                self._into(weight, start, source, piece, direct=direct)
                 position += count
+                if direct:
+                    self._pread(weight, start * source.itemsize, _memory(piece))
+                    continue
+                for done in range(0, count, most):
+                    part = piece[done : done + most]
+                    _put(part, self._read(start + done, part.numel(), weight, source), weight)
         if target is not held.local:
             held.local.copy_(target)
 
@@ -219,17 +210,6 @@ class ShardReader:
             rows = min(most, region.sizes[0] - done)
             full_rows = self._read((region.offsets[0] + done) * row, rows * row, weight, source)
             _put(target[done : done + rows], full_rows.view(rows, *shape[1:])[(slice(None), *inner)], weight)
-
-    def _into(
-        self, weight: StoredWeight, start: int, source: torch.dtype, piece: torch.Tensor, *, direct: bool
-    ) -> None:
-        if direct:
-            self._pread(weight, start * source.itemsize, _memory(piece))
-            return
-        most = BUFFER // source.itemsize
-        for done in range(0, piece.numel(), most):
-            count = min(most, piece.numel() - done)
-            _put(piece[done : done + count], self._read(start + done, count, weight, source), weight)
 
     def same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
         """Say whether two tensors of the files are equal, byte by byte, in this rank's shard."""
@@ -258,10 +238,11 @@ class ShardReader:
         return raw.view(source)
 
     def _pread(self, weight: StoredWeight, offset: int, memory: memoryview) -> None:
-        fd = self._descriptor(weight.file)
+        if weight.file not in self._open:
+            self._open_file(weight.file)
         position = weight.start + offset
         while memory:
-            got = os.preadv(fd, [memory[:_MOST_AT_ONCE]], position)
+            got = os.preadv(self._open[weight.file], [memory[:_MOST_AT_ONCE]], position)
             if got == 0:
                 msg = f"{self.files.paths[weight.file]} ends at byte {position}, inside of {short(weight.name)}"
                 raise CheckpointError(msg, hint="the file has changed since the headers were read; try again")
@@ -269,21 +250,17 @@ class ShardReader:
             self.bytes_read += got
             memory = memory[got:]
 
-    def _descriptor(self, file: int) -> int:
-        if file not in self._open:
-            path = self.files.paths[file]
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                msg = f"cannot open {path}: {error.strerror}"
-                hint = "the first rank could; the folder must be on a file system that all nodes share"
-                raise CheckpointError(msg, hint=hint) from None
-            self._open[file] = fd
-            size = os.fstat(fd).st_size
-            if size != self.files.sizes[file]:
-                msg = f"{path} has {size} bytes here and {self.files.sizes[file]} on the first rank"
-                raise CheckpointError(msg, hint="copy the whole folder to every node, or share it")
-        return self._open[file]
+    def _open_file(self, file: int) -> None:
+        path = self.files.paths[file]
+        try:
+            fd = self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            msg = f"cannot open {path}: {error.strerror}"
+            hint = "the first rank could; the folder must be on a file system that all nodes share"
+            raise CheckpointError(msg, hint=hint) from None
+        if (size := os.fstat(fd).st_size) != self.files.sizes[file]:
+            msg = f"{path} has {size} bytes here and {self.files.sizes[file]} on the first rank"
+            raise CheckpointError(msg, hint="copy the whole folder to every node, or share it")
 
     def close(self) -> None:
         """Close the files."""
@@ -311,31 +288,28 @@ def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
     Raises:
         CheckpointError: They may not.
     """
-    source = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
+    source: torch.dtype | None = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
     if source is None:
         msg = f"{short(weight.name)} is {weight.code} in the files, which cannot be read by element"
         raise CheckpointError(msg, hint="load this model with the library that wrote it")
-    if source == target or _becomes(source, target):
-        return source  # type: ignore[no-any-return]
+    if source == target:
+        return source
+    if source.is_floating_point and target.is_floating_point:
+        becomes = min(source.itemsize, target.itemsize) > 1
+    elif source.is_complex or target.is_complex:
+        becomes = source.is_complex and target.is_complex
+    elif torch.bool in (source, target) or source.is_floating_point or target.is_floating_point:
+        becomes = False
+    else:
+        here, there = torch.iinfo(source), torch.iinfo(target)
+        becomes = here.min >= there.min and here.max <= there.max
+    if becomes:
+        return source
     msg = f"{short(weight.name)} is {weight.code} in the files, which {target} of the model cannot represent"
     hint = "build the model in the files' dtype"
     if source.is_floating_point and source.itemsize == 1:
         hint = "these are quantized weights; give the folder of the unquantized ones"
     raise CheckpointError(msg, hint=hint)
-
-
-def _becomes(source: torch.dtype, target: torch.dtype) -> bool:
-    if source.is_floating_point and target.is_floating_point:
-        return min(source.itemsize, target.itemsize) > 1
-    if source.is_complex or target.is_complex:
-        return source.is_complex and target.is_complex
-    integers = torch.bool not in (source, target) and not target.is_floating_point
-    return integers and not source.is_floating_point and torch.can_cast(source, target) and _wider(source, target)
-
-
-def _wider(source: torch.dtype, target: torch.dtype) -> bool:
-    here, there = torch.iinfo(source), torch.iinfo(target)
-    return here.min >= there.min and here.max <= there.max
 
 
 def _put(target: torch.Tensor, values: torch.Tensor, weight: StoredWeight) -> None:

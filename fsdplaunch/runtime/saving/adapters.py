@@ -68,27 +68,20 @@ def load_adapters(model: nn.Module, folder: Path, index: int, *, kind: str, use_
         own_names = {clean_name(name): name for name in state}
         state = renamed(state, clean_name)
         names = _names(model, state, kind)
-        if kind == "FULL_STATE_DICT":
-            _load_full(model, _full_file(folder, index), {name: own_names[own] for name, own in names.items()})
-            return
         part = {saved: state[name] for saved, name in names.items()}
+        if kind == "FULL_STATE_DICT":
+            file = _present(folder / (f"{MODEL}.bin" if index == 0 else f"{MODEL}_{index}.bin"))
+            full = read_full(file, {saved: shape_of(value) for saved, value in part.items()})
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+            full = {own_names[names[saved]]: value for saved, value in full.items()}
+            set_model_state_dict(model, full, options=options)
+            return
         if use_dcp:
             read_sharded({"model": part}, _present(folder / f"{MODEL}_{index}"), strict=True)
         else:
             part = read_own(folder, MODEL, index)
         state |= {names[saved]: value for saved, value in part.items() if saved in names}
         set_model_state_dict(model, renamed(state, own_names.__getitem__))
-
-
-def _load_full(model: nn.Module, file: Path, names: Mapping[str, str]) -> None:
-    shapes = {saved: shape_of(value) for saved, value in _by(names, get_model_state_dict(model)).items()}
-    full = read_full(file, shapes)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, {names[saved]: value for saved, value in full.items()}, options=options)
-
-
-def _by(names: Mapping[str, str], state: Mapping[str, Any]) -> State:
-    return {saved: state[own] for saved, own in names.items()}
 
 
 def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, str]:
@@ -104,7 +97,10 @@ def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, s
     from peft import get_peft_model_state_dict  # the model is PEFT's
 
     inner = _inner(model)
-    in_tree = _by_place(inner, state)
+    # PEFT compares names with the places of its layers: wrappers of units among them, or it finds none inside.
+    places = {clean_name(f"{place}.x")[:-2]: place for place, _ in inner.named_modules()}
+    parts = {name: name.rpartition(".") for name in state}
+    in_tree = {f"{places.get(home, home)}{dot}{leaf}": state[name] for name, (home, dot, leaf) in parts.items()}
     chosen = get_peft_model_state_dict(inner, state_dict=in_tree, adapter_name=inner.active_adapter)
     chosen = renamed(chosen, clean_name)
     own = {id(value): name for name, value in state.items()}
@@ -115,22 +111,8 @@ def _names(model: nn.Module, state: Mapping[str, Any], kind: str) -> dict[str, s
     return {saved: own[id(value)] for saved, value in chosen.items()}
 
 
-def _by_place(model: nn.Module, state: Mapping[str, Any]) -> State:
-    """Return a state by the places of its parameters in the model as it stands, wrappers of units among them.
-
-    PEFT compares names with the places of its layers, and finds none inside a unit of FSDP1 otherwise.
-    """
-    places = {clean_name(f"{place}.x")[:-2]: place for place, _ in model.named_modules()}
-    parts = {name: name.rpartition(".") for name in state}
-    return {f"{places.get(home, home)}{dot}{leaf}": state[name] for name, (home, dot, leaf) in parts.items()}
-
-
 def _inner(model: nn.Module) -> Any:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
-
-
-def _full_file(folder: Path, index: int) -> Path:
-    return _present(folder / (f"{MODEL}.bin" if index == 0 else f"{MODEL}_{index}.bin"))
 
 
 def _present(path: Path) -> Path:

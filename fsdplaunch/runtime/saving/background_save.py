@@ -47,13 +47,7 @@ State = Any
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor of this rank and where its copy goes.
-
-    Attributes:
-        source: The tensor.
-        place: Host memory of the same shape and dtype, at first without its values.
-        is_shard: Whether it is a shard of a sharded tensor.
-    """
+    """A tensor of this rank, maybe a shard, and where its copy goes: host memory, at first without its values."""
 
     source: torch.Tensor
     place: torch.Tensor
@@ -70,19 +64,20 @@ class HostBuffer:
         """Return `state` with a place in this buffer for each tensor of this rank, and what is to be copied there.
 
         Dictionaries, lists and tuples are made anew; other values are kept, they are not changed in place.
-
-        Returns:
-            The new state, and what is to be copied.
         """
         tensors = {id(tensor): (tensor, is_shard) for tensor, is_shard in _tensors(state)}
-        sizes = [tensor.numel() * tensor.element_size() for tensor, _ in tensors.values()]
-        rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        self._reserve(sum(rooms))
+        self._reserve(sum(_room(tensor) for tensor, _ in tensors.values()))
         memory, position = self._memory.numpy(), 0
         placed: dict[int, PlacedTensor] = {}
-        for (tensor, is_shard), size, room in zip(tensors.values(), sizes, rooms, strict=True):
-            placed[id(tensor)] = PlacedTensor(tensor.detach(), _place(memory, position, size, tensor), is_shard)
-            position += room
+        for tensor, is_shard in tensors.values():
+            # Each is a storage by itself: of a part of one, torch writes a copy or all of it.
+            if size := tensor.nbytes:
+                flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=position)
+                place = flat.view(tensor.dtype).view(tensor.shape)
+            else:
+                place = torch.empty(tensor.shape, dtype=tensor.dtype)
+            placed[id(tensor)] = PlacedTensor(tensor.detach(), place, is_shard)
+            position += _room(tensor)
         return _rebuilt(state, {key: each.place for key, each in placed.items()}), list(placed.values())
 
     def _reserve(self, size: int) -> None:
@@ -98,12 +93,8 @@ class HostBuffer:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _place(memory: Any, position: int, size: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return room for a tensor, as a storage by itself: of a part of one, torch writes a copy or all of it."""
-    if not size:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=position)
-    return flat.view(tensor.dtype).view(tensor.shape)
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _tensors(state: State) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -152,7 +143,8 @@ class TrainedTensors:
             for optimizer in optimizers
             for group in optimizer.param_groups
             for param in group["params"]
-            for tensor in (param, *_tensors_of(optimizer.state.get(param)))
+            for tensor in (param, *dict(optimizer.state.get(param) or {}).values())
+            if isinstance(tensor, torch.Tensor)
         ]
         self._storages = _storages(tensor for _, tensor in self._found)
         self._gathers = any(map(fsdp1_wrappers, models))
@@ -188,11 +180,6 @@ class TrainedTensors:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage_identity(_shard(tensor)) for tensor in tensors}
-
-
-def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
-    values = state.values() if isinstance(state, dict) else ()
-    yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,16 +280,13 @@ def _copy_from_device(at_once: list[PlacedTensor], later: list[PlacedTensor]) ->
     stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        _enqueue(at_once)
-        current.wait_event(stream.record_event())
-        _enqueue(later)
+        for tensors in (at_once, later):
+            for each in tensors:
+                if each.source.is_cuda:
+                    each.place.copy_(each.source, non_blocking=True)
+            if tensors is at_once:
+                current.wait_event(stream.record_event())
     return stream
-
-
-def _enqueue(tensors: Iterable[PlacedTensor]) -> None:
-    for each in tensors:
-        if each.source.is_cuda:
-            each.place.copy_(each.source, non_blocking=True)
 
 
 EXIT_SECONDS = 25.0
@@ -335,11 +319,19 @@ class BackgroundSave:
             save: What is written.
             trained: What only an optimizer's step changes; that step waits for its copy.
         """
-        self._set_up()
-        group = self._own_group()
+        if not self._is_set_up:
+            atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
+            optimizers.register_optimizer_step_pre_hook(self._before_step)
+            self._is_set_up = True
+        default = dist.group.WORLD
+        if self._group is None or self._group[0] is not default:
+            self._group = (default, dist.new_group(backend="gloo"))
         # The script may change to another folder meanwhile.
         save = replace(save, target=save.target.absolute(), root=save.root.absolute())
-        is_open = self._open_first(save)
+        is_open = any(from_all(save.root not in self._folders))
+        if is_open:
+            save.open()
+            self._folders.add(save.root)
         try:
             with raise_on_all_ranks(save.doing):
                 copies = HostCopies([each.state for each in save.states], self._buffer, trained)
@@ -349,36 +341,15 @@ class BackgroundSave:
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
         self._copies = copies
         self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in trained.models]
-        arguments = (replace(save, states=copied), copies, group, is_open)
+        arguments = (replace(save, states=copied), copies, self._group[1], is_open)
         self._thread = threading.Thread(target=self._run, args=arguments, name="fsdplaunch-save", daemon=True)
         self._thread.start()
-
-    def _set_up(self) -> None:
-        """Register what stays to the end of the process."""
-        if not self._is_set_up:
-            atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
-            optimizers.register_optimizer_step_pre_hook(self._before_step)
-            self._is_set_up = True
-
-    def _open_first(self, save: SaveJob) -> bool:
-        """Open a save into a folder that some rank has not saved into yet, and return whether that was so."""
-        if not any(from_all(save.root not in self._folders)):
-            return False
-        save.open()
-        self._folders.add(save.root)
-        return True
 
     def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup, is_open: bool) -> None:
         try:
             save.write(group, prepare=copies.make, is_open=is_open)
         except BaseException as failure:
             self._failure = failure
-
-    def _own_group(self) -> dist.ProcessGroup:
-        default = dist.group.WORLD
-        if self._group is None or self._group[0] is not default:
-            self._group = (default, dist.new_group(backend="gloo"))
-        return self._group[1]
 
     def _before_step(self, *_: Any) -> None:
         self.wait_for_copies()

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fsdplaunch.checkpoint.manifest import (
@@ -34,8 +34,13 @@ def begin(target: Path) -> Path:
     Raises:
         CheckpointError: `target` cannot be put in place in one move.
     """
-    if os.path.lexists(target):
-        _check_replaceable(target)
+    if os.path.lexists(target) and not target.is_dir():
+        msg = f"{target} is {'a link that leads nowhere' if not target.exists() else 'a file'}"
+        raise CheckpointError(msg, hint="name a folder")
+    if target.is_mount() or (target.exists() and Path.cwd().is_relative_to(real_path(target))):
+        what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
+        msg = f"{target} is {what}, which cannot be replaced"
+        raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
     partial = partial_of(target)
     remove_path(partial)
     partial.mkdir(parents=True)
@@ -48,16 +53,6 @@ def remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _check_replaceable(target: Path) -> None:
-    if not target.is_dir():
-        msg = f"{target} is {'a link that leads nowhere' if not target.exists() else 'a file'}"
-        raise CheckpointError(msg, hint="name a folder")
-    if target.is_mount() or Path.cwd().is_relative_to(real_path(target)):
-        what = "a mounted disk" if target.is_mount() else "the folder the script runs in"
-        msg = f"{target} is {what}, which cannot be replaced"
-        raise CheckpointError(msg, hint="pass step=N to save into a folder inside it, or name such a folder")
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -97,20 +92,20 @@ def find_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     Returns:
         The checkpoint, or None, and what was passed over for it, each with the reason.
     """
-    skipped: list[str] = []
-    if looks_like_checkpoint(root):
-        gap = find_gap(root)
-        if gap is None:
-            return root, []
-        skipped.append(f"{root}: {gap}")
     if not root.exists() and is_complete(_aside(root)):
         return _aside(root), []
-    for path in _newest_first(root):
+    skipped: list[str] = []
+    since, taken = 0.0, None
+    for path in [*([root] if looks_like_checkpoint(root) else []), *_newest_first(root)]:
         gap = find_gap(path)
         if gap is None:
-            return path, [*skipped, *_unfinished(root, path)]
+            since, taken = path.stat().st_mtime, path
+            break
         skipped.append(f"{path}: {gap}")
-    return None, [*skipped, *_unfinished(root, None)]
+    if taken != root:  # saves into it that were interrupted, as far as they came after the one that is taken
+        left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
+        skipped += [f"{path}: its save did not finish" for path in left]
+    return taken, skipped
 
 
 def _newest_first(root: Path) -> Iterator[Path]:
@@ -123,13 +118,6 @@ def _newest_first(root: Path) -> Iterator[Path]:
     by_sequence = iter(sorted(filter(sequences.get, sequences), key=sequences.__getitem__, reverse=True))
     for path, sequence in sequences.items():
         yield next(by_sequence) if sequence else path
-
-
-def _unfinished(root: Path, taken: Path | None) -> list[str]:
-    """Return folders of saves that were interrupted, as far as they came after the checkpoint that is taken."""
-    since = 0.0 if taken is None else taken.stat().st_mtime
-    left = sorted(path for path in root.glob(".*.partial") if path.is_dir() and path.stat().st_mtime >= since)
-    return [f"{path}: its save did not finish" for path in left]
 
 
 def next_sequence(target: Path) -> int:
@@ -156,15 +144,10 @@ def remove_old(root: Path, keep: int) -> list[str]:
     except CheckpointError as problem:  # which of them are old is not known then
         return [f"nothing is deleted: {problem.message}"]
     old = sorted(ours, key=ours.__getitem__, reverse=True)[keep:]
-    notes = [note for path in old for note in _set_aside(path)]
-    for left in root.glob(f".checkpoint-*{_REMOVED}"):
-        notes += _remove(left)
-    for left in root.glob(".checkpoint-*.partial"):
-        try:
-            remove_path(left)
-        except OSError as problem:
-            notes.append(_stays(left, problem.strerror))
-    return notes
+    notes = [_stays_unless(_set_aside, path) for path in old]
+    notes += [_stays_unless(_remove, left) for left in root.glob(f".checkpoint-*{_REMOVED}")]
+    notes += [_stays_unless(remove_path, left) for left in root.glob(".checkpoint-*.partial")]
+    return [note for note in notes if note is not None]
 
 
 def say_once(notes: list[str]) -> None:
@@ -175,57 +158,45 @@ def say_once(notes: list[str]) -> None:
             messages.say(f"keep_last: {note}")
 
 
-def _stays(path: Path, why: str | None) -> str:
-    return f"{path} stays: {(why or 'it cannot be removed').lower()}"
-
-
-def _set_aside(path: Path) -> Iterator[str]:
-    """Hide a checkpoint in one step: there is no moment at which half of it is there. Yield why that cannot be."""
-    if path.is_mount():
-        yield _stays(path, "it is a mounted disk")
-    elif not path.is_symlink() and not all(os.access(folder, os.W_OK) for folder, _, _ in os.walk(path)):
-        yield _stays(path, "it is not writable")
-    else:
-        try:
-            path.rename(path.with_name(f".{path.name}{_REMOVED}"))
-        except OSError as problem:
-            yield _stays(path, problem.strerror)
-
-
-def _remove(hidden: Path) -> list[str]:
-    """Remove a hidden checkpoint; one with files that are not part of it gets its name back, with these alone."""
+def _stays_unless(remove: Callable[[Path], str | None], path: Path) -> str | None:
+    """Remove a path; return what to say where that cannot be, or not wholly."""
     try:
-        if hidden.is_symlink() or not hidden.is_dir():
-            hidden.unlink()
-            return []
-        if not (foreign := _foreign_files(hidden)):
-            shutil.rmtree(hidden)
-            return []
-        place = hidden.with_name(hidden.name[1:].removesuffix(_REMOVED))
-        return [_keep_foreign(hidden, place, foreign)]
+        return remove(path)
     except OSError as problem:
-        return [_stays(hidden, problem.strerror)]
+        return f"{path} stays: {(problem.strerror or 'it cannot be removed').lower()}"
 
 
-def _foreign_files(folder: Path) -> list[str]:
-    """Return the files below a folder that its manifest does not name; all of them where it has none any more."""
-    own = {*own_files(folder), MANIFEST_NAME}
-    found = (os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names)
-    links = (os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_symlink())
-    return sorted({*found, *links} - own)
+def _set_aside(path: Path) -> str | None:
+    """Hide a checkpoint in one step: there is no moment at which half of it is there."""
+    if path.is_mount():
+        return f"{path} stays: it is a mounted disk"
+    if not path.is_symlink() and not all(os.access(folder, os.W_OK) for folder, _, _ in os.walk(path)):
+        return f"{path} stays: it is not writable"
+    path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+    return None
 
 
-def _keep_foreign(hidden: Path, place: Path, foreign: list[str]) -> str:
-    """Delete everything but these files, the manifest last, and return what to say."""
+def _remove(hidden: Path) -> str | None:
+    """Remove a hidden checkpoint; one with files that are not part of it gets its name back, with these alone."""
+    if hidden.is_symlink() or not hidden.is_dir():
+        hidden.unlink()
+        return None
+    own = set(own_files(hidden))  # none where the manifest, which goes last, has gone already
+    foreign: list[str] = []
     for at, folders, names in os.walk(hidden, topdown=False):
-        paths = [Path(at, name) for name in (*names, *folders)]
-        for path in paths:
-            if path.is_dir() and not path.is_symlink():
-                if not any(path.iterdir()):
-                    path.rmdir()
-            elif str(path.relative_to(hidden)) not in foreign and path.name != MANIFEST_NAME:
+        for path in [Path(at, name) for name in (*names, *folders)]:
+            name = str(path.relative_to(hidden))
+            if name in own:
                 path.unlink()
+            elif path.is_symlink() or not path.is_dir():
+                foreign += [name] if name != MANIFEST_NAME else []
+            elif not any(path.iterdir()):
+                path.rmdir()
     (hidden / MANIFEST_NAME).unlink(missing_ok=True)
+    if not foreign:
+        shutil.rmtree(hidden)
+        return None
+    place = hidden.with_name(hidden.name[1:].removesuffix(_REMOVED))
     hidden.rename(place)
     more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-    return f"{place} stays with what is not part of the checkpoint: {foreign[0]}{more}"
+    return f"{place} stays with what is not part of the checkpoint: {min(foreign)}{more}"

@@ -5,6 +5,7 @@ and then read back as maps of that file, of which the system keeps in memory wha
 """
 
 import collections
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,16 +25,14 @@ from fsdplaunch.runtime.inspection.parameters import joined
 from fsdplaunch.runtime.inspection.units import as_bytes
 from fsdplaunch.runtime.saving.plain_files import write_large
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor, local_tensor, shape_and_offset
+from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingTensor:
-    """A tensor that is not here yet.
+    """A tensor that is not here yet, and what this rank has of it.
 
-    Attributes:
-        header: What safetensors says of it; its name is its place in the state, joined by dots.
-        dtype: Its dtype.
-        source: What this rank has of it.
+    The name in its header is its place in the state, joined by dots.
     """
 
     header: TensorHeader
@@ -46,25 +45,6 @@ def storable(state: Mapping[str, Any]) -> bool:
     kinds = {getattr(value, "dtype", None) for value in state.values()}
     names = {str(kind).removeprefix("torch.") for kind in kinds}
     return all(name in DTYPES and DTYPES[name].code is not None for name in names)
-
-
-def outline(state: Any) -> tuple[Any, list[PendingTensor]]:
-    """Return a state with a `PendingTensor` in the place of each tensor, and those in their order."""
-    found: list[PendingTensor] = []
-
-    def visit(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {key: visit(item, joined(name, str(key))) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(visit(item, f"{name}.{number}") for number, item in enumerate(value))
-        if isinstance(value, torch.Tensor | ShardedTensor):
-            size, known = torch.Size(value.size()), DTYPES[str(value.dtype).removeprefix("torch.")]
-            header = TensorHeader(name, known, tuple(size), size.numel() * value.dtype.itemsize)
-            found.append(PendingTensor(header, value.dtype, value))
-            return found[-1]
-        return value
-
-    return visit(state, ""), found
 
 
 def write_full(
@@ -88,21 +68,43 @@ def write_full(
         OSError: On rank 0, after all shards have come in, so that no other rank waits.
         CheckpointError: As above.
     """
-    tree, tensors = outline(state)
+    tensors: list[PendingTensor] = []
+
+    def outline(value: Any, name: str) -> Any:
+        """Put a `PendingTensor` in the place of each tensor."""
+        if isinstance(value, dict):
+            return {key: outline(item, joined(name, str(key))) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(outline(item, f"{name}.{number}") for number, item in enumerate(value))
+        if isinstance(value, torch.Tensor | ShardedTensor):
+            size, known = torch.Size(value.size()), DTYPES[str(value.dtype).removeprefix("torch.")]
+            header = TensorHeader(name, known, tuple(size), size.numel() * value.dtype.itemsize)
+            tensors.append(PendingTensor(header, value.dtype, value))
+            return tensors[-1]
+        return value
+
+    tree = outline(state, "")
     kept = [pending for pending in tensors if pending.header.name not in aliases]
     kept.sort(key=lambda pending: file_order(pending.header))
-    full = gathered(kept, group)
+    full = _gathered(kept, group)
     if dist.get_rank() != 0:
         collections.deque(full, maxlen=0)
         return
     path = safe_path or torch_path.with_name(f"{torch_path.name}.tmp")
     try:
         head = header_bytes([pending.header for pending in kept], aliases) if safe_path else b""
-        _write(path, head, full)
+        with path.open("wb") as file:
+            file.write(head)
+            for tensor in full:
+                as_bytes(tensor).numpy().tofile(file)
+                del tensor  # before the next one is put together
+            file.flush()
+            os.fsync(file.fileno())
         mapped = _mapped(path, len(head), kept)
         first = {pending.header.name: pending for pending in kept}
         mapped |= {each: mapped[first[aliases[each.header.name]]] for each in tensors if each not in mapped}
-        write_large(_filled(tree, mapped), torch_path)
+        filled = tree_map(lambda leaf: mapped[leaf] if isinstance(leaf, PendingTensor) else leaf, tree)
+        write_large(filled, torch_path)
     except RuntimeError as error:  # what a full disk looks like in torch's writer
         msg = f"cannot write {torch_path}: {str(error).splitlines()[0]}"
         raise CheckpointError(msg) from None
@@ -110,17 +112,6 @@ def write_full(
         collections.deque(full, maxlen=0)
         if safe_path is None:
             path.unlink(missing_ok=True)
-
-
-def _write(path: Path, head: bytes, tensors: Iterable[tuple[PendingTensor, torch.Tensor]]) -> None:
-    """Write tensors one after the other, and force them to disk."""
-    with path.open("wb") as file:
-        file.write(head)
-        for _, tensor in tensors:
-            as_bytes(tensor).numpy().tofile(file)
-            del tensor  # before the next one is put together
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _mapped(path: Path, start: int, tensors: Iterable[PendingTensor]) -> dict[PendingTensor, torch.Tensor]:
@@ -137,34 +128,18 @@ def _mapped(path: Path, start: int, tensors: Iterable[PendingTensor]) -> dict[Pe
     return found
 
 
-def _filled(tree: Any, tensors: Mapping[PendingTensor, torch.Tensor]) -> Any:
-    """Return an outline with the tensors in their places."""
-    if isinstance(tree, dict):
-        return {key: _filled(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_filled(value, tensors) for value in tree)
-    return tensors[tree] if isinstance(tree, PendingTensor) else tree
-
-
-def gathered(
-    tensors: list[PendingTensor], group: dist.ProcessGroup | None
-) -> Iterator[tuple[PendingTensor, torch.Tensor]]:
+def _gathered(tensors: list[PendingTensor], group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Yield each tensor in full on rank 0, on the host; on other ranks this rank's shard of each goes out."""
     own = [_own_shards(pending.source) for pending in tensors]
     regions: list[Any] = [None] * dist.get_world_size()
     first = dist.get_rank() == 0
     dist.gather_object([[region for region, _ in each] for each in own], regions if first else None, group=group)
     if not first:
-        for pending, shards in zip(tensors, own, strict=True):
-            for _, shard in shards:
-                dist.send(as_bytes(shard.detach().cpu()), dst=0, group=group)
-            yield pending, _NOTHING
+        for _, shard in itertools.chain.from_iterable(own):
+            dist.send(as_bytes(shard.detach().cpu()), dst=0, group=group)
         return
     for number, pending in enumerate(tensors):
-        yield pending, _assembled(pending, own[number], [each[number] for each in regions], group)
-
-
-_NOTHING = torch.empty(0)
+        yield _assembled(pending, own[number], [each[number] for each in regions], group)
 
 
 def _assembled(
@@ -174,20 +149,17 @@ def _assembled(
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     full = torch.empty(pending.header.shape, dtype=pending.dtype)
-    covered: set[Region] = set()
     for rank, held in enumerate(regions):
         for number, region in enumerate(held):
-            covered.add(region)
             goal = full[tuple(slice(at, at + size) for at, size in zip(*region, strict=True))]
             if rank == 0:
                 goal.copy_(own[number][1])
-            elif goal.is_contiguous():
-                dist.recv(as_bytes(goal), src=rank, group=group)
-            else:
-                received = torch.empty(region.sizes, dtype=pending.dtype)
-                dist.recv(as_bytes(received), src=rank, group=group)
+                continue
+            received = goal if goal.is_contiguous() else torch.empty(region.sizes, dtype=pending.dtype)
+            dist.recv(as_bytes(received), src=rank, group=group)
+            if received is not goal:
                 goal.copy_(received)
-    if sum(region.numel for region in covered) != full.numel():
+    if sum(region.numel for region in set().union(*regions)) != full.numel():
         msg = f"the ranks' shards of {pending.header.name} do not add up to {pending.header.shape}"
         raise CheckpointError(msg, hint="report this with the model and the configuration")
     return full

@@ -1,7 +1,6 @@
 """A model's and an optimizer's state, from and to files, in each of the forms accelerate writes."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.optim import Optimizer
 
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
@@ -40,10 +38,9 @@ from fsdplaunch.runtime.state_dict.named_states import (
     renamed_optimizer,
     unshare_counts,
 )
-from fsdplaunch.runtime.state_dict.state_dict_type import local_state
+from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 from fsdplaunch.runtime.torch_internals.checkpoint import flatten_state_dict
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
-from fsdplaunch.runtime.torch_internals.fsdp import shows_original_parameters
 
 State = dict[str, Any]
 MODEL = "pytorch_model_fsdp"
@@ -59,68 +56,40 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     Raises:
         CheckpointError: Strict, and names differ either way.
     """
-    _refuse_files_of_xla(folder)
-    reader = SafeReader(folder)
-    with raise_on_all_ranks(f"read {folder}"):
-        absent = _absent(state, folder, reader, strict=strict)
-        # Every rank plans its reads alone; torch would gather the plans on one rank and send each back as it was.
-        load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict), no_dist=True)
-    return absent
-
-
-def _refuse_files_of_xla(folder: Path) -> None:
     if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
         msg = (
             f"{folder} holds the files of single ranks that PyTorch/XLA sharded, and torch's FSDP is to read them"
         )
         hint = f"fsdplaunch merge-weights {folder} OUT, then prepare(model, weights='OUT')"
         raise CheckpointError(msg, hint=hint)
-
-
-def _absent(state: State, folder: Path, reader: SafeReader, *, strict: bool) -> set[str]:
-    stored = set(reader.read_metadata().state_dict_metadata)
-    needed = set(flatten_state_dict(state)[0])
-    if strict:
-        outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
-        own, wanted = ({name.removeprefix(outer) for name in names} for names in (stored, needed))
-        check_names(own, wanted, folder)
-    elif "state" in state.get("optimizer", {}):
-        check_names(_owners(stored) - _owners(needed), set(), folder)  # state may be missing, not left over
+    reader = SafeReader(folder)
+    with raise_on_all_ranks(f"read {folder}"):
+        stored = set(reader.read_metadata().state_dict_metadata)
+        needed = set(flatten_state_dict(state)[0])
+        if strict:
+            outer = f"{next(iter(state))}."  # the checkpoint's own word, no part of the model's names
+            own, wanted = ({name.removeprefix(outer) for name in names} for names in (stored, needed))
+            _check_names(own, wanted, folder)
+        elif "state" in state.get("optimizer", {}):  # of a parameter it may be missing, not left over
+            trained, here = (
+                {key.removeprefix(_STATES).rpartition(".")[0] for key in keys if key.startswith(_STATES)}
+                for keys in (stored, needed)
+            )
+            _check_names(trained - here, set(), folder)
+        # Every rank plans its reads alone; torch would gather the plans on one rank and send each back as it was.
+        load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=not strict), no_dist=True)
     return needed - stored
 
 
-def _owners(keys: Iterable[str]) -> set[str]:
-    """Return the parameters whose optimizer state some flattened keys are of."""
-    return {key.removeprefix(_STATES).rpartition(".")[0] for key in keys if key.startswith(_STATES)}
-
-
-def check_names(stored: set[str], needed: set[str], where: Path) -> None:
-    """Raise when a file's names are not those of the model.
-
-    Raises:
-        CheckpointError: With the number of names that differ either way and the first few of them.
-    """
+def _check_names(stored: set[str], needed: set[str], where: Path) -> None:
+    """Raise when a file's names are not those of the model, with the first few that differ either way."""
     if stored == needed:
         return
     absent, left_over = sorted(needed - stored), sorted(stored - needed)
     words = [f"lacks {listed(absent, _SHOWN)}"] if absent else []
     words += [f"has {listed(left_over, _SHOWN)} besides"] if left_over else []
     msg = f"{where} is of another model: it {' and '.join(words)}"
-    hint = _prefix_hint(absent, left_over) or "build the model as it was when the checkpoint was saved"
-    raise CheckpointError(msg, hint=hint)
-
-
-def _prefix_hint(absent: list[str], left_over: list[str]) -> str | None:
-    """Return a hint when all names differ by the same beginning: the model was wrapped, or is a child."""
-    if not absent or len(absent) != len(left_over):
-        return None
-    for longer, shorter, where in ((left_over, absent, "the checkpoint's"), (absent, left_over, "the model's")):
-        begin = longer[0].removesuffix(shorter[0])
-        if begin != longer[0] and longer == sorted(begin + name for name in shorter):
-            return (
-                f"{where} names begin with {begin!r}, the others do not: give the same module as when it was saved"
-            )
-    return None
+    raise CheckpointError(msg, hint="build and wrap the model as it was when the checkpoint was saved")
 
 
 def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
@@ -136,7 +105,7 @@ def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
     with raise_on_all_ranks(f"read {path}"):
         if dist.get_rank() == 0:
             state = read_plain(path)
-            check_names(set(state), set(shapes), path)
+            _check_names(set(state), set(shapes), path)
             wrong = [name for name, shape in shapes.items() if shape_of(state[name]) != shape]
             if wrong:
                 msg = (
@@ -159,7 +128,7 @@ def read_full_optimizer(path: Path, names: set[str]) -> State:
             if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
                 msg = f"{path} does not hold an optimizer's state"
                 raise CheckpointError(msg, hint="give the checkpoint that the run saved")
-            check_names({name for group in state["param_groups"] for name in group["params"]}, names, path)
+            _check_names({name for group in state["param_groups"] for name in group["params"]}, names, path)
     groups = from_rank_0(state.get("param_groups"))
     return state or {"state": {}, "param_groups": groups}
 
@@ -169,17 +138,10 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.size()) if isinstance(value, torch.Tensor | ShardedTensor) else ()
 
 
-def read_flat(present: State, path: Path) -> None:
-    """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views.
-
-    Raises:
-        CheckpointError: They are of another model or another number of ranks.
-    """
-    read = read_plain(path)
-    shards = {name: own_shard(value) for name, value in present.items()}
-    if {name: shape_of(shard) for name, shard in read.items()} != {
-        name: shape_of(shard) for name, shard in shards.items()
-    }:
+def _read_flat(present: State, path: Path) -> None:
+    """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views."""
+    read, shards = read_plain(path), {name: _own_shard(value) for name, value in present.items()}
+    if {name: shape_of(each) for name, each in read.items()} != {n: shape_of(each) for n, each in shards.items()}:
         msg = f"the flat shards in {path} are of another model, or of another number of ranks"
         raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
     with torch.no_grad():
@@ -187,7 +149,7 @@ def read_flat(present: State, path: Path) -> None:
             shard.copy_(read[name])
 
 
-def own_shard(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
+def _own_shard(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
     """Return this rank's shard of a flat parameter as a tensor, which can be read back without running code."""
     if not isinstance(value, ShardedTensor):
         return value
@@ -240,28 +202,26 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
         index: The model's number; accelerate's names carry it.
 
     Raises:
-        CheckpointError: LOCAL_STATE_DICT with parameters torch cannot load back.
+        UsageError: LOCAL_STATE_DICT with parameters torch cannot load back.
     """
     with quiet_torch():
         if kind == "LOCAL_STATE_DICT":
-            with _local(model):
-                state = {name: own_shard(value) for name, value in model.state_dict().items()}
+            with state_dict_type(model, kind):
+                state = {name: _own_shard(value) for name, value in model.state_dict().items()}
             return StateToSave(kind=kind, name=_local_name(index), state=state)
         state = model_state(model)
     if kind == "SHARDED_STATE_DICT":
         return StateToSave(kind=kind, name=f"{MODEL}_{index}", state={"model": state})
-    safe = _stem("model", index) + ".safetensors" if storable(state) else None
-    return StateToSave(
-        kind=kind, name=_stem(MODEL, index), state=state, safe_name=safe, aliases=_aliases(model, state)
-    )
-
-
-def _aliases(model: nn.Module, state: State) -> dict[str, str]:
-    """Return the further names of each shared tensor, with its first."""
     prepared = registered(model)
-    groups = tied_names(model) if prepared is None else prepared.tied
-    kept = [[name for name in names if name in state] for names in groups]
-    return {name: names[0] for names in kept for name in names[1:]}
+    tied = tied_names(model) if prepared is None else prepared.tied
+    kept = [[name for name in names if name in state] for names in tied]
+    return StateToSave(
+        kind=kind,
+        name=_stem(MODEL, index),
+        state=state,
+        safe_name=_stem("model", index) + ".safetensors" if storable(state) else None,
+        aliases={name: names[0] for names in kept for name in names[1:]},
+    )
 
 
 def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = None) -> None:
@@ -278,8 +238,8 @@ def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = No
     """
     with quiet_torch():
         if kind in (None, "LOCAL_STATE_DICT") and (folder / f"{_local_name(index)}.bin").exists():
-            with _local(model):
-                read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
+            with state_dict_type(model, "local_state_dict"):
+                _read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
             return
         state: State = get_model_state_dict(model)
         own_names = {clean_name(name): name for name in state}
@@ -329,7 +289,8 @@ def load_optimizer(
         else:
             # A file that accelerate wrote under FSDP1 has one step count for all parameters of a unit.
             state = unshare_counts(read_full_optimizer(full, set(own_names)))
-            stateless = _stateless(state, own_names)
+            # Rank 0 holds the state, and sends the names of those that have none.
+            stateless = from_rank_0(set(own_names) - set(state.get("state", {})))
             options = _from_rank_0(strict=False)  # names are checked; state may be missing
             if dist.get_rank() == 0:
                 state["state"] |= {name: {} for name in stateless}  # 2.9 asks for all
@@ -338,12 +299,6 @@ def load_optimizer(
     for name, param in named_parameters(model):
         if name in stateless:  # it had never had a gradient when the checkpoint was saved
             optimizer.state.pop(param, None)
-
-
-def _stateless(full: State, names: Iterable[str]) -> set[str]:
-    """Return the parameters a full optimizer state has nothing for; rank 0 holds it and sends their names."""
-    stateless: set[str] = from_rank_0(set(names) - set(full.get("state", {})))
-    return stateless
 
 
 def _stem(name: str, index: int) -> str:
@@ -358,24 +313,9 @@ def _from_rank_0(*, strict: bool = True) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
 
 
-@contextmanager
-def _local(model: nn.Module) -> Iterator[None]:
-    """Have the model's state dict hold FSDP1's flat shards as they are."""
-    if not isinstance(model, FullyShardedDataParallel) or shows_original_parameters(model):
-        msg = "LOCAL_STATE_DICT cannot be loaded back into this model"
-        hint = "set fsdp_state_dict_type to SHARDED_STATE_DICT, or fsdp_use_orig_params to false under FSDP1"
-        raise CheckpointError(msg, hint=hint)
-    # Torch looks for ranks of one replica's group only.
-    if dist.get_world_size(model.process_group) < dist.get_world_size():
-        msg = "LOCAL_STATE_DICT cannot hold a model with replicas (HYBRID_SHARD)"
-        raise CheckpointError(msg, hint="set fsdp_state_dict_type to SHARDED_STATE_DICT")
-    with local_state(model), FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        yield
-
-
 def write_own(state: State, folder: Path, stem: str, index: int) -> None:
     """Write this rank's shards of a model or an optimizer's state."""
-    write_large(state, _file(folder, stem, index))
+    write_large(state, folder / f"{stem}_{index}_rank{dist.get_rank()}.bin")
 
 
 def read_own_model(model: nn.Module, folder: Path, index: int) -> None:
@@ -405,17 +345,13 @@ def read_own_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, ind
         )
 
 
-def _file(folder: Path, stem: str, index: int) -> Path:
-    return folder / f"{stem}_{index}_rank{dist.get_rank()}.bin"
-
-
 def read_own(folder: Path, stem: str, index: int) -> State:
     """Return what this rank's file holds, names as they were saved.
 
     Raises:
         CheckpointError: The file is not there, is damaged, or holds what could run code.
     """
-    path = _file(folder, stem, index)
+    path = folder / f"{stem}_{index}_rank{dist.get_rank()}.bin"
     if not path.exists():
         msg = f"{path} is not there"
         raise CheckpointError(msg, hint="load on as many ranks as saved it, with the same use_dcp")

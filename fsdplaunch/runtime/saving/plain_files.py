@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -68,23 +68,18 @@ def _check(window: ReadWindow, where: str, *, checksums: bool) -> None:
             raise InvalidFileError(msg)
         check_plain(member_bytes(window, f"{built.prefix}/data.pkl", built, _MAX_DESCRIPTION), where)
         for name, member in built.members.items() if checksums else ():
-            if (
-                member.crc
-                and _crc(window, data_start(window, name, member, window.length), member.size) != member.crc
-            ):
+            if not member.crc:
+                continue
+            start, crc = data_start(window, name, member, window.length), 0
+            for offset in range(0, member.size, _STEP):
+                crc = crc32(window.bytes_at(start + offset, min(_STEP, member.size - offset)), crc)
+            if member.crc != crc:
                 msg = f"{short(name)} does not match its checksum"
                 raise InvalidFileError(msg)
     except (InvalidFileError, UnicodeDecodeError) as problem:
         reason = problem if isinstance(problem, InvalidFileError) else "a text in it is damaged"
         msg = f"cannot read {where}: {reason}"
         raise CheckpointError(msg, hint="the file is damaged; copy it again, or use an older checkpoint") from None
-
-
-def _crc(window: ReadWindow, start: int, size: int) -> int:
-    crc = 0
-    for offset in range(0, size, _STEP):
-        crc = crc32(window.bytes_at(start + offset, min(_STEP, size - offset)), crc)
-    return crc
 
 
 def _loaded(source: Path | io.BytesIO, where: str, *, mmap: bool = False) -> Any:
@@ -102,7 +97,7 @@ def packed(value: Any, what: str) -> bytes:
     Raises:
         CheckpointError: It holds objects of classes, which only running code could bring back.
     """
-    data = serialized(value)
+    data = _serialized(value)
     try:
         load_plain(data, what)
     except CheckpointError:
@@ -112,8 +107,7 @@ def packed(value: Any, what: str) -> bytes:
     return data
 
 
-def serialized(value: Any) -> bytes:
-    """Return a value that is known to be plain as the bytes of a file."""
+def _serialized(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -123,19 +117,16 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file and force it to disk."""
     with path.open("wb") as file:
         file.write(data)
-        _force(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_large(value: Any, path: Path) -> None:
     """Write tensors straight to a file, without a copy of them in memory, and force it to disk."""
     with path.open("wb") as file:
         torch.save(value, file)
-        _force(file)
-
-
-def _force(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 _others: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
@@ -181,7 +172,7 @@ def packed_random_states(states: Mapping[str, Any]) -> bytes:
     if "numpy_random_seed" in states:
         kind, keys, *rest = states["numpy_random_seed"]
         states["numpy_random_seed"] = (kind, keys.tolist(), *rest)  # a list, so that reading it needs no numpy
-    return serialized(states)
+    return _serialized(states)
 
 
 def read_random_states(path: Path) -> None:

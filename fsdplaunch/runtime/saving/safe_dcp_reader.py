@@ -5,7 +5,9 @@ wrote the file decides what runs. It compares no checksum either. Here the index
 merge-weights reads them, and values are checked by the same interpreter before torch reads them as plain ones.
 """
 
+import functools
 import io
+import operator
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ from fsdplaunch.runtime.saving.plain_files import load_plain
 from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, set_element
 
 MAX_VALUE = 2**30
-Chunks = dict[Region, ChunkStorageMetadata]
 
 
 class SafeReader(FileSystemReader):
@@ -65,43 +66,28 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: A file is missing, too short or none; an item is damaged, or not what the index says.
         """
-        wanted = [(_place(self.storage_data[item.storage_index]), item) for item in plan.items]
-        wanted.sort(key=_by_place)
+        infos = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        wanted = [(ItemLocation(info.relative_path, info.offset, info.length), item) for info, item in infos]
+        wanted.sort(key=operator.itemgetter(0))
         ends = {place.file: place.offset + place.length for place, _ in wanted}
         with DataFiles(Path(self.path), ends) as files:
             stored: Any = self.storage_data
             check_save(files, stored.places_in(ends))
             for place, item in wanted:
-                if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(_value_bytes(files, place)))
+                if item.type is not LoadItemType.BYTE_IO:
+                    _fill(planner, item, _read_tensor(files, place))
+                elif place.length > MAX_VALUE:
+                    reason = f"{place.length} bytes are more than a value is expected to need"
+                    raise _unreadable(files, place, reason)
                 else:
-                    _fill(planner, item, read_tensor(files, place))
+                    planner.load_bytes(item, io.BytesIO(files.read(place, 0, place.length)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _place(info: StorageInfo) -> ItemLocation:
-    return ItemLocation(info.relative_path, info.offset, info.length)
-
-
-def _by_place(entry: tuple[ItemLocation, ReadItem]) -> ItemLocation:
-    return entry[0]
-
-
-def _value_bytes(files: DataFiles, place: ItemLocation) -> bytes:
-    """Return all bytes of an item that is not a tensor."""
-    if place.length > MAX_VALUE:
-        raise _unreadable(files, place, f"{place.length} bytes are more than a value is expected to need")
-    return files.read(place, 0, place.length)
-
-
-def read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
-    """Return the tensor that an item holds, compared with its checksum.
-
-    Raises:
-        CheckpointError: It is damaged, or no tensor.
-    """
+def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
+    """Return the tensor that an item holds, compared with its checksum."""
     try:
         item = parse_item(files.window(place))[0]
     except (InvalidFileError, UnicodeDecodeError) as problem:
@@ -141,33 +127,24 @@ def _unreadable(files: DataFiles, place: ItemLocation, reason: str) -> Checkpoin
 
 def _to_torch(records: dcp_classes.Metadata, where: str) -> Metadata:
     """Return the objects of torch's classes that the records stand for."""
-    chunks: Chunks = {}  # a model's layers repeat them
-    entries = {name: _entry(name, entry, chunks, where) for name, entry in records.entries.items()}
-    check_places(records, where)
-    storage = _StorageData(records)
-    return Metadata(state_dict_metadata=entries, planner_data=records.paths, storage_data=storage)
 
+    @functools.cache  # a model's layers repeat them
+    def chunk(region: Region) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
 
-def _entry(
-    name: str, entry: dcp_classes.TensorEntry | None, chunks: Chunks, where: str
-) -> TensorStorageMetadata | BytesStorageMetadata:
-    if entry is None:
-        return BytesStorageMetadata()
-    dtype, layout = getattr(torch, entry.dtype.name, None), getattr(torch, entry.layout, None)
-    if isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout):
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, entry in records.entries.items():
+        if entry is None:
+            entries[name] = BytesStorageMetadata()
+            continue
+        dtype, layout = getattr(torch, entry.dtype.name, None), getattr(torch, entry.layout, None)
+        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
+            msg = f"{where}: {short(name)} is neither a tensor of a dtype that torch has nor a value"
+            raise CheckpointError(msg, hint="copy the checkpoint again from where it was written")
         properties = TensorProperties(dtype=dtype, layout=layout)
-        return TensorStorageMetadata(
-            properties, torch.Size(entry.shape), [_chunk(region, chunks) for region in entry.chunks]
-        )
-    msg = f"{where}: {short(name)} is neither a tensor of a dtype that torch has nor a value"
-    raise CheckpointError(msg, hint="copy the checkpoint again from where it was written")
-
-
-def _chunk(region: Region, known: Chunks) -> ChunkStorageMetadata:
-    found = known.get(region)
-    if found is None:
-        found = known[region] = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
-    return found
+        entries[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), list(map(chunk, entry.chunks)))
+    check_places(records, where)
+    return Metadata(state_dict_metadata=entries, planner_data=records.paths, storage_data=_StorageData(records))
 
 
 class _StorageData(dict[MetadataIndex, StorageInfo]):

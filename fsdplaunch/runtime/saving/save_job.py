@@ -22,9 +22,7 @@ from fsdplaunch.checkpoint.manifest import write_manifest
 from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import name_ranks
 from fsdplaunch.runtime.saving.checkpoint_dirs import (
@@ -39,7 +37,6 @@ from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
 from fsdplaunch.runtime.saving.plain_files import write_bytes
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 
-_IN_ROOT = ".lock"
 _held: dict[str, FolderLock] = {}
 
 
@@ -56,13 +53,12 @@ def lock_for_run(target: Path, root: Path) -> None:
     Raises:
         CheckpointError: Another process holds it; with its node and its number.
     """
-    place = _place(target, root)
-    if place in _held:
+    if is_locked(target, root):
         return
     folder = Path(os.path.realpath(root))
-    lock = FolderLock(folder, None if target == root else folder / _IN_ROOT)
+    lock = FolderLock(folder, None if target == root else folder / ".lock")
     lock.acquire()
-    _held[place] = lock
+    _held[_place(target, root)] = lock
 
 
 def end_save(target: Path, root: Path) -> None:
@@ -100,77 +96,43 @@ PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
 
 
-def check_same(folder: Path, target: Path, token: str, group: dist.ProcessGroup | None = None) -> None:
-    """Check that every rank means the same folder and sees what rank 0 has put there; every rank calls this.
-
-    Args:
-        folder: Made by rank 0.
-        token: What rank 0 has written there.
-        target: What it is to become; as the script named it on this rank.
-        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
-
-    Raises:
-        CheckpointError: On all ranks, with the nodes and ranks that do not.
-    """
+def _check_same(folder: Path, target: Path, token: str, group: dist.ProcessGroup | None) -> None:
+    """Check that every rank means the same folder and sees the token that rank 0 has put there. Collective."""
     sent, wanted = from_rank_0((token, str(target)), group)
     answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)), group)
     elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
     if elsewhere:
         msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
         raise CheckpointError(msg, hint="give all ranks the same folder and step")
-    blind = [rank for rank, (_, _, sees) in enumerate(answers) if not sees]
-    if blind:
-        raise not_shared(target, [host for host, _, _ in answers], blind)
-
-
-def not_shared(folder: Path, hosts: Sequence[str], blind: Sequence[int]) -> CheckpointError:
-    """Return the error for a folder that some ranks' nodes do not share with rank 0's."""
-    nodes = ", ".join(dict.fromkeys(f"{hosts[rank]}" for rank in blind))
-    msg = f"{folder} of {hosts[0]} (rank 0) is not visible on {nodes} ({name_ranks(blind)})"
-    return CheckpointError(msg, hint="use a folder on a file system that all nodes share")
-
-
-def check_found(folder: Path, mark: str, size: int) -> None:
-    """Check that every rank sees a checkpoint that rank 0 found; every rank calls this.
-
-    Args:
-        folder: Of the checkpoint.
-        mark: The name of a file in it that rank 0 sees.
-        size: Its bytes.
-
-    Raises:
-        CheckpointError: On all ranks, with the nodes and ranks that do not.
-    """
-    seen = from_all((socket.gethostname(), _size(folder / mark) == size))
-    blind = [rank for rank, (_, sees) in enumerate(seen) if not sees]
-    if blind:
-        raise not_shared(folder, [host for host, _ in seen], blind)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+    check_shared(target, [(host, sees) for host, _, sees in answers])
 
 
 def _shows(path: Path, text: str) -> bool:
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
-        try:
+        with suppress(OSError, ValueError):
             if path.read_text() == text:
                 return True
-        except (OSError, ValueError):
-            pass
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
 
 
+def check_shared(folder: Path, seen: Sequence[tuple[str, bool]]) -> None:
+    """Check that all ranks see a folder, by each one's node and whether it does.
+
+    Raises:
+        CheckpointError: With the nodes and ranks that do not.
+    """
+    blind = [rank for rank, (_, sees) in enumerate(seen) if not sees]
+    if blind:
+        nodes = ", ".join(dict.fromkeys(seen[rank][0] for rank in blind))
+        msg = f"{folder} of {seen[0][0]} (rank 0) is not visible on {nodes} ({name_ranks(blind)})"
+        raise CheckpointError(msg, hint="use a folder on a file system that all nodes share")
+
+
 FileContent = bytes | Callable[[], bytes]
 """What a small file holds, or what makes it of values that nothing changes any more."""
-LARGE_BYTES = 10 * 2**30
-"""From here on, gathering a full model through one rank takes so long that it is worth a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,36 +175,21 @@ class SaveJob:
         try:
             with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
-                    self._warn_if_large()
-                    self._lock()
+                    self.target.parent.mkdir(parents=True, exist_ok=True)
+                    lock_for_run(self.target, self.root)
                     partial = begin(self.target)
-                    self._check_space()
+                    if gap := find_space_gap(self.target, sum(map(_nbytes, self.states))):
+                        msg = f"the checkpoint needs {gap[0]}, {gap[1]} has {gap[2]} free"
+                        hint = "free some space, set checkpoint.keep_last, or choose another disk"
+                        raise CheckpointError(msg, hint=hint)
                     (partial / TOKEN).write_text(token)
-            check_same(partial_of(self.target), self.target, token, group)
+            _check_same(partial_of(self.target), self.target, token, group)
         except CheckpointError:
             self.discard()
             raise
         except BaseException:
             end_save(self.target, self.root)
             raise
-
-    def _lock(self) -> None:
-        """Keep other runs out of the same folder from now on."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        lock_for_run(self.target, self.root)
-
-    def _check_space(self) -> None:
-        if gap := find_space_gap(self.target, sum(_nbytes(state) for state in self.states)):
-            msg = f"the checkpoint needs {gap[0]}, {gap[1]} has {gap[2]} free"
-            raise CheckpointError(msg, hint="free some space, set checkpoint.keep_last, or choose another disk")
-
-    def _warn_if_large(self) -> None:
-        gathered = sum(_nbytes(state, once=True) for state in self.states if state.kind == "FULL_STATE_DICT")
-        if gathered >= LARGE_BYTES:
-            messages.say(
-                f"FULL_STATE_DICT sends {size_words(gathered)} through rank 0, one tensor at a time:"
-                " SHARDED_STATE_DICT is written by all ranks at once, and merge-weights makes one file of it"
-            )
 
     def write(
         self,
@@ -300,12 +247,11 @@ class SaveJob:
         end_save(self.target, self.root)
 
 
-def _nbytes(state: StateToSave, *, once: bool = False) -> int:
-    """Return the bytes of a state over all ranks, as often as they are written, or each tensor's once."""
-    copies = 2 if state.kind == "FULL_STATE_DICT" and not once else 1
-    copies *= dist.get_world_size() if state.kind == "LOCAL_STATE_DICT" else 1
-    sizes = ((torch.Size(tensor.size()).numel(), tensor.dtype.itemsize) for tensor in _tensors(state.state))
-    return copies * sum(int(count * size) for count, size in sizes)
+def _nbytes(state: StateToSave) -> int:
+    """Return the bytes of a state over all ranks, as often as they are written."""
+    copies = {"FULL_STATE_DICT": 2, "LOCAL_STATE_DICT": dist.get_world_size()}.get(state.kind, 1)
+    sizes = (torch.Size(tensor.size()).numel() * tensor.dtype.itemsize for tensor in _tensors(state.state))
+    return copies * int(sum(sizes))
 
 
 def _tensors(state: Any) -> Iterator[Any]:

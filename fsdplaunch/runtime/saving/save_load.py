@@ -2,8 +2,8 @@
 
 import os
 import platform
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,53 +43,14 @@ from fsdplaunch.runtime.saving.plain_files import (
     read_plain,
     read_random_states,
 )
-from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob, check_found
+from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob, check_shared
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import files_of_ranks
 from fsdplaunch.runtime.state_dict.state_dict_type import flat_layout
 
-FORMAT_VERSION = 1
-
-
-def describe_run(models: Mapping[torch.nn.Module, str], step: int | None) -> dict[str, Any]:
-    """Return what a manifest says beside files and configuration: who wrote it, on which ranks, in which layout.
-
-    Args:
-        models: Each with the form it is written in, such as SHARDED_STATE_DICT.
-        step: The checkpoint's number, or None.
-    """
-    return {
-        "format": "fsdplaunch checkpoint",
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "world_size": dist.get_world_size(),
-        "versions": {"fsdplaunch": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "models": [_describe_model(model, form) for model, form in models.items()],
-    }
-
-
-def _describe_model(model: torch.nn.Module, form: str) -> dict[str, Any]:
-    params = list(model.parameters())
-    entry: dict[str, Any] = {
-        "class": type(model).__name__.removeprefix("FSDP"),
-        "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in params}),
-    }
-    prepared = registered(model)
-    if prepared is not None:
-        mesh = prepared.mesh
-        entry |= {
-            "fsdp_version": prepared.settings.version,
-            "sharding_strategy": prepared.settings.strategy,
-            "mesh": dict(zip(mesh.mesh_dim_names or ("ranks",), mesh.shape, strict=False)),
-            "tied": [list(names) for names in prepared.tied],
-        }
-    if form == "LOCAL_STATE_DICT":
-        entry["flat_parameters"] = flat_layout(model)
-    return entry
-
-
-SCHEDULER, LOADER = "scheduler", "loader"
-_EXTRA = "extra.bin"
+_FORMAT_VERSION = 1
+_SCHEDULER, _LOADER, _EXTRA = "scheduler", "loader", "extra.bin"
+_ATTEMPTS = 3
 
 
 def save_checkpoint(
@@ -142,7 +103,7 @@ def save_checkpoint(
             root=root,
             states=tuple(_to_save(models, trainers)),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
-            manifest=describe_run({each: _form(each) for each in models}, step),
+            manifest=_manifest(models, step),
             config=config,
             keep_last=None if step is None else config.checkpoint.keep_last,
         )
@@ -186,24 +147,52 @@ def load_checkpoint(
     root = _folder(dir)
     models = [unwrapped(each) for each in _several(model)]
     for _ in range(_ATTEMPTS):
-        found = _find(root)
-        folder = found.folder
+        folder, identity, step = _find(root)
         with raise_on_all_ranks(f"load {folder}"):
             _read_models(folder, models, _several(optimizer))
         with raise_on_all_ranks(f"load {folder}"):
             for index, each in enumerate(_several(scheduler)):
-                each.load_state_dict(_read_small(folder, SCHEDULER, index))
+                each.load_state_dict(_read_small(folder, _SCHEDULER, index))
             for index, each in enumerate(_several(loader)):
-                resume_at(each, _read_small(folder, LOADER, index))
-            _restore_random_states(folder)
+                resume_at(each, _read_small(folder, _LOADER, index))
+            if (own := folder / file_name(dist.get_rank())).exists():
+                read_random_states(own)
+            if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
+                messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")
             extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
-        if not any(from_all(_identity(folder) != found.identity)):
-            return {"step": found.step, "extra": extra, "path": folder}
+        if not any(from_all(_identity(folder) != identity)):
+            return {"step": step, "extra": extra, "path": folder}
     msg = f"{folder} was replaced by other saves while it was read"
     raise CheckpointError(msg, hint="load when nothing writes to it, or save with step=N")
 
 
-_ATTEMPTS = 3
+def _manifest(models: list[nn.Module], step: int | None) -> dict[str, Any]:
+    """Return what a manifest says beside files and configuration: who wrote it, on which ranks, how."""
+    described = []
+    for model in models:
+        entry: dict[str, Any] = {
+            "class": type(model).__name__.removeprefix("FSDP"),
+            "dtypes": sorted({str(param.dtype).removeprefix("torch.") for param in model.parameters()}),
+        }
+        if (prepared := registered(model)) is not None:
+            mesh = prepared.mesh
+            entry |= {
+                "fsdp_version": prepared.settings.version,
+                "sharding_strategy": prepared.settings.strategy,
+                "mesh": dict(zip(mesh.mesh_dim_names or ("ranks",), mesh.shape, strict=False)),
+                "tied": [list(names) for names in prepared.tied],
+            }
+        if _form(model) == "LOCAL_STATE_DICT":
+            entry["flat_parameters"] = flat_layout(model)
+        described.append(entry)
+    return {
+        "format": "fsdplaunch checkpoint",
+        "format_version": _FORMAT_VERSION,
+        "step": step,
+        "world_size": dist.get_world_size(),
+        "versions": {"fsdplaunch": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "models": described,
+    }
 
 
 def _identity(folder: Path) -> int | None:
@@ -214,52 +203,25 @@ def _identity(folder: Path) -> int | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """What rank 0 has found.
-
-    Attributes:
-        folder: The checkpoint.
-        identity: Which save it is.
-        step: The number that it was saved with.
-        mark: A file in it that all ranks must see.
-        size: Its bytes.
-    """
-
-    folder: Path
-    identity: int | None
-    step: Any
-    mark: str
-    size: int
-
-
-def _find(root: Path) -> FoundCheckpoint:
-    """Return the checkpoint to load, the same on all ranks."""
-    chosen: FoundCheckpoint | None = None
+def _find(root: Path) -> tuple[Path, int | None, Any]:
+    """Return the checkpoint to load, which save it is, and its step; the same on all ranks."""
+    chosen: tuple[Path | None, int | None, Any] = (None, None, None)
     with raise_on_all_ranks(f"find a checkpoint in {root}"):
         if dist.get_rank() == 0:
-            chosen = _found(root)
-    found: FoundCheckpoint | None = from_rank_0(chosen)
-    if found is None:
+            found, skipped = find_checkpoint(root)
+            for each in skipped:
+                messages.say(f"skipped {each}")
+            if found is not None and skipped:
+                messages.say(f"loading {found}, the newest complete checkpoint")
+            if found is not None:
+                chosen = found, _identity(found), (read_manifest(found) or {}).get("step")
+    folder, identity, step = from_rank_0(chosen)
+    if folder is None:
         msg = f"no complete checkpoint in {root}"
         raise FileNotFoundError(msg)
-    check_found(found.folder, found.mark, found.size)
-    return found
-
-
-def _found(root: Path) -> FoundCheckpoint | None:
-    """Return the checkpoint that rank 0 chooses."""
-    folder, skipped = find_checkpoint(root)
-    for each in skipped:
-        messages.say(f"skipped {each}")
-    if folder is None:
-        return None
-    if skipped:
-        messages.say(f"loading {folder}, the newest complete checkpoint")
-    files = (path for path in folder.rglob("*") if path.is_file())
-    mark = folder / MANIFEST_NAME if (folder / MANIFEST_NAME).exists() else min(files)
-    identity, step = _identity(folder), (read_manifest(folder) or {}).get("step")
-    return FoundCheckpoint(folder, identity, step, str(mark.relative_to(folder)), mark.stat().st_size)
+    sees = folder.is_dir() and (folder / MANIFEST_NAME).exists() == (identity is not None)
+    check_shared(folder, from_all((socket.gethostname(), sees)))
+    return folder, identity, step
 
 
 def _folder(given: str | Path | None) -> Path:
@@ -334,18 +296,9 @@ def _own_files(
     if dist.get_rank() != 0:
         return files
     for index, scheduler in enumerate(schedulers):
-        files[_indexed(SCHEDULER, index)] = packed(scheduler.state_dict(), "the scheduler's state")
+        files[_indexed(_SCHEDULER, index)] = packed(scheduler.state_dict(), "the scheduler's state")
     for index, position in enumerate(positions):
-        files[_indexed(LOADER, index)] = packed(position, "the loader's position")
+        files[_indexed(_LOADER, index)] = packed(position, "the loader's position")
     if extra:
         files[_EXTRA] = packed(dict(extra), "extra")
     return files
-
-
-def _restore_random_states(folder: Path) -> None:
-    """Put this rank's generators back, if there was such a rank when the checkpoint was saved."""
-    path = folder / file_name(dist.get_rank())
-    if path.exists():
-        read_random_states(path)
-    if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
-        messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")

@@ -4,7 +4,6 @@ Needed because torch refuses to copy or to pickle a sharded module, and averages
 """
 
 import copy
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -61,8 +60,9 @@ def as_before(module: nn.Module) -> Iterator[None]:
     ours = {key for name in HOOK_TABLES for key, hook in kept[name].items() if _is_ours(hook)}
     for name in HOOK_TABLES:
         module.__dict__[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ours)
-    for name, value in kept.items():
-        if _is_added(value) or name.startswith(SHARDING_MARKS):
+    for name, value in kept.items():  # attributes that sharding has put there: functions, objects of this package
+        added = type(value).__module__.startswith("fsdplaunch.") or (callable(value) and _is_ours(value))
+        if (added and not isinstance(value, nn.Module)) or name.startswith(SHARDING_MARKS):
             del module.__dict__[name]
     try:
         yield
@@ -70,13 +70,6 @@ def as_before(module: nn.Module) -> Iterator[None]:
         module.__class__ = kind
         module.__dict__.clear()
         module.__dict__.update(kept)
-
-
-def _is_added(value: Any) -> bool:
-    """Return whether a module's attribute was put there by sharding: a function, or an object of this package."""
-    if isinstance(value, nn.Module):
-        return False
-    return type(value).__module__.startswith("fsdplaunch.") or (callable(value) and _is_ours(value))
 
 
 def _is_ours(hook: Any) -> bool:
@@ -115,58 +108,43 @@ def _refuse_pickling(_protocol: int) -> Any:
 
 def _allow(model: nn.Module, modules: Iterable[nn.Module], attach: Callable[[nn.Module, nn.Module], None]) -> None:
     for module in modules:
-        copy_one = functools.partial(_copied, attach=attach) if module is model else _full_copy
-        module.__dict__["__deepcopy__"] = _method(weakref.ref(module), copy_one)
+        module.__dict__["__deepcopy__"] = _copier(weakref.ref(module), attach if module is model else None)
 
 
-def _method(module: "weakref.ref[nn.Module]", copy_one: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    return lambda memo: copy_one(module(), memo)
+def _copier(module: "weakref.ref[nn.Module]", attach: Callable[..., None] | None) -> Callable[..., nn.Module]:
+    return lambda memo: _copied(module(), memo, attach)
 
 
-def _full_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module of the model, which is one of plain torch. Collective."""
-    _reshard(module)
-    return _plain(module, memo, ShardGatherer("copy.deepcopy", keep=True))
+def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None] | None) -> nn.Module:
+    """Return another model with the same values, sharded in the same way. Collective.
 
+    One of plain torch where rank 0 is alone, and of a module inside of the model, which has nothing to `attach`.
+    """
+    prepared = registered(model)
+    await_main_thread(f"copy.deepcopy at {script_line()}")  # which computes with full parameters
+    reshard(model)
+    gathering = ShardGatherer("copy.deepcopy", keep=True)
+    if attach is not None:
+        gathering.meet()
 
-def _reshard(module: nn.Module) -> None:
-    """Have the shards in their place; not while the main thread computes with full parameters."""
-    await_main_thread(f"copy.deepcopy at {script_line()}")
-    reshard(module)
-
-
-def _plain(module: nn.Module, memo: dict[int, Any], gathering: ShardGatherer) -> nn.Module:
     def full(param: nn.Parameter) -> Any:
         return gathering.full(param) if isinstance(param, DTensor) else copy.deepcopy(param)
-
-    copied = unsharded_copy(module, full, memo)
-    gathering.leave()
-    return copied
-
-
-def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None]) -> nn.Module:
-    """Return another model with the same values, sharded in the same way; of plain torch where rank 0 is alone."""
-    prepared = registered(model)
-    _reshard(model)
-    gathering = ShardGatherer("copy.deepcopy", keep=True)
-    gathering.meet()
-    if not gathering.together:
-        return _plain(model, memo, gathering)
-    metas: dict[int, Any] = {}
 
     def as_meta(param: nn.Parameter) -> Any:
         if not isinstance(param, DTensor):
             return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-        if id(param) not in metas:
-            empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            metas[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-        return metas[id(param)]
+        empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        return nn.Parameter(empty, requires_grad=param.requires_grad)
 
+    if attach is None or not gathering.together:
+        copied = unsharded_copy(model, full, memo)
+        gathering.leave()
+        return copied
     copied = unsharded_copy(model, as_meta, memo)
     if prepared is None:
         return copied
     plugin = copy.copy(prepared.plugin)
-    plugin.param_init_fn = _zeros
+    plugin.param_init_fn = _zeros  # some values, until the other model's are copied
     context = None if prepared.sequences is None else prepared.sequences.axis
     place = ShardTarget(mesh=prepared.mesh, device=own_device(prepared.mesh), context=context)
     with announcing(None):
@@ -180,6 +158,5 @@ def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Mo
 
 
 def _zeros(module: nn.Module) -> None:
-    """Set some value, until the other model's is copied."""
     for param in parameters_of(module, recurse=False):
         param.zero_()

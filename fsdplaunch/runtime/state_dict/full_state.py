@@ -40,25 +40,19 @@ def remember_wrappers() -> None:
     def construct_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         _wrappers.add(self)
-        _answer_as_wrapper(self.module)
+        own, held = type(self.module).state_dict, weakref.ref(self.module)
+
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            inner: Any = held()
+            owner = _owner(inner)
+            if args or kwargs.get("destination") is not None or not isinstance(owner, FullyShardedDataParallel):
+                return own(inner, *args, **kwargs)
+            return below(owner.state_dict(**kwargs), inner, owner)
+
+        self.module.__dict__["state_dict"] = state_dict
 
     construct_and_note.fsdplaunch_remembers = True  # type: ignore[attr-defined]
     FullyShardedDataParallel.__init__ = construct_and_note  # type: ignore[method-assign]
-
-
-def _answer_as_wrapper(module: nn.Module) -> None:
-    """Make `state_dict()` of the module inside of a wrapper what the wrapper's is."""
-    own = type(module).state_dict
-    held = weakref.ref(module)
-
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
-        inner: Any = held()
-        owner = _owner(inner)
-        if args or kwargs.get("destination") is not None or not isinstance(owner, FullyShardedDataParallel):
-            return own(inner, *args, **kwargs)
-        return below(owner.state_dict(**kwargs), inner, owner)
-
-    module.__dict__["state_dict"] = state_dict
 
 
 def holds_shards(model: nn.Module) -> bool:
@@ -82,30 +76,24 @@ def full_state(model: nn.Module, call: str, gathering: ShardGatherer | None = No
     Raises:
         CheckpointError: Not all ranks came, or what came back does not have the model's shapes.
     """
-    if gathering is None:
-        gathering = ShardGatherer(call, keep=rank() == 0)
-        state = _gathered_state(model, gathering)
-        gathering.leave()
+    together = gathering or ShardGatherer(call, keep=rank() == 0)
+    owner = _owner(model)
+    if fsdp1_wrappers(owner):
+        together.meet()
+        if not together.together:
+            msg = f"{together.call} was called on rank 0 only, for a model that FSDP1 has sharded"
+            raise CheckpointError(msg, hint="take it out of `if rank == 0:` and let rank 0 write")
+        options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with state_dict_type(owner, "full_state_dict", options), _units_spooled(owner):
+            state = gathered(below(owner.state_dict(), model, owner), together)
     else:
-        state = _gathered_state(model, gathering)
+        state = gathered({clean_name(name): value for name, value in model.state_dict().items()}, together)
+    if gathering is None:
+        together.leave()
     if rank() != 0:
         return {}
     check_shapes(state, model, call)
     return {name: value.detach() if hasattr(value, "detach") else value for name, value in state.items()}
-
-
-def _gathered_state(model: nn.Module, gathering: ShardGatherer) -> State:
-    owner = _owner(model)
-    if not fsdp1_wrappers(owner):
-        return gathered({clean_name(name): value for name, value in model.state_dict().items()}, gathering)
-    gathering.meet()
-    if not gathering.together:
-        msg = f"{gathering.call} was called on rank 0 only, for a model that FSDP1 has sharded"
-        raise CheckpointError(msg, hint="take it out of `if rank == 0:` and let rank 0 write")
-    options = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with state_dict_type(owner, "full_state_dict", options), _units_spooled(owner):
-        state = below(owner.state_dict(), model, owner)
-    return gathered(state, gathering)
 
 
 @contextmanager

@@ -116,21 +116,17 @@ class ShardGatherer:
     def gather(self, tensor: DTensor) -> torch.Tensor:
         """Return the full tensor in host memory as `full` does, without keeping it; after `meet`. Collective."""
         detached: Any = tensor.detach()
-        full: torch.Tensor = detached.full_tensor() if self.together else self._fetch(tensor)
+        if self.together:
+            full: torch.Tensor = detached.full_tensor()
+        elif all(placement.is_replicate() for placement in tensor.placements):
+            full = detached.to_local()
+        else:
+            full = waits.current().full(tensor, self.call)
         if not self.keep:
             return full.new_empty(0)
         if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
             full = full.clone()
         return full.cpu()
-
-    def _fetch(self, tensor: DTensor) -> torch.Tensor:
-        detached: Any = tensor.detach()
-        if all(placement.is_replicate() for placement in tensor.placements):
-            return detached.to_local()  # type: ignore[no-any-return]
-        service = waits.current()
-        if service is None:
-            raise AssertionError
-        return service.full(tensor, self.call)
 
     def full_or_own(self, value: Any) -> Any:
         """Return the full tensor of a sharded one, and anything else itself."""
@@ -147,8 +143,7 @@ class ShardGatherer:
     def leave(self) -> None:
         """End what writes nothing itself: where rank 0 is alone, the others may go on."""
         if not self.together:
-            with _ending_alone():
-                pass
+            waits.current().done()
 
 
 @contextmanager
@@ -157,8 +152,7 @@ def _ending_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        if service is not None:
-            service.done()
+        service.done()
 
 
 def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:
@@ -177,7 +171,9 @@ def spooled(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.nbytes < SMALLEST:
         return tensor
-    _give_back_memory()
+    # Return to the system what earlier tensors have freed: glibc keeps it, and often takes other for the next.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
     try:
         with tempfile.NamedTemporaryFile(prefix="fsdplaunch-") as file:
             tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
@@ -186,13 +182,6 @@ def spooled(tensor: torch.Tensor) -> torch.Tensor:
     except OSError:
         return tensor
     return memory.view(tensor.dtype).view(tensor.shape)
-
-
-def _give_back_memory() -> None:
-    """Return to the system what earlier tensors have freed: glibc keeps it, and often takes other for the next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 _saves_of_ranks: list[bool] = []

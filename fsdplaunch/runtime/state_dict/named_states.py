@@ -36,7 +36,9 @@ from fsdplaunch.runtime.torch_internals.fsdp import flat_parameter
 def left_out_frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Have FSDP1 take parameters that an optimizer leaves out for frozen, while its state is gathered or split."""
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    left_out = [param for param in _shown(model) if param.requires_grad and id(param) not in trained]
+    flats = [flat for flat in map(flat_parameter, fsdp1_wrappers(model)) if flat is not None]
+    shown = [param for flat in flats for param in flat.params]  # what `use_orig_params` shows as the user's own
+    left_out = [param for param in shown if param.requires_grad and id(param) not in trained]
     for param in left_out:
         param.requires_grad_(False)
     try:
@@ -44,12 +46,6 @@ def left_out_frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     finally:
         for param in left_out:
             param.requires_grad_(True)
-
-
-def _shown(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that FSDP1's units show as the user's own, under `use_orig_params`."""
-    flats = [flat for flat in map(flat_parameter, fsdp1_wrappers(model)) if flat is not None]
-    return [param for flat in flats for param in flat.params]
 
 
 State = dict[str, Any]
@@ -68,10 +64,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
         model: Whose parameters it trains.
         optimizer: One that has made no step yet makes one of zero length, as torch has it.
     """
-    known = _names(model, optimizer) if optimizer.state and _keeps_names(model) else None
-    if known is None:
-        return renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
-    return renamed_optimizer(optimizer.state_dict(), known.__getitem__)
+    if optimizer.state and _keeps_names(model):
+        names = {id(param): clean_name(name) for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        known = {id(param) for param in params}
+        if known <= names.keys() and {id(param) for param in optimizer.state} <= known:
+            by_number = [names[id(param)] for param in params]
+            return renamed_optimizer(optimizer.state_dict(), by_number.__getitem__)
+    return renamed_optimizer(get_optimizer_state_dict(model, optimizer), clean_name)
 
 
 def renamed(state: State, rename: Callable[[Any], str]) -> State:
@@ -92,16 +92,6 @@ def _keeps_names(model: nn.Module) -> bool:
     return not any(
         isinstance(each, FullyShardedDataParallel | DistributedDataParallel) for each in model.modules()
     )
-
-
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str] | None:
-    """Return the name of each of an optimizer's parameters, by its number; None where torch has to look."""
-    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = {id(param) for param in params}
-    if not known <= names.keys() or not {id(param) for param in optimizer.state} <= known:
-        return None
-    return [names[id(param)] for param in params]
 
 
 OptimInput = Iterable[Any] | None
@@ -196,20 +186,29 @@ def scatter_full_optim_state_dict(
         group: The model's ranks, if they are not all.
         optim: As in `shard_full_optim_state_dict`.
     """
-    first = dist.get_rank(group) == 0
-    full = dict(full_optim_state_dict or {}) if first else {}
     ranks = RankGroup([group])
+    given = dict(full_optim_state_dict or {}) if ranks.is_first else {}
     if fsdp1_wrappers(model):
-        return _cut_flat(ranks.from_first(full), model, optim_input, optim)
-    outlines = ranks.from_first(_outline(full))
+        return _cut_flat(ranks.from_first(given), model, optim_input, optim)
+    full = {"state": given.get("state", {}), "param_groups": given.get("param_groups", [])}
+    outlines = {  # the state without its tensors' values: small enough to send as an object
+        name: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        for name, values in full["state"].items()
+    }
+    outlines, groups = ranks.from_first((outlines, full["param_groups"]))
     params = dict(named_parameters(model))
-    state: dict[str, State] = {}
-    for name, key, outline in _walk(outlines["state"]):
-        value = full["state"][name][key] if first else outline
+    state: dict[str, State] = {name: {} for name in outlines}
+    for name, key, outline in [(name, *entry) for name, values in outlines.items() for entry in values.items()]:
+        value = full["state"][name][key] if ranks.is_first else outline
         if isinstance(outline, torch.Tensor):
-            value = _receive(value, outline, params[name], ranks)
-        state.setdefault(name, {})[key] = value
-    named = {"state": state, "param_groups": outlines["param_groups"]}
+            param = params[name]
+            device = param.to_local().device if isinstance(param, DTensor) else param.device
+            sent = value.to(device).contiguous() if ranks.is_first else torch.empty_like(outline, device=device)
+            ranks.send(sent)
+            value = cut_to_shard(sent, param)
+            del sent  # no rank holds two
+        state[name][key] = value
+    named = {"state": state, "param_groups": groups}
     return rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim_input, optim)
 
 
@@ -232,7 +231,10 @@ def rekey_optim_state_dict(
     Raises:
         UsageError: The state names a parameter the model does not have.
     """
-    names = [name for group in _groups(model, optim_input, optim) for name in group]
+    by_param = {id(param): clean_name(name) for name, param in model.named_parameters()}
+    given = optim.param_groups if optim is not None else _given(model, optim_input)
+    groups = [each["params"] for each in given] if given and isinstance(given[0], Mapping) else [given]
+    names = [by_param[id(param)] for params in groups for param in params]
     numbers = {name: number for number, name in enumerate(names)}
     to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
     keys: dict[Any, Any] = dict(enumerate(names)) if to_names else numbers
@@ -243,56 +245,24 @@ def rekey_optim_state_dict(
             msg,
             hint="give the model the state belongs to, and optim_input if it was built on some of its parameters",
         )
-    groups = [  # an optimizer takes each group's parameters by their place, and states list them in another order
+    # An optimizer takes each group's parameters by their place, and states list them in another order.
+    renumbered = [
         {**each, "params": [keys[key] for key in sorted(each["params"], key=lambda key: numbers.get(key, key))]}
         for each in optim_state_dict["param_groups"]
     ]
     return {
         "state": {keys[key]: value for key, value in optim_state_dict["state"].items()},
-        "param_groups": groups,
+        "param_groups": renumbered,
     }
 
 
 def _cut_flat(full: State, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> State:
     """Let FSDP1 cut to its flat shards; only torch knows where they begin and end."""
-    holder = optim or torch.optim.SGD(_as_groups(model, optim_input), lr=0.0)
+    holder = optim or torch.optim.SGD(_given(model, optim_input), lr=0.0)
     with left_out_frozen(model, holder):
         cut: State = cut_to_flat(model, holder, full)
     return unshare_counts(cut)  # else two optimizers that load one full state would count on one tensor
 
 
-def _as_groups(model: nn.Module, optim_input: OptimInput) -> list[Any]:
+def _given(model: nn.Module, optim_input: OptimInput) -> list[Any]:
     return list(model.parameters()) if optim_input is None else list(optim_input)
-
-
-def _groups(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> Iterator[list[str]]:
-    """Return the names of the parameters of each group of an optimizer."""
-    names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-    given = optim.param_groups if optim is not None else _as_groups(model, optim_input)
-    if given and isinstance(given[0], Mapping):
-        yield from ([names[id(param)] for param in group["params"]] for group in given)
-    else:
-        yield [names[id(param)] for param in given]
-
-
-def _outline(full: State) -> State:
-    """Return a state without its tensors' values: small enough to send as an object."""
-    if not full:
-        return {"state": {}, "param_groups": []}
-    state = {
-        name: {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        for name, values in full["state"].items()
-    }
-    return {"state": state, "param_groups": full["param_groups"]}
-
-
-def _walk(state: State) -> Iterator[tuple[str, str, Any]]:
-    return ((name, key, value) for name, values in state.items() for key, value in values.items())
-
-
-def _receive(value: torch.Tensor, outline: torch.Tensor, param: nn.Parameter, ranks: RankGroup) -> torch.Tensor:
-    device = param.to_local().device if isinstance(param, DTensor) else param.device
-    full = torch.empty_like(outline, device=device) if value.is_meta else value.to(device).contiguous()
-    ranks.send(full)
-    cut: torch.Tensor = cut_to_shard(full, param)
-    return cut.clone() if cut is full and not value.is_meta else cut

@@ -6,16 +6,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.inspection.parameters import clean_name, joined
-from fsdplaunch.runtime.inspection.units import fsdp_modules, refuse_of_xla
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.plugin import state_dict_name
 from fsdplaunch.runtime.sharding.registry import registered
@@ -23,9 +21,8 @@ from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp import (
     FLAT_PARAMETER,
-    WRAPPED_ATTRIBUTE,
-    FlatParameter,
     flat_parameter,
+    shows_original_parameters,
     without_mesh,
 )
 
@@ -42,130 +39,39 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
         each as `[names, shape]`: a parameter with all its names, or padding without any. One that holds a
         parameter in another order than row by row is left out.
     """
-    return {
-        joined(clean_name(name), FLAT_PARAMETER): layout
-        for name, unit in model.named_modules()
-        if isinstance(unit, FullyShardedDataParallel) and (layout := _describe(unit, clean_name(name))) is not None
-    }
-
-
-def _describe(unit: FullyShardedDataParallel, prefix: str) -> dict[str, Any] | None:
-    flat = flat_parameter(unit)
-    if flat is None or not all(flat.is_contiguous):
-        return None
-    return {
-        "ranks": dist.get_process_group_ranks(unit.process_group),
-        "part": flat.shard_numel,
-        "runs": list(_runs(flat, prefix)),
-    }
-
-
-def _runs(flat: FlatParameter, prefix: str) -> Iterator[list[Any]]:
-    """Yield the runs of a flat parameter; a tied parameter lies there once and has several names."""
-    names: dict[tuple[int, str], list[str]] = {
-        (id(info.module), info.param_name): [fqn] for info, fqn in zip(flat.infos, flat.names, strict=True)
-    }
-    for shared in flat.shared:
-        first = names[id(shared.prim_module), shared.prim_param_name]
-        first.append(joined(shared.module_name, shared.param_name))
-    known = zip(names.values(), flat.shapes, strict=True)
-    for count, is_padding in zip(flat.counts, flat.is_padding, strict=True):
-        if is_padding:
-            yield [[], [count]]
-        else:
-            own, shape = next(known)
-            yield [[joined(prefix, clean_name(name)) for name in own], list(shape)]
-
-
-State = dict[str, Any]
+    layouts: dict[str, Any] = {}
+    for name, unit in model.named_modules():
+        flat = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
+        if flat is None or not all(flat.is_contiguous):
+            continue
+        prefix = clean_name(name)
+        infos = zip(flat.infos, flat.names, strict=True)
+        names = {(id(info.module), info.param_name): [fqn] for info, fqn in infos}
+        for shared in flat.shared:  # a tied parameter lies there once and has several names
+            first = names[id(shared.prim_module), shared.prim_param_name]
+            first.append(joined(shared.module_name, shared.param_name))
+        known = zip(names.values(), flat.shapes, strict=True)
+        runs: list[list[Any]] = []
+        for count, is_padding in zip(flat.counts, flat.is_padding, strict=True):
+            own, shape = ([], [count]) if is_padding else next(known)
+            runs.append([[joined(prefix, clean_name(each)) for each in own], list(shape)])
+        ranks = dist.get_process_group_ranks(unit.process_group)
+        layouts[joined(prefix, FLAT_PARAMETER)] = {"ranks": ranks, "part": flat.shard_numel, "runs": runs}
+    return layouts
 
 
 @contextmanager
-def local_state(model: nn.Module) -> Iterator[None]:
-    """Have `model.state_dict()` and `load_state_dict` take torch's LOCAL_STATE_DICT inside the context.
-
-    Raises:
-        UsageError: The model has replicas, of which torch finds the ranks of one only.
-    """
-    units = {clean_name(name): each for name, each in model.named_modules() if _is_unit(each)}
-    first = next(iter(units.values()))
-    if dist.get_world_size(first.process_group) < dist.get_world_size():
+def _local(model: nn.Module) -> Iterator[None]:
+    """Have FSDP1 take its flat shards, where it can load them back."""
+    units: list[Any] = fsdp1_wrappers(model)
+    if any(map(shows_original_parameters, units)):
+        msg = "LOCAL_STATE_DICT cannot be loaded back into a model with use_orig_params"
+        raise UsageError(msg, hint="use SHARDED_STATE_DICT, or set fsdp_use_orig_params to false")
+    if dist.get_world_size(units[0].process_group) < dist.get_world_size():  # torch finds the ranks of one replica
         msg = "LOCAL_STATE_DICT cannot hold a model with replicas (HYBRID_SHARD)"
         raise UsageError(msg, hint="use SHARDED_STATE_DICT")
-    handles = _Hooks(model, units).attach(model)
-    try:
-        with without_mesh(list(units.values())):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FullyShardedDataParallel)
-
-
-class _Hooks:
-    """Exchange the parameters that `use_orig_params` shows for the flat shards they are parts of."""
-
-    def __init__(self, model: nn.Module, units: dict[str, Any]) -> None:
-        names = {id(param): clean_name(name) for name, param in model.named_parameters()}
-        found = {prefix: flat_parameter(unit) for prefix, unit in units.items()}
-        self.flat = {joined(prefix, FLAT_PARAMETER): flat for prefix, flat in found.items() if flat is not None}
-        self.shown = {
-            key: {names[id(param)]: param for param in flat.params if id(param) in names}
-            for key, flat in self.flat.items()
-        }
-        self.wrapped = isinstance(model, FullyShardedDataParallel)
-
-    def attach(self, model: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks; torch marks them, which it can do to functions only."""
-
-        def give(_module: nn.Module, state: State, prefix: str, _metadata: Any) -> None:
-            self._give(state, prefix)
-
-        def take(_module: nn.Module, state: State, prefix: str, *_: Any) -> None:
-            self._take(state, prefix)
-
-        def forget(_module: nn.Module, keys: Any) -> None:
-            self._forget(keys.unexpected_keys)
-
-        return [
-            model.register_state_dict_post_hook(give),
-            model.register_load_state_dict_pre_hook(take),
-            model.register_load_state_dict_post_hook(forget),
-        ]
-
-    def _give(self, state: State, prefix: str) -> None:
-        """Leave the flat shards in a state dict, without the same values under the parameters' names."""
-        for key, names in self.shown.items():
-            if prefix + key in state:
-                for name in names:
-                    state.pop(prefix + name, None)
-
-    def _take(self, state: State, prefix: str) -> None:
-        """Copy flat shards to their places; parameters are views of them and are loaded from themselves.
-
-        The outermost unit's own hook has run: it has put its wrapper's name in front of everything.
-        """
-        inside = f"{WRAPPED_ATTRIBUTE}." if self.wrapped else ""
-        given = {clean_name(name.removeprefix(prefix)): value for name, value in state.items()}
-        for key, params in self.shown.items():
-            if params and key in given:
-                _copy(given[key], self.flat[key].shard)
-                state.update({prefix + inside + name: param.detach() for name, param in params.items()})
-
-    def _forget(self, unexpected: list[str]) -> None:
-        """Take the flat shards, which are where they belong, from the names that the model does not have."""
-        loaded = {key for key, names in self.shown.items() if names}
-        unexpected[:] = [name for name in unexpected if clean_name(name) not in loaded]
-
-
-def _copy(value: Any, shard: torch.Tensor) -> None:
-    local = value.local_shards() if hasattr(value, "local_shards") else None
-    values = value if local is None else local[0].tensor if local else shard[:0]
-    with torch.no_grad():
-        shard[: values.numel()].copy_(values)
+    with without_mesh(units):
+        yield
 
 
 @contextmanager
@@ -188,18 +94,16 @@ def state_dict_type(
         optim_state_dict_config: The same for the optimizer's; used by FSDP1's functions.
 
     Raises:
-        UsageError: It is not such a type, FSDP2 has no such type, or nothing of the model is sharded.
+        UsageError: It is not such a type, FSDP2 has no such type, or nothing of the model is sharded. Or flat
+            shards of a model that has replicas, or was made with `use_orig_params`.
     """
     refuse_of_xla(model, "state_dict_type")
     prepared = registered(model)
-    plugin = prepared.plugin if prepared is not None else None
-    if state_dict_type is None and plugin is not None:
-        wanted = plugin.state_dict_type
-        state_dict_config = state_dict_config or plugin.state_dict_config
-        optim_state_dict_config = optim_state_dict_config or plugin.optim_state_dict_config
-    else:
-        wanted = state_dict_type or StateDictType.FULL_STATE_DICT
-    kind = StateDictType[state_dict_name(wanted)]
+    if state_dict_type is None and prepared is not None:
+        state_dict_type = prepared.plugin.state_dict_type
+        state_dict_config = state_dict_config or prepared.plugin.state_dict_config
+        optim_state_dict_config = optim_state_dict_config or prepared.plugin.optim_state_dict_config
+    kind = StateDictType[state_dict_name(state_dict_type or StateDictType.FULL_STATE_DICT)]
     options = _safe(state_config(kind, state_dict_config), model)
     optimizer_options = _safe(optimizer_config(kind, optim_state_dict_config), model)
     roots = fsdp_modules(model, root_only=True)
@@ -207,7 +111,7 @@ def state_dict_type(
         msg = f"nothing of this {type(model).__name__} is sharded, so its state dict has one kind only"
         raise UsageError(msg, hint="use what fsdplaunch.prepare returns")
     if isinstance(roots[0], FullyShardedDataParallel):
-        local = local_state(model) if kind is StateDictType.LOCAL_STATE_DICT else nullcontext()
+        local = _local(model) if kind is StateDictType.LOCAL_STATE_DICT else nullcontext()
         kinds = FullyShardedDataParallel.state_dict_type(model, kind, options, optimizer_options)
         with quiet_torch(), local, kinds:
             yield
@@ -239,7 +143,8 @@ def _converted(model: nn.Module, kind: StateDictType, options: Any) -> Iterator[
         if nested[-1] is not mine:
             return
         for name in [name for name in state if name.startswith(prefix)]:
-            state[name] = _given(state[name], full=full, on_host=options.offload_to_cpu)
+            value = state[name].full_tensor() if full and isinstance(state[name], DTensor) else state[name]
+            state[name] = value.cpu() if options.offload_to_cpu and hasattr(value, "cpu") else value
             if empty:
                 del state[name]
 
@@ -260,10 +165,3 @@ def _converted(model: nn.Module, kind: StateDictType, options: Any) -> Iterator[
         nested.remove(mine)
         for hook in hooks:
             hook.remove()
-
-
-def _given(value: Any, *, full: bool, on_host: bool) -> Any:
-    """Return a value as a state dict of the kind has it; a full tensor is gathered, so every rank calls this."""
-    if full and isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.cpu() if on_host and hasattr(value, "cpu") else value

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 FLAT_PARAMETER = "_flat_param"
 """FSDP1's name of a flat parameter in a local state dict."""
 
-WRAPPED_ATTRIBUTE = "_fsdp_wrapped_module"
-"""Where FSDP1's wrapper holds the module; its hooks put it in front of the names in a state dict."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
