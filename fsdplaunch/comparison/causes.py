@@ -1,13 +1,11 @@
 """Which known cause fits a difference between two runs: the first whose evidence is in the records."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, Verdict, distances
-
-_CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,27 +17,6 @@ class Cause:
     hint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What a cause is recognised by.
-
-    Attributes:
-        first: Where the runs part.
-        one: The step there, in one process.
-        many: The same step of the workers.
-        drawn: Whether other random numbers, drawn in its forward pass, fit what the steps before it show.
-        run: Of the workers.
-        dtype: What parameters are computed in, where the configuration sets it.
-    """
-
-    first: Difference
-    one: StepFacts
-    many: StepFacts
-    drawn: bool
-    run: RunFacts
-    dtype: str | None
-
-
 def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str | None) -> Cause:
     """Return the cause that fits; the last is one that cannot be excluded.
 
@@ -49,64 +26,59 @@ def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str
         sharded: Of the workers.
         dtype: Of the sharded run's parameters in computation; None for their own.
     """
+    if first.step == 0:
+        return Cause(
+            id="initial-weights",
+            text="the two runs begin with different weights: the seed is new in every run, or the script resumes"
+            " from what its first run saved",
+            hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is"
+            " built; have it save to a folder that it does not resume from",
+        )
     at = min((first.step or len(sharded.steps)) or 1, len(plain.steps), len(sharded.steps))
     # A step that was equal, whatever was drawn in it, shows that draws make no difference.
     *before, drawn = [
         (one.draws or many.draws) and any(each != one.random[0] for each in many.random)
         for one, many in zip(plain.steps[:at], sharded.steps[:at], strict=True)
     ]
-    evidence = Evidence(
-        first=first,
-        one=plain.steps[at - 1],
-        many=sharded.steps[at - 1],
-        drawn=drawn and not any(before),
-        run=sharded,
-        dtype=dtype,
-    )
-    return next(cause for find in _KNOWN if (cause := find(evidence)) is not None)
+    one, many = plain.steps[at - 1], sharded.steps[at - 1]
+    has_drawn = drawn and not any(before)
+    if (of_rows := _other_rows(one, many, sharded, drawn=has_drawn)) is not None:
+        return of_rows
+    added = zip(one.losses, many.totals, strict=False)
+    is_sum = len(many.rows) > 1 and one.losses and first.what == "loss"
+    if is_sum and all(_close(loss, total) and abs(loss) > 0 for loss, total in added):
+        return Cause(
+            id="loss-is-a-sum",
+            text=f"the loss at {one.line} is a sum over the batch: averaged over the workers, its gradients are"
+            f" {len(many.rows)} times too small",
+            hint='use the mean over the rows (reduction="mean"), or multiply the loss by the number of workers',
+        )
+    return next(_without_proof(first, one, sharded, dtype, drawn=has_drawn))
 
 
-def _initial(evidence: Evidence) -> Cause | None:
-    if evidence.first.step != 0:
+def _other_rows(one: StepFacts, many: StepFacts, sharded: RunFacts, *, drawn: bool) -> Cause | None:
+    """Recognise workers that were given other rows together than the plain run, or as many each."""
+    plain, rows = one.rows[0], sum(each or 0 for each in many.rows)
+    if plain is None or None in many.rows or (plain in many.rows and len(set(many.rows)) > 1):
         return None
-    return Cause(
-        id="initial-weights",
-        text="the two runs begin with different weights: the seed is new in every run, or the script resumes from"
-        " what its first run saved",
-        hint="set a fixed seed in the script (torch.manual_seed, numpy's and random's) before the model is built;"
-        " have it save to a folder that it does not resume from",
-    )
-
-
-def _same_rows(evidence: Evidence) -> Cause | None:
-    """Recognise that all workers were given as many rows as the plain run's batch has."""
-    one, many = evidence.one, evidence.many
-    if len(set(many.rows)) > 1 or many.rows[0] != one.rows[0] or one.rows[0] is None:
-        return None
-    if all(_close(content, one.contents[0]) for content in many.contents):
-        return _random(evidence)
-    if all(_close(content, many.contents[0]) for content in many.contents):
-        return _drawn_anew("all workers read the same rows, but not those of the plain run")
-    return Cause(
-        id="batch-size",
-        text=f"the global batch is {_rows(many)} rows instead of {one.rows[0]}: each worker reads its own",
-        hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
-    )
-
-
-def _other_rows(evidence: Evidence) -> Cause | None:
-    one, many = evidence.one, evidence.many
-    if one.rows[0] is None or None in many.rows or one.rows[0] in many.rows:
-        return None
-    if _rows(many) != one.rows[0]:
+    if plain in many.rows:
+        if all(_close(content, one.contents[0]) for content in many.contents):
+            return _randomness(sharded) if drawn else None
+        if all(_close(content, many.contents[0]) for content in many.contents):
+            return _drawn_anew("all workers read the same rows, but not those of the plain run")
         return Cause(
             id="batch-size",
-            text=f"the workers' batches have {_rows(many)} rows together, the plain run's has {one.rows[0]}",
+            text=f"the global batch is {rows} rows instead of {plain}: each worker reads its own",
+            hint=f"divide the script's batch size by {len(many.rows)} to compare, or accept the larger batch",
+        )
+    if rows != plain:
+        return Cause(
+            id="batch-size",
+            text=f"the workers' batches have {rows} rows together, the plain run's has {plain}",
             hint="use a batch size that the workers can divide evenly",
         )
-    if _close(sum(many.contents), one.contents[0]):
-        return None
-    return _drawn_anew("the workers read other rows than the plain run")
+    same = _close(sum(many.contents), one.contents[0])
+    return None if same else _drawn_anew("the workers read other rows than the plain run")
 
 
 def _drawn_anew(what: str) -> Cause:
@@ -117,36 +89,8 @@ def _drawn_anew(what: str) -> Cause:
     )
 
 
-def _sum(evidence: Evidence) -> Cause | None:
-    """Recognise losses of workers that add up to the plain one: each is the sum over its rows."""
-    one, many = evidence.one, evidence.many
-    added = zip(one.losses, many.totals, strict=False)
-    if len(many.rows) == 1 or not one.losses or evidence.first.what != "loss":
-        return None
-    if not all(_close(plain, total) and abs(plain) > 0 for plain, total in added):
-        return None
-    return Cause(
-        id="loss-is-a-sum",
-        text=f"the loss at {one.line} is a sum over the batch: averaged over the workers, its gradients are"
-        f" {len(many.rows)} times too small",
-        hint='use the mean over the rows (reduction="mean"), or multiply the loss by the number of workers',
-    )
-
-
-def _told(evidence: Evidence) -> Cause | None:
-    if not evidence.run.told:
-        return None
-    return Cause(
-        id="told",
-        text=f"a worker printed the reason: {evidence.run.told[0]}",
-        hint="docs/limits.md says what it means and what can be done",
-    )
-
-
-def _random(evidence: Evidence) -> Cause | None:
-    if not evidence.drawn:
-        return None
-    drops = [layer for layer in evidence.run.layers if "Dropout" in layer]
+def _randomness(run: RunFacts) -> Cause:
+    drops = [layer for layer in run.layers if "Dropout" in layer]
     named = f" ({drops[0]}{f' and {len(drops) - 1} more' if len(drops) > 1 else ''})" if drops else ""
     return Cause(
         id="randomness",
@@ -155,58 +99,44 @@ def _random(evidence: Evidence) -> Cause | None:
     )
 
 
-def _batch_norm(evidence: Evidence) -> Cause | None:
-    norms = [layer for layer in evidence.run.layers if "BatchNorm" in layer]
-    if not norms:
-        return None
-    return Cause(
-        id="batch-norm",
-        text=f"{norms[0]} normalises by each worker's own rows, as under DDP, not by the whole batch",
-        hint="use GroupNorm, on GPUs SyncBatchNorm.convert_sync_batchnorm(model), or accept the difference",
-    )
-
-
-def _dtype(evidence: Evidence) -> Cause | None:
-    if evidence.dtype in (None, "fp32"):
-        return None
-    return Cause(
-        id="dtype",
-        text=f"the workers compute in {evidence.dtype}, as configured, and the plain run in the model's own dtype",
-        hint="compare with --set mixed_precision=no, or with a larger --tolerance",
-    )
-
-
-def _gradient(evidence: Evidence) -> Cause | None:
-    if "gradient" not in evidence.first.what:
-        return None
-    return Cause(
-        id="gradients",
-        text="the losses are equal and the gradients are not: the script treats shards as full tensors, or"
-        " computes gradients of gradients (create_graph)",
-        hint="look at what the script does between backward and step, and report it with the tensor's name",
-    )
-
-
-def _unequal_means(evidence: Evidence) -> Cause | None:
-    return Cause(
+def _without_proof(
+    first: Difference, one: StepFacts, run: RunFacts, dtype: str | None, *, drawn: bool
+) -> Iterator[Cause]:
+    """Yield what the records speak for and do not prove, the likeliest first."""
+    if run.told:
+        hint = "docs/limits.md says what it means and what can be done"
+        yield Cause(id="told", text=f"a worker printed the reason: {run.told[0]}", hint=hint)
+    if drawn:
+        yield _randomness(run)
+    if norms := [layer for layer in run.layers if "BatchNorm" in layer]:
+        yield Cause(
+            id="batch-norm",
+            text=f"{norms[0]} normalises by each worker's own rows, as under DDP, not by the whole batch",
+            hint="use GroupNorm, on GPUs SyncBatchNorm.convert_sync_batchnorm(model), or accept the difference",
+        )
+    if dtype not in (None, "fp32"):
+        yield Cause(
+            id="dtype",
+            text=f"the workers compute in {dtype}, as configured, and the plain run in the model's own dtype",
+            hint="compare with --set mixed_precision=no, or with a larger --tolerance",
+        )
+    if "gradient" in first.what:
+        yield Cause(
+            id="gradients",
+            text="the losses are equal and the gradients are not: the script treats shards as full tensors, or"
+            " computes gradients of gradients (create_graph)",
+            hint="look at what the script does between backward and step, and report it with the tensor's name",
+        )
+    yield Cause(
         id="unequal-means",
         text="the records show none of the other causes; a loss that is a mean over unequal numbers of rows"
-        f" or tokens (padding, ignored labels) does this: {evidence.one.line or 'the loss'}",
+        f" or tokens (padding, ignored labels) does this: {one.line or 'the loss'}",
         hint="see docs/limits.md, what is different from one process",
     )
 
 
-_KNOWN: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _initial, _same_rows, _other_rows, _sum, _told, _random, _batch_norm, _dtype, _gradient, _unequal_means,
-)  # fmt: skip
-
-
-def _rows(step: StepFacts) -> int:
-    return sum(rows or 0 for rows in step.rows)
-
-
 def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=1e-6)
+    return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
 
 
 _FACTOR = 10.0

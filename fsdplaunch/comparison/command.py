@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.comparison.causes import Cause, find_cause, is_equal, may_be_rounding, rounding
-from fsdplaunch.comparison.verdict import RunFacts, StepFacts, Verdict, added_up, compare, read_run
+from fsdplaunch.comparison.verdict import RunFacts, Verdict, added_up, compare, read_run
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.entry_points import PLAIN_RUN
@@ -22,75 +22,20 @@ from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_dir import COMPARED_CHANGED
 
-
-def _table(plain: Sequence[StepFacts], sharded: Sequence[StepFacts], workers: int) -> list[str]:
-    head = ("step", "loss, one process", f"loss, {workers} workers", "gradient norm", f"{workers} workers")
-    rows = [
-        (str(number), _loss(one), _loss(many), f"{one.norm:.6g}", f"{many.norm:.6g}")
-        for number, (one, many) in enumerate(zip(plain, sharded, strict=False), start=1)
-    ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
-    return [*lines, ""]
-
-
-def _loss(step: StepFacts) -> str:
-    return " ".join(f"{loss:.6g}" for loss in step.losses) or "none"
-
-
-def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
-    if verdict.first is None or cause is None:
-        count, by = verdict.parameters
-        steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
-        noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
-        return [
-            f"equal: {plan.script} computes the same over {plan.workers} workers as in one process",
-            f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
-        ]
-    first = verdict.first
-    place = {None: "after the last step", 0: "before the first step"}.get(first.step, f"at step {first.step}")
-    values = (
-        "" if first.plain is None else f", {first.plain:.6g} in one process and {first.sharded:.6g} over workers"
-    )
-    word = "equal except for rounding, visible" if is_equal(verdict, cause) else "different"
-    return [
-        f"{word} {place}: {first.what}{values} (apart by {first.by:.1e})",
-        f"  cause  {cause.text}",
-        f"  try    {cause.hint}",
-    ]
-
-
-def _as_data(
-    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None, tolerance: float
-) -> dict[str, Any]:
-    """Return the same as plain data."""
-    rows = zip(plain.steps, sharded.steps, strict=False)
-    return {
-        "equal": is_equal(verdict, cause),
-        "workers": plan.workers,
-        "tolerance": tolerance,
-        "steps": [
-            {"losses": [one.losses, many.losses], "gradient_norms": [one.norm, many.norm]} for one, many in rows
-        ],
-        "largest_difference": verdict.largest,
-        "parameters": {"compared": verdict.parameters[0], "largest_difference": verdict.parameters[1]},
-        "left_out": list(verdict.noise),
-        "first": _finite(asdict(verdict.first)) if verdict.first else None,
-        "cause": asdict(cause) if cause else None,
-        "run_dir": str(plan.run_dir),
-    }
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that JSON has: None for what is infinite."""
-    return {key: None if value == math.inf else value for key, value in values.items()}
-
-
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance that nothing or everything meets.
+
+    Raises:
+        UsageError: It is not above 0 and finite.
+    """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        msg = f"--tolerance must be a number above 0, got {tolerance}"
+        raise UsageError(msg, hint="1e-4 is the default")
 
 
 def prepared(plan: LaunchPlan) -> LaunchPlan:
@@ -124,33 +69,26 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
         again = shlex.join(["python", *(["-m"] if target.is_module else []), target.name])
         raise LaunchError(msg, hint=f"run {again} until it works; its output is above")
     if read_run(Path(plan.env[COMPARE_DIR]), 0) is None:
-        raise _no_step(plan, workers=1)
+        raise _no_step(plan, "in one process")
 
 
 def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
     """Run the script in one process, record it, and return its exit status."""
     target = plan.target
     words = (*(("-m",) if target.is_module else ()), target.name, *target.arguments)
+    theirs = [name for name in os.environ if not name.startswith(_OURS) and name not in _OF_A_WORKER]
+    names = (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
+    passed = {name: plan.env[name] for name in names if name in plan.env}
+    env = {name: os.environ[name] for name in theirs} | {**plan.config.launch.env, **passed}
     return subprocess.run(
-        [sys.executable, "-m", PLAIN_RUN, *words], env={**_plain_environ(plan, os.environ), **further},
+        [sys.executable, "-m", PLAIN_RUN, *words], env=env | {"CUDA_VISIBLE_DEVICES": "", **further},
         stdout=sys.stderr, check=False, preexec_fn=ended_with_us(),
     ).returncode  # fmt: skip
 
 
-def _no_step(plan: LaunchPlan, *, workers: int) -> LaunchError:
-    """Return the error for a run that trained nothing."""
-    where = "in one process" if workers == 1 else f"over {workers} workers"
+def _no_step(plan: LaunchPlan, where: str) -> LaunchError:
     msg = f"{plan.script}, {where}, ended without an optimizer step"
     return LaunchError(msg, hint="give it arguments with which it trains; --steps only ends it earlier")
-
-
-def _plain_environ(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    own = {
-        name: value for name, value in environ.items() if not name.startswith(_OURS) and name not in _OF_A_WORKER
-    }
-    names = (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
-    passed = {name: plan.env[name] for name in names if name in plan.env}
-    return {**own, **plan.config.launch.env, **passed, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
@@ -162,11 +100,10 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     folder = Path(plan.env[COMPARE_DIR])
     plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
     if plain is None or sharded is None:
-        raise _no_step(plan, workers=plan.workers)
+        raise _no_step(plan, f"over {plan.workers} workers")
     sharded = added_up(plain, sharded, tolerance)
     verdict = compare(plain, sharded, tolerance)
-    dtype = plan.config.precision.param
-    cause = find_cause(verdict.first, plain, sharded, dtype) if verdict.first else None
+    cause = find_cause(verdict.first, plain, sharded, plan.config.precision.param) if verdict.first else None
     if cause is not None and verdict.first is not None and may_be_rounding(verdict.first, cause):
         out.say("  they differ: running once more in one process, with the last digits of the weights changed,")
         out.say("  to see whether rounding does as much")
@@ -174,19 +111,65 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
         changed = None if status else read_run(folder, 0, COMPARED_CHANGED)
         cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
     if as_json:
-        out.json(_as_data(plan, plain, sharded, verdict, cause, tolerance))
+        out.json(_as_data(plan, plain, sharded, verdict, cause) | {"tolerance": tolerance})
     else:
-        for line in [*_table(plain.steps, sharded.steps, plan.workers), *_words(plan, plain, verdict, cause)]:
+        for line in (*_table(plan, plain, sharded), "", *_words(plan, plain, verdict, cause)):
             out.data(line)
     return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
 
 
-def check_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance that nothing or everything meets.
+def _table(plan: LaunchPlan, plain: RunFacts, sharded: RunFacts) -> Iterator[str]:
+    def shown(losses: tuple[float, ...]) -> str:
+        return " ".join(f"{loss:.6g}" for loss in losses) or "none"
 
-    Raises:
-        UsageError: It is not above 0 and finite.
-    """
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        msg = f"--tolerance must be a number above 0, got {tolerance}"
-        raise UsageError(msg, hint="1e-4 is the default")
+    many = f"{plan.workers} workers"
+    rows = [("step", "loss, one process", f"loss, {many}", "gradient norm", many)]
+    for number, (one, other) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
+        norms = f"{one.norm:.6g}", f"{other.norm:.6g}"
+        rows.append((str(number), shown(one.losses), shown(other.losses), *norms))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+
+
+def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
+    if verdict.first is None or cause is None:
+        count, by = verdict.parameters
+        steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
+        noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
+        return [
+            f"equal: {plan.script} computes the same over {plan.workers} workers as in one process",
+            f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
+        ]
+    first = verdict.first
+    place = {None: "after the last step", 0: "before the first step"}.get(first.step, f"at step {first.step}")
+    values = ""
+    if first.plain is not None:
+        values = f", {first.plain:.6g} in one process and {first.sharded:.6g} over workers"
+    word = "equal except for rounding, visible" if is_equal(verdict, cause) else "different"
+    return [
+        f"{word} {place}: {first.what}{values} (apart by {first.by:.1e})",
+        f"  cause  {cause.text}",
+        f"  try    {cause.hint}",
+    ]
+
+
+def _as_data(
+    plan: LaunchPlan, plain: RunFacts, sharded: RunFacts, verdict: Verdict, cause: Cause | None
+) -> dict[str, Any]:
+    first = asdict(verdict.first) if verdict.first else {}
+    rows = zip(plain.steps, sharded.steps, strict=False)
+    return {
+        "equal": is_equal(verdict, cause),
+        "workers": plan.workers,
+        "steps": [
+            {"losses": [one.losses, many.losses], "gradient_norms": [one.norm, many.norm]} for one, many in rows
+        ],
+        "largest_difference": verdict.largest,
+        "parameters": {"compared": verdict.parameters[0], "largest_difference": verdict.parameters[1]},
+        "left_out": list(verdict.noise),
+        # JSON has nothing for what is infinite.
+        "first": {key: None if value == math.inf else value for key, value in first.items()} or None,
+        "cause": asdict(cause) if cause else None,
+        "run_dir": str(plan.run_dir),
+    }

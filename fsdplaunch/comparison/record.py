@@ -22,7 +22,6 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
@@ -43,17 +42,21 @@ Known = tuple[str, nn.Parameter, bool]
 """A parameter's name, the parameter, and whether other workers hold more of it."""
 
 
-def sum_of_squares(tensor: torch.Tensor) -> float:
+def _sum_of_squares(tensor: torch.Tensor) -> float:
     """Return the sum of squares of what this process holds of a tensor; 0 for a sparse one."""
     own = local_tensor(tensor)
     return float(own.double().square().sum().item()) if not own.is_sparse else 0.0
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class NamedModels:
     """The trained models of one process, in the order in which they were first trained. They are kept alive."""
 
     def __init__(self) -> None:
-        self.roots: list[nn.Module] = []
+        self.roots: dict[nn.Module, str] = {}
         self._known: dict[int, Known] = {}
 
     def named(self, params: Iterable[nn.Parameter]) -> list[Known]:
@@ -65,19 +68,20 @@ class NamedModels:
 
     def squares(self) -> dict[str, tuple[float, bool]]:
         """Return, for each parameter, the sum of squares of what is here."""
-        return {name: (sum_of_squares(param), shared) for name, param, shared in self._known.values()}
+        return {name: (_sum_of_squares(param), shared) for name, param, shared in self._known.values()}
 
     def layers(self) -> list[str]:
-        """Return the layers that compute something else with another batch: BatchNorm, dropout that is on."""
-        modules = [each for root in self.roots for each in root.named_modules()]
+        """Return the layers that compute something else when the batch is divided: BatchNorm, active dropout."""
+        modules = [each for root in self.roots for each in root.named_modules() if each[1].training]
         return [
-            f"{class_name(module)} {clean_name(name)}".strip() for name, module in modules if _by_batch(module)
+            f"{class_name(module)} {clean_name(name)}".strip()
+            for name, module in modules
+            if isinstance(module, _BATCH_NORMS) or (isinstance(module, _DROPOUTS) and module.p > 0)
         ]
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter in full, on the host. Collective in a sharded run."""
-        for number, root in enumerate(self.roots):
-            prefix = _prefix(root, number)
+        for root, prefix in self.roots.items():
             if fsdp1_wrappers(root):
                 from fsdplaunch.runtime.state_dict.full_state import full_shapes, full_state
 
@@ -101,21 +105,11 @@ class NamedModels:
                 found.append((min(places[each] for each in left & own), root))
                 left -= own
         for _, root in sorted(found, key=lambda each: each[0]):
-            self.roots.append(root)
-            prefix = _prefix(root, len(self.roots) - 1)
+            prefix = f"{class_name(root)}{len(self.roots) + 1}." if self.roots else ""
+            self.roots[root] = prefix
             shared = any(each.sharding_strategy is not ShardingStrategy.NO_SHARD for each in fsdp1_wrappers(root))
             for name, param in named_parameters(root):
                 self._known.setdefault(id(param), (prefix + name, param, shared or _is_shard(param)))
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-def _by_batch(module: nn.Module) -> bool:
-    """Return whether a layer computes something else when the batch is divided."""
-    drops = isinstance(module, _DROPOUTS) and module.p > 0
-    return module.training and (drops or isinstance(module, _BATCH_NORMS))
 
 
 def _roots() -> list[nn.Module]:
@@ -125,11 +119,6 @@ def _roots() -> list[nn.Module]:
     roots = [module for module in modules if id(module) not in inside]
     bare: list[nn.Module] = [each.module if isinstance(each, DistributedDataParallel) else each for each in roots]
     return sorted(bare, key=lambda root: -sum(1 for _ in root.parameters()))
-
-
-def _prefix(root: nn.Module, number: int) -> str:
-    """Return what stands before the names of the second model and those after it."""
-    return f"{class_name(root)}{number + 1}." if number else ""
 
 
 def _is_shard(tensor: torch.Tensor) -> bool:
@@ -186,11 +175,27 @@ class Recorder:
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        def end_step(optimizer: Optimizer, *_: Any) -> None:
+            self._end_step(param for group in optimizer.param_groups for param in group["params"])
+
+        build, compile_ = Optimizer.__init__, torch.compile
+
+        @functools.wraps(build)
+        def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._built = True
+            build(optimizer, *args, **kwargs)
+
+        def compile_in_parts(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            """Compile without `fullgraph` for `model.compile()`, whose graph breaks at `_forward`."""
+            if getattr(model, "__name__", "") == CALL_METHOD:
+                kwargs.pop("fullgraph", None)
+            return compile_(model, *args, **kwargs)
+
         register_module_forward_pre_hook(self._forward)
-        register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_pre_hook(end_step)
         torch.autograd.backward = self._recorded(torch.autograd.backward)
-        Optimizer.__init__ = self._noted(Optimizer.__init__)  # type: ignore[method-assign]
-        torch.compile = _breaking_at_hooks(torch.compile)
+        Optimizer.__init__ = noted  # type: ignore[method-assign, assignment]
+        torch.compile = compile_in_parts
 
     def facts(self) -> dict[str, Any]:
         """Return the record as plain data."""
@@ -229,14 +234,6 @@ class Recorder:
 
         return recorded
 
-    def _noted(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(build)
-        def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._built = True
-            build(optimizer, *args, **kwargs)
-
-        return noted
-
     def _loss(self, loss: Any) -> bool:
         """Record a loss; return whether it is one."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_meta:
@@ -248,9 +245,6 @@ class Recorder:
         self._now.line = script_line()
         return True
 
-    def _step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._end_step(param for group in optimizer.param_groups for param in group["params"])
-
     def _end_step(self, params: Iterable[nn.Parameter]) -> None:
         known = self.models.named(params)
         if not self.start:
@@ -259,20 +253,9 @@ class Recorder:
             if (grad := param.grad) is not None:
                 # A script may have given a sharded parameter a gradient that each worker holds in full.
                 of_all = _is_shard(grad) if isinstance(param, DTensor) else shared
-                self._now.gradients[name] = (sum_of_squares(grad), of_all)
+                self._now.gradients[name] = (_sum_of_squares(grad), of_all)
         self.steps.append(self._now)
         self._now, self._state = Step(), None
-
-
-def _breaking_at_hooks(compile_: Any) -> Any:
-    """Return `torch.compile` without its `fullgraph` for `model.compile()`, whose graph breaks at `_forward`."""
-
-    def compile_in_parts(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if getattr(model, "__name__", "") == CALL_METHOD:
-            kwargs.pop("fullgraph", None)
-        return compile_(model, *args, **kwargs)
-
-    return compile_in_parts
 
 
 class LastDigits:
@@ -286,31 +269,19 @@ class LastDigits:
         self.changed: dict[int, nn.Parameter] = {}
         self._generator = torch.Generator("cpu").manual_seed(0)
 
-    def install(self) -> RemovableHandle:
-        """Begin to change the parameters of each module when it is called first; return what ends it."""
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        return register_module_forward_pre_hook(self._before_forward)
-
-    def change(self, param: nn.Parameter) -> None:
-        """Multiply each element by 1 plus or minus the dtype's epsilon; zeros stay zeros."""
-        self.changed[id(param)] = param
-        up = torch.randint(0, 2, param.shape, generator=self._generator, device="cpu").bool()
-        epsilon = torch.finfo(param.dtype).eps
-        one = torch.ones((), dtype=param.dtype)
-        param.data.mul_(torch.where(up, one + epsilon, one - epsilon).to(param.device))
-
-    def _before_forward(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+    def before_forward(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Multiply each element of a module's own parameters by 1 plus or minus the dtype's epsilon."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         for param in module.parameters(recurse=False):
-            if id(param) not in self.changed and _has_values(param):
-                self.change(param)
-
-
-def _has_values(param: nn.Parameter) -> bool:
-    """Return whether a parameter is a plain tensor of real numbers: no lazy one, none of torch.func's."""
-    return type(param) is nn.Parameter and param.is_floating_point() and not param.is_meta
+            # Only plain tensors of real numbers: no lazy one, none of torch.func's.
+            has_values = type(param) is nn.Parameter and param.is_floating_point() and not param.is_meta
+            if has_values and id(param) not in self.changed:
+                self.changed[id(param)] = param
+                up = torch.randint(0, 2, param.shape, generator=self._generator, device="cpu").bool()
+                epsilon = torch.finfo(param.dtype).eps
+                one = torch.ones((), dtype=param.dtype)
+                param.data.mul_(torch.where(up, one + epsilon, one - epsilon).to(param.device))
 
 
 PARAMETERS = "parameters.safetensors"
@@ -320,55 +291,47 @@ _recorders: list[tuple[Recorder, int | None]] = []
 
 def record(steps: int) -> None:
     """Record the script that is about to run, and end it after so many optimizer steps."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
     seed_all(SEED)
     shuffle_alike_of_accelerate()
     recorder = Recorder()
     recorder.install()
     if _is_changed():
-        LastDigits().install()
+        register_module_forward_pre_hook(LastDigits().before_forward)
     _recorders.append((recorder, None if rank_variable("RANK") is None else rank()))
-    recorder.count = stop_after(steps, _finish_at_step)
+
+    def finish_at_step(_stepping: Any) -> dict[str, Any]:
+        finish()
+        return {}
+
+    recorder.count = stop_after(steps, finish_at_step)
 
 
 def finish() -> None:
     """Write the record of a script that ended before its steps were made."""
     while _recorders:
-        _finish(*_recorders.pop())
-
-
-def _finish_at_step(_stepping: Any) -> dict[str, Any]:
-    finish()
-    return {}
-
-
-def _finish(recorder: Recorder, worker: int | None) -> None:
-    folder = Path(os.environ[COMPARE_DIR])
-    facts = recorder.facts()
-    if worker is None and not _is_changed():
-        tensors = {
-            name: value.clone(memory_format=torch.contiguous_format)
-            for name, value in recorder.models.full_tensors()
-        }
-        save_file(tensors, folder / PARAMETERS)
-    else:
-        facts["parameters"] = _compared(recorder, folder / PARAMETERS)
-    own = COMPARED_CHANGED if _is_changed() else COMPARED_PLAIN
-    write_json(folder / (own if worker is None else f"rank{worker}.json"), facts)
+        recorder, worker = _recorders.pop()
+        folder, facts = Path(os.environ[COMPARE_DIR]), recorder.facts()
+        if worker is None and not _is_changed():
+            tensors = {
+                name: value.clone(memory_format=torch.contiguous_format)
+                for name, value in recorder.models.full_tensors()
+            }
+            save_file(tensors, folder / PARAMETERS)
+        else:
+            facts["parameters"] = found = dict[str, float | None]()
+            with safe_open(folder / PARAMETERS, framework="pt") as file:
+                names = set(file.keys())
+                for name, value in recorder.models.full_tensors():
+                    found[name] = _distance(value, file.get_tensor(name)) if name in names else None
+        own = COMPARED_CHANGED if _is_changed() else COMPARED_PLAIN
+        write_json(folder / (own if worker is None else f"rank{worker}.json"), facts)
 
 
 def _is_changed() -> bool:
     """Return whether this is the process whose weights change in their last digits."""
     return os.environ.get(COMPARE_CHANGED) == "1"
-
-
-def _compared(recorder: Recorder, plain: Path) -> dict[str, Any]:
-    """Return for each parameter how far it is from the plain process's, at most; None where that has none."""
-    found: dict[str, Any] = {}
-    with safe_open(plain, framework="pt") as file:
-        names = set(file.keys())
-        for name, value in recorder.models.full_tensors():
-            found[name] = _distance(value, file.get_tensor(name)) if name in names else None
-    return found
 
 
 def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:

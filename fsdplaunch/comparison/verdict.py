@@ -68,14 +68,12 @@ def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFact
     records = [read_json(folder / name) for name in names]
     if not all(record.get("steps") for record in records):
         return None
-    for record in records:
-        record["steps"] = _joined(record["steps"])
-    counts = {len(record["steps"]) for record in records}
-    if len(counts) > 1:
+    steps = [_joined(record["steps"]) for record in records]
+    if len(counts := {len(each) for each in steps}) > 1:
         msg = f"the workers made different numbers of optimizer steps: {sorted(counts)}"
         raise LaunchError(msg, hint="see what each worker read: the script decides by rank how long it trains")
     return RunFacts(
-        steps=[_step(parts) for parts in zip(*(record["steps"] for record in records), strict=True)],
+        steps=[_step(parts) for parts in zip(*steps, strict=True)],
         start=_norms([record["start"] for record in records]),
         layers=records[0]["layers"],
         told=records[0].get("told", ()),
@@ -172,13 +170,21 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
     """
     sharded = added_up(plain, sharded, tolerance)
     noise = tuple(name for name in plain.start if _is_noise(name, plain) and _is_noise(name, sharded))
-    steps = list(_differences(plain, sharded))
-    ends = list(_ends(plain, sharded, noise))
-    far = [each for each in (*steps, *ends) if not each.by <= tolerance]
-    sizes = [each.by for each in steps if each.step]
+    found = [
+        _difference(0, f"initial {name}", plain.start[name], sharded.start[name])
+        for name in plain.start
+        if name in sharded.start
+    ]
+    for number, (one, many) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
+        found += _of_step(number, one, many)
+    counts = len(plain.steps), len(sharded.steps)
+    if counts[0] != counts[1]:
+        step, what = min(counts) + 1, "number of steps"
+        found.append(Difference(step=step, what=what, plain=counts[0], sharded=counts[1], by=math.inf))
+    ends = _ends(plain, sharded, noise)
     return Verdict(
-        first=far[0] if far else None,
-        largest=max(sizes, default=0.0),
+        first=next((each for each in (*found, *ends) if not each.by <= tolerance), None),
+        largest=max((each.by for each in found if each.step), default=0.0),
         parameters=(len(ends), max((each.by for each in ends), default=0.0)),
         noise=noise,
     )
@@ -202,25 +208,14 @@ def added_up(plain: RunFacts, sharded: RunFacts, tolerance: float) -> RunFacts:
 
     Each worker's loss is then its part of a sum; the norm shows that its gradients are added up too.
     """
+
+    def is_sum(one: StepFacts, many: StepFacts) -> bool:
+        pairs = (*zip(one.losses, many.totals, strict=False), (one.norm, many.norm))
+        return all(_difference(0, "", *pair).by <= tolerance for pair in pairs)
+
     pairs = zip(plain.steps, sharded.steps, strict=False)
-    steps = [replace(many, losses=many.totals) if _is_sum(one, many, tolerance) else many for one, many in pairs]
+    steps = [replace(many, losses=many.totals) if is_sum(one, many) else many for one, many in pairs]
     return replace(sharded, steps=[*steps, *sharded.steps[len(steps) :]])
-
-
-def _is_sum(one: StepFacts, many: StepFacts, tolerance: float) -> bool:
-    losses = [(0, "loss", *pair) for pair in zip(one.losses, many.totals, strict=False)]
-    return all(_difference(*each).by <= tolerance for each in (*losses, (0, "norm", one.norm, many.norm)))
-
-
-def _differences(plain: RunFacts, sharded: RunFacts) -> Iterator[Difference]:
-    for name in [name for name in plain.start if name in sharded.start]:
-        yield _difference(0, f"initial {name}", plain.start[name], sharded.start[name])
-    for number, (one, many) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
-        yield from _of_step(number, one, many)
-    counts = len(plain.steps), len(sharded.steps)
-    if counts[0] != counts[1]:
-        what = "number of steps"
-        yield Difference(step=min(counts) + 1, what=what, plain=counts[0], sharded=counts[1], by=math.inf)
 
 
 def _of_step(number: int, one: StepFacts, many: StepFacts) -> Iterator[Difference]:
@@ -251,11 +246,14 @@ def _difference(step: int, what: str, plain: float, sharded: float) -> Differenc
     return Difference(step=step, what=what, plain=plain, sharded=sharded, by=by)
 
 
-def _ends(plain: RunFacts, sharded: RunFacts, noise: tuple[str, ...]) -> Iterator[Difference]:
-    for name, by in sharded.parameters.items():
-        if name in plain.start and name not in noise:
-            size = math.inf if by is None else by
-            yield Difference(step=None, what=f"parameter {name}", plain=None, sharded=None, by=size)
+def _ends(plain: RunFacts, sharded: RunFacts, noise: tuple[str, ...]) -> list[Difference]:
+    return [
+        Difference(
+            step=None, what=f"parameter {name}", plain=None, sharded=None, by=math.inf if by is None else by
+        )
+        for name, by in sharded.parameters.items()
+        if name in plain.start and name not in noise
+    ]
 
 
 def _is_noise(name: str, run: RunFacts) -> bool:

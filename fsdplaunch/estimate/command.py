@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch.cli.output import Output
-from fsdplaunch.config.load import LoadedConfig, load_config
+from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import quoted
@@ -96,8 +96,12 @@ def estimate(
         model = Model(sizes=trace.sizes, shape=shape)
     elif model is None:
         model = _described(found.path)  # which says why it is not known
+    file_name = str(loaded.path) if loaded.path else "the built-in defaults"
+    ranks = f"{setup.world} rank{'s' if setup.world != 1 else ''}"
+    place = f"{ranks}, {setup.per_node} per node" if setup.world > setup.per_node else ranks
+    named = found.named or str(found.path.parent if found.path.name == "config.json" else found.path)
     report = Report(
-        title=_title(found, loaded, setup), words=_model_words(model, setup), model=model, setup=setup,
+        title=f"{named} with {file_name} on {place}", words=_words(model, setup), model=model, setup=setup,
         memory=gpu_memory or hardware.gpu_memory_bytes,
         memory_from="--gpu-memory" if gpu_memory else "the smallest GPU here",
         host_memory=hardware.memory_bytes if hardware.gpus else None, exact=trace,
@@ -145,15 +149,7 @@ def _read_source(text: str | None) -> _Source:
         return replace(_read_folder(hub_folder(text)), named=text)
     if path.exists() or path.suffix == ".json":
         return _Source(path=path, model=_described(path) if _is_known(path) else None)
-    if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
-        msg = f"{text} needs a unit, as in {text}b or {text}m"
-        raise UsageError(msg)
-    try:
-        return _sized(text, parse_count(text))
-    except ValueError:
-        msg = f"{text}: no such file, and not the size of a model"
-        hint = "a size has a unit, such as 8b; a model of the hub is named org/model"
-        raise UsageError(msg, hint=hint) from None
+    return _sized(text)
 
 
 def _script(script: str, function: str) -> _Source:
@@ -164,11 +160,20 @@ def _script(script: str, function: str) -> _Source:
     if not Path(script).is_file():
         msg = f"script not found: {script}"
         raise UsageError(msg)
-    return _Source(path=Path(script), function=function)
+    return _Source(path=Path(script), function=function, named=f"{script}:{function}")
 
 
-def _sized(text: str, parameters: int) -> _Source:
+def _sized(text: str) -> _Source:
     """Return a llama of a size such as 8b."""
+    if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
+        msg = f"{text} needs a unit, as in {text}b or {text}m"
+        raise UsageError(msg)
+    try:
+        parameters = parse_count(text)
+    except ValueError:
+        msg = f"{text}: no such file, and not the size of a model"
+        hint = "a size has a unit, such as 8b; a model of the hub is named org/model"
+        raise UsageError(msg, hint=hint) from None
     if parameters > MOST_PARAMETERS:
         msg = f"{quoted(text)} is larger than the largest llama that is estimated, of {MOST_PARAMETERS // 10**12}t"
         raise UsageError(msg, hint="describe the model: CONFIG.json or SCRIPT.py:FUNCTION")
@@ -209,18 +214,7 @@ def _is_known(path: Path) -> bool:
     return isinstance(kind, str) and kind in FAMILIES
 
 
-def _title(source: _Source, loaded: LoadedConfig, setup: TrainingSetup) -> str:
-    named = f"{source.path}:{source.function}" if source.function else str(source.path.parent)
-    if source.path.name != "config.json" and not source.function:
-        named = str(source.path)
-    named = source.named or named
-    file = str(loaded.path) if loaded.path else "the built-in defaults"
-    ranks = f"{setup.world} rank{'s' if setup.world != 1 else ''}"
-    place = f"{ranks}, {setup.per_node} per node" if setup.world > setup.per_node else ranks
-    return f"{named} with {file} on {place}"
-
-
-def _model_words(model: Model, setup: TrainingSetup) -> str:
+def _words(model: Model, setup: TrainingSetup) -> str:
     sizes = model.sizes
     kinds = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
     master, compute, _ = setup.widths(sizes)

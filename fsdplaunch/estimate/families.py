@@ -68,17 +68,23 @@ class ConfigNumbers:
         """Return the first of these numbers that is there.
 
         Raises:
-            ValueError: It is not a whole number.
+            ValueError: It is not a whole number, or too small or large to be one of a model.
             UsageError: None is there, and there is no default.
         """
-        for name in names:
-            value = self.config.get(name)
-            if value is not None:
-                return _checked(name, value, least=0 if default == 0 else 1)
-        if default is None:
-            msg = f"{self.source} has no {names[0]}"
-            raise UsageError(msg, hint="give the config.json that belongs to the model")
-        return default
+        name = next((each for each in names if self.config.get(each) is not None), None)
+        if name is None:
+            if default is None:
+                msg = f"{self.source} has no {names[0]}"
+                raise UsageError(msg, hint="give the config.json that belongs to the model")
+            return default
+        value, least, most = self.config[name], 0 if default == 0 else 1, MOST_BLOCKS if "layer" in name else MOST
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return value
+        shown = quoted(value) if isinstance(value, str) else type(value).__name__
+        if isinstance(value, int | float):
+            shown = str(value) if abs(value) < 10 * MOST else f"{'-' if value < 0 else ''}more than {10 * MOST}"
+        msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
+        raise ValueError(msg)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Return whether something is switched on."""
@@ -92,51 +98,24 @@ class ConfigNumbers:
         return len(labels) if isinstance(labels, dict) and labels else self("num_labels", default=2)
 
 
-def _checked(name: str, value: Any, *, least: int) -> int:
-    """Return a number that a model may have.
-
-    Raises:
-        ValueError: It is not whole, or too small or large to be one.
-    """
-    most = MOST_BLOCKS if "layer" in name else MOST
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-        return value
-    shown = quoted(value) if isinstance(value, str) else type(value).__name__
-    if isinstance(value, int | float):
-        shown = str(value) if abs(value) < 10 * MOST else f"{'-' if value < 0 else ''}more than {10 * MOST}"
-    msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
-    raise ValueError(msg)
-
-
 Answer = tuple[Shapes, ActivationShape, dict[str, int]]
 Family = Callable[..., Answer]
 
 
-def linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
-    """Return tensors of an `nn.Linear`: weight (out, into) and, by default, bias (out,)."""
+def _linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
-def norm(name: str, width: int) -> Shapes:
-    """Return tensors of an `nn.LayerNorm`: weight and bias (width,)."""
+def _norm(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def repeated(prefix: str, count: int, block: Shapes) -> Shapes:
-    """Return the tensors of a list of equal blocks: `prefix`, the block's number, the name inside of it."""
+def _repeated(prefix: str, count: int, block: Shapes) -> Shapes:
     return {f"{prefix}.{number}.{name}": shape for number in range(count) for name, shape in block.items()}
 
 
-def head_tensors(read: ConfigNumbers, head: str, vocab: int, width: int, *, tied: bool) -> Shapes:
-    """Return the tensors of a decoder's head.
-
-    Args:
-        read: The configuration.
-        head: lm, classify or none.
-        vocab: Entries of the vocabulary.
-        width: What the head reads.
-        tied: Whether the family shares its embedding with the output, where the configuration does not say.
-    """
+def _head(read: ConfigNumbers, head: str, vocab: int, width: int, *, tied: bool) -> Shapes:
+    """Return the tensors of a decoder's head: lm, classify or none; tied is what the family does by itself."""
     if head == "classify":
         return {"score.weight": (read.labels, width)}
     has_own = head == "lm" and not read.flag("tie_word_embeddings", default=tied)
@@ -148,7 +127,6 @@ class Decoder:
     """How one family of decoders differs from Llama."""
 
     qkv_bias: bool = False
-    out_bias: bool = False
     head_norm: bool = False
     wide_norm: bool = False
     post_norms: bool = False
@@ -159,8 +137,9 @@ class Decoder:
     capped: bool = False
 
 
-def decoder(traits: Decoder) -> Family:
+def _decoder(**traits: bool) -> Family:
     """Describe Llama and what is built like it."""
+    kind = Decoder(**traits)
 
     def family(read: ConfigNumbers, *, head: str) -> Answer:
         h, vocab = read("hidden_size"), read("vocab_size")
@@ -168,77 +147,75 @@ def decoder(traits: Decoder) -> Family:
         size = read("head_dim", default=h // heads)
         q, kv = heads * size, read("num_key_value_heads", default=heads) * size
         layers = read("num_hidden_layers")
+        ffn = read("moe_intermediate_size", "intermediate_size") if kind.experts else read("intermediate_size")
+        block = _attention(read, kind, (h, q, kv), size) | _feed_forward(read, kind, h, ffn)
         shapes: Shapes = {"model.embed_tokens.weight": (vocab, h)}
-        shapes |= repeated("model.layers", layers, _decoder_block(read, traits, h, q, kv, size))
+        shapes |= _repeated("model.layers", layers, block)
         shapes["model.norm.weight"] = (h,)
-        shapes |= head_tensors(read, head, vocab, h, tied=traits.tied)
-        active = read("num_experts_per_tok") if traits.experts else 1
-        ffn = read("moe_intermediate_size", "intermediate_size") if traits.experts else read("intermediate_size")
+        shapes |= _head(read, head, vocab, h, tied=kind.tied)
         shape = ActivationShape(
-            hidden=h, layers=layers, heads=q, keys=kv, ffn=ffn * active, vocab=vocab if head == "lm" else 0,
-            norms=4 if traits.post_norms else 2, head_norms=2 if traits.head_norm or traits.wide_norm else 0,
-            max_length=read("max_position_embeddings", default=0), capped=traits.capped,
-            eager=heads if traits.capped else 0, head_count=heads,
+            hidden=h, layers=layers, heads=q, keys=kv, vocab=vocab if head == "lm" else 0,
+            ffn=ffn * (read("num_experts_per_tok") if kind.experts else 1),
+            norms=4 if kind.post_norms else 2, head_norms=2 if kind.head_norm or kind.wide_norm else 0,
+            max_length=read("max_position_embeddings", default=0), capped=kind.capped,
+            eager=heads if kind.capped else 0, head_count=heads,
         )  # fmt: skip
         return shapes, shape, {"model.layers": layers}
 
     return family
 
 
-def _decoder_block(read: ConfigNumbers, traits: Decoder, h: int, q: int, kv: int, size: int) -> Shapes:
-    qkv_bias = traits.qkv_bias or read.flag("attention_bias", default=False)
-    out_bias = traits.out_bias or (read.flag("attention_bias", default=False) and not traits.qkv_bias)
+def _attention(read: ConfigNumbers, kind: Decoder, widths: tuple[int, int, int], size: int) -> Shapes:
+    """Return the tensors of a block's attention, and the norms around its parts."""
+    h, q, kv = widths
+    biased = read.flag("attention_bias", default=False)
     block: Shapes = {}
-    if traits.fused:
-        block["self_attn.qkv_proj.weight"] = (q + 2 * kv, h)
-        block["self_attn.o_proj.weight"] = (h, q)
+    if kind.fused:
+        block = {"self_attn.qkv_proj.weight": (q + 2 * kv, h), "self_attn.o_proj.weight": (h, q)}
     else:
         for name, width in (("q", q), ("k", kv), ("v", kv)):
-            block |= linear(f"self_attn.{name}_proj", width, h, bias=qkv_bias)
-        block |= linear("self_attn.o_proj", h, q, bias=out_bias)
-    if traits.head_norm or traits.wide_norm:
-        block["self_attn.q_norm.weight"] = (size if traits.head_norm else q,)
-        block["self_attn.k_norm.weight"] = (size if traits.head_norm else kv,)
-    block |= _feed_forward(read, traits, h)
+            block |= _linear(f"self_attn.{name}_proj", width, h, bias=kind.qkv_bias or biased)
+        block |= _linear("self_attn.o_proj", h, q, bias=biased and not kind.qkv_bias)
+    if kind.head_norm or kind.wide_norm:
+        block["self_attn.q_norm.weight"] = (size if kind.head_norm else q,)
+        block["self_attn.k_norm.weight"] = (size if kind.head_norm else kv,)
     names = ["post_attention_layernorm"]
-    names += [] if traits.after_only else ["input_layernorm"]
-    names += ["pre_feedforward_layernorm"] if traits.post_norms else []
-    names += ["post_feedforward_layernorm"] if traits.post_norms or traits.after_only else []
+    names += [] if kind.after_only else ["input_layernorm"]
+    names += ["pre_feedforward_layernorm"] if kind.post_norms else []
+    names += ["post_feedforward_layernorm"] if kind.post_norms or kind.after_only else []
     return block | {f"{name}.weight": (h,) for name in names}
 
 
-def _feed_forward(read: ConfigNumbers, traits: Decoder, h: int) -> Shapes:
-    if traits.experts:
-        ffn, experts = read("moe_intermediate_size", "intermediate_size"), read("num_local_experts", "num_experts")
+def _feed_forward(read: ConfigNumbers, kind: Decoder, h: int, ffn: int) -> Shapes:
+    if kind.experts:
+        experts = read("num_local_experts", "num_experts")
         return {
             "mlp.gate.weight": (experts, h),
             "mlp.experts.gate_up_proj": (experts, 2 * ffn, h),
             "mlp.experts.down_proj": (experts, h, ffn),
         }
-    ffn, bias = read("intermediate_size"), read.flag("mlp_bias", default=False)
-    if traits.fused:
+    if kind.fused:
         return {"mlp.gate_up_proj.weight": (2 * ffn, h), "mlp.down_proj.weight": (h, ffn)}
-    return (
-        linear("mlp.gate_proj", ffn, h, bias=bias)
-        | linear("mlp.up_proj", ffn, h, bias=bias)
-        | linear("mlp.down_proj", h, ffn, bias=bias)
-    )
+    bias, found = read.flag("mlp_bias", default=False), Shapes()
+    for name, out, into in (("gate", ffn, h), ("up", ffn, h), ("down", h, ffn)):
+        found |= _linear(f"mlp.{name}_proj", out, into, bias=bias)
+    return found
 
 
-def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
+def _gpt2(read: ConfigNumbers, *, head: str) -> Answer:
     """Describe GPT-2 and what shares its code."""
     h, layers, vocab = read("n_embd", "hidden_size"), read("n_layer", "num_hidden_layers"), read("vocab_size")
     length = read("n_positions", "max_position_embeddings")
     ffn = read("n_inner", default=4 * h)
     shapes: Shapes = {"transformer.wte.weight": (vocab, h), "transformer.wpe.weight": (length, h)}
-    block = norm("ln_1", h) | norm("ln_2", h)
+    block = _norm("ln_1", h) | _norm("ln_2", h)
     # Conv1D keeps its weight the other way round.
     for name, into, out in (
         ("attn.c_attn", h, 3 * h), ("attn.c_proj", h, h), ("mlp.c_fc", h, ffn), ("mlp.c_proj", ffn, h)
     ):  # fmt: skip
         block |= {f"{name}.weight": (into, out), f"{name}.bias": (out,)}
-    shapes |= repeated("transformer.h", layers, block) | norm("transformer.ln_f", h)
-    shapes |= head_tensors(read, head, vocab, h, tied=True)
+    shapes |= _repeated("transformer.h", layers, block) | _norm("transformer.ln_f", h)
+    shapes |= _head(read, head, vocab, h, tied=True)
     composite = str(read.config.get("activation_function", "gelu_new")) in ("gelu_new", "gelu_fast")
     dropout = 2.0 if read.config.get("resid_pdrop", 0.1) else 0
     shape = ActivationShape(
@@ -250,19 +227,19 @@ def gpt2(read: ConfigNumbers, *, head: str) -> Answer:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": decoder(Decoder()),
-    "mistral": decoder(Decoder()),
-    "granite": decoder(Decoder()),
-    "smollm3": decoder(Decoder(tied=True)),
-    "qwen2": decoder(Decoder(qkv_bias=True)),
-    "qwen3": decoder(Decoder(head_norm=True)),
-    "phi3": decoder(Decoder(fused=True)),
-    "olmo2": decoder(Decoder(wide_norm=True, after_only=True)),
-    "gemma": decoder(Decoder(tied=True)),
-    "gemma2": decoder(Decoder(tied=True, post_norms=True, capped=True)),
-    "gemma3_text": decoder(Decoder(tied=True, post_norms=True, head_norm=True)),
-    "mixtral": decoder(Decoder(experts=True)),
-    "qwen3_moe": decoder(Decoder(head_norm=True, experts=True)),
-    "gpt2": gpt2,
+    "llama": _decoder(),
+    "mistral": _decoder(),
+    "granite": _decoder(),
+    "smollm3": _decoder(tied=True),
+    "qwen2": _decoder(qkv_bias=True),
+    "qwen3": _decoder(head_norm=True),
+    "phi3": _decoder(fused=True),
+    "olmo2": _decoder(wide_norm=True, after_only=True),
+    "gemma": _decoder(tied=True),
+    "gemma2": _decoder(tied=True, post_norms=True, capped=True),
+    "gemma3_text": _decoder(tied=True, post_norms=True, head_norm=True),
+    "mixtral": _decoder(experts=True),
+    "qwen3_moe": _decoder(head_norm=True, experts=True),
+    "gpt2": _gpt2,
 }
 """Every family by its `model_type`."""

@@ -94,16 +94,7 @@ class TrainingSetup:
 def training_setup(
     config: Config, *, world: int, per_node: int, batch_size: int, length: int, optimizer: str, on_gpu: bool
 ) -> TrainingSetup:
-    """Take from a configuration what memory depends on.
-
-    Args:
-        config: Resolved.
-        world: Ranks over all nodes.
-        per_node: Ranks on each node.
-        batch_size: Sequences per rank and step.
-        length: Tokens of each.
-        optimizer: A key of STATES.
-        on_gpu: Whether the run computes on GPUs.
+    """Take from a configuration what memory depends on; the arguments are those of `TrainingSetup`.
 
     Raises:
         UsageError: The mesh does not fit the ranks, or the optimizer is not known.
@@ -149,13 +140,7 @@ def training_setup(
 
 
 def ranks_of(config: Config, *, gpus: int, given: int | None) -> tuple[int, int]:
-    """Return (ranks over all nodes, ranks on each).
-
-    Args:
-        config: Resolved.
-        gpus: GPUs seen here.
-        given: The command line's number over all nodes, or None.
-    """
+    """Return ranks over all nodes, of which `given` is the command line's number, and ranks on each."""
     here = workers_per_node(config) or gpus
     world = given or world_size(config) or (here or CPU_WORKERS) * config.num_machines
     per_node = here or min(world, 8)  # most machines with GPUs have 8
@@ -195,55 +180,34 @@ class Activations:
     loss: int = 0
 
 
-def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> Activations:
-    """Count activations.
-
-    Args:
-        shape: The model's.
-        setup: Says batch, length, checkpointing, and how many ranks split layers and sequences.
-        width: Bytes per element of the computation.
-    """
-    tokens, inside = setup.tokens, setup.tokens // setup.context
-    split = replace(
-        shape,
-        heads=shape.heads // setup.tensor,
-        keys=shape.keys // setup.tensor,
-        ffn=shape.ffn // setup.tensor,
-        eager=shape.eager // (setup.tensor * setup.context),
-    )
-    block = round(inside * _per_token(split, width)) + _weights(split, setup, width)
-    entry = tokens * shape.hidden * width
-    again = shape.layers // setup.checkpoint_every if setup.checkpoint_every else 0
-    kept = (shape.layers - again) * block
-    kept += 0 if setup.checkpoint_offload else again * entry // setup.context
-    scores = tokens * shape.vocab
-    capped = width if shape.capped else 0
-    logits = scores * (width + FP32 + capped)  # the loss is computed in fp32
-    return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * FP32)
-
-
 _STEPS_OF_GELU = 5
 """Tensors that gelu written out (0.5 x (1 + tanh(...))) saves."""
 
 
-def _per_token(shape: ActivationShape, width: int) -> float:
-    h, q, kv = shape.hidden, shape.heads, shape.keys
+def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> Activations:
+    """Count activations that are computed in `width` bytes per element."""
+    tokens, inside = setup.tokens, setup.tokens // setup.context
+    h, q, kv = shape.hidden, shape.heads // setup.tensor, shape.keys // setup.tensor
     in_fp32 = FP32 + width if width < FP32 else 2 * width  # a norm that is computed step by step
     norm = in_fp32 * h if shape.full_norm else width * h
-    inside = shape.ffn * (4 if shape.gated else _STEPS_OF_GELU if shape.composite else 2)
-    return (
+    ffn = shape.ffn // setup.tensor * (4 if shape.gated else _STEPS_OF_GELU if shape.composite else 2)
+    per_token = (
         shape.norms * norm
         + (in_fp32 * (q + kv) if shape.head_norms else 0)
-        + width * (2 * h + 2 * q + 2 * kv + inside)
+        + width * (2 * h + 2 * q + 2 * kv + ffn)
         + shape.dropout * h * (width + 1)
     )
-
-
-def _weights(shape: ActivationShape, setup: TrainingSetup, width: int) -> int:
-    """Return the bytes of attention weights, where they are kept: scores, softmax, what dropout makes of it."""
-    pairs = setup.batch_size * shape.eager * setup.length * setup.length
+    # Attention weights, where they are kept: scores, softmax, what dropout makes of it.
+    eager = shape.eager // (setup.tensor * setup.context)
     each = FP32 + (width if width < FP32 else 0) + 2 * width if shape.capped else width + 2
-    return pairs * each
+    block = round(inside * per_token) + setup.batch_size * eager * setup.length * setup.length * each
+    entry = tokens * h * width
+    again = shape.layers // setup.checkpoint_every if setup.checkpoint_every else 0
+    kept = (shape.layers - again) * block
+    kept += 0 if setup.checkpoint_offload else again * entry // setup.context
+    scores = tokens * shape.vocab
+    logits = scores * (width + FP32 + (width if shape.capped else 0))  # the loss is computed in fp32
+    return Activations(block=block, kept=kept + entry, logits=logits, loss=scores * 2 * FP32)
 
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "activations", "temporary")
@@ -310,12 +274,7 @@ class MemoryNeed:
 
 
 def memory_need(model: Model, setup: TrainingSetup) -> MemoryNeed:
-    """Count what a run needs.
-
-    Args:
-        model: Without a shape its activations are left out.
-        setup: The run.
-    """
+    """Count what a run needs; activations are left out of a model without a shape."""
     sizes, shape = model.sizes, model.shape
     root, blocks = sizes.root, sizes.blocks
     if setup.whole:
@@ -368,39 +327,23 @@ def _moments(
     head = max((tensor.numel for tensor, _ in model.sizes.root.tensors), default=0)
     head = min(root.parameters, head if model.shape is None else model.shape.vocab * model.shape.hidden)
     before = {**dict.fromkeys(PARTS, 0), "parameters": kept["parameters"], "optimizer": kept["optimizer"]}
+    summed = {**before, "gradients": kept["gradients"]}
     return {
-        "loss": {
-            **before,
-            "gathered": gathered,
-            "communication": ahead,
-            "activations": acts.kept + acts.logits,
-            "temporary": acts.loss,
-        },
-        "backward": {
-            **before,
-            "gathered": gathered + ahead,
-            "communication": ahead + largest * reduce,
-            "activations": max(acts.kept, acts.block),
-            "temporary": (head + largest) * compute + acts.block,
-        },
-        "reduce": {
-            **before,
-            "gradients": kept["gradients"],
-            "gathered": root.parameters * compute,
-            "communication": root.parameters * reduce,
-            "temporary": root.parameters * compute,
-        },
-        "step": {**before, "gradients": kept["gradients"], "temporary": kept["parameters"]},
+        "loss": before
+        | {"gathered": gathered, "communication": ahead}
+        | {"activations": acts.kept + acts.logits, "temporary": acts.loss},
+        "backward": before
+        | {"gathered": gathered + ahead, "communication": ahead + largest * reduce}
+        | {"activations": max(acts.kept, acts.block), "temporary": (head + largest) * compute + acts.block},
+        "reduce": summed
+        | {"gathered": root.parameters * compute, "communication": root.parameters * reduce}
+        | {"temporary": root.parameters * compute},
+        "step": summed | {"temporary": kept["parameters"]},
     }
 
 
 def verdict_of(need: int, memory: int | None) -> Verdict:
-    """Say whether a need fits a memory, both in bytes.
-
-    Args:
-        need: At the peak.
-        memory: Of one GPU; None when it is not known.
-    """
+    """Say whether a need at the peak fits a GPU's memory, where that is known; both in bytes."""
     if memory is None:
         return "unknown"
     if need <= COMFORT * memory:

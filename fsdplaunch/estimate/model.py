@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.dtypes import DTYPES
-from fsdplaunch.checkpoint.safetensors_format import FileHeader
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.families import FAMILIES, ActivationShape, ConfigNumbers
 from fsdplaunch.files import JsonError, parse_json
 from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, weight_files
 
+LIMIT = 64 * 1024 * 1024
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
 
 
@@ -129,17 +129,16 @@ def model_sizes(
         prefixes = tuple(f"{group.prefix}.{number}" for group in groups for number in range(group.count))
     members: dict[str, list[TensorSize]] = {prefix: [] for prefix in prefixes}
     root: list[TensorSize] = []
+    widths: Counter[int] = Counter()
     for name, tensor in tensors.items():
         parts = name.split(".")
         parents = (".".join(parts[:length]) for length in range(1, len(parts)))
         members.get(next((each for each in parents if each in members), ""), root).append(tensor)
+        widths[tensor.itemsize] += tensor.numel
     blocks: dict[object, UnitSize] = {}
     for unit in (unit_of(prefix, content) for prefix, content in members.items() if content):
         known = blocks.setdefault(unit.tensors, replace(unit, count=0))
         blocks[unit.tensors] = replace(known, count=known.count + 1)
-    widths: Counter[int] = Counter()
-    for tensor in tensors.values():
-        widths[tensor.itemsize] += tensor.numel
     return ModelSizes(
         source=source,
         root=unit_of("", root),
@@ -158,9 +157,6 @@ def unit_of(name: str, tensors: Iterable[TensorSize]) -> UnitSize:
 def read_sizes(folder: Path) -> ModelSizes:
     """Read the sizes from the headers of a model folder's safetensors files; no tensor is read.
 
-    Args:
-        folder: With `*.safetensors` files, with or without an index.
-
     Raises:
         UsageError: A file is missing, cut short or not readable, or there is none.
     """
@@ -172,7 +168,10 @@ def read_sizes(folder: Path) -> ModelSizes:
     homes: dict[str, str] = {}
     for path in files:
         header = file_header(path)
-        _check_length(path, header)
+        end = max((entry.last for entry in header.entries.values()), default=header.start)
+        if header.size != end:
+            msg = f"{path} is not a complete safetensors file: it has {header.size} bytes, its header says {end}"
+            raise UsageError(msg, hint="download or copy it again")
         homes |= dict.fromkeys(header.entries, path.name)
         for name, entry in header.entries.items():
             if entry.code.startswith(_FLOATS):
@@ -187,22 +186,8 @@ def read_sizes(folder: Path) -> ModelSizes:
     return model_sizes(tensors, f"headers of {len(files)} file{'s' if len(files) > 1 else ''} in {folder}")
 
 
-def _check_length(path: Path, header: FileHeader) -> None:
-    """Raise when a file ends before its last tensor: it was cut short."""
-    end = max((entry.last for entry in header.entries.values()), default=header.start)
-    if header.size != end:
-        msg = f"{path} is not a complete safetensors file: it has {header.size} bytes, its header says {end}"
-        raise UsageError(msg, hint="download or copy it again")
-
-
-LIMIT = 64 * 1024 * 1024
-
-
 def read_json_file(path: Path) -> dict[str, Any]:
     """Return the mapping a file holds.
-
-    Args:
-        path: The file.
 
     Raises:
         UsageError: There is no such file, or it holds something else.
@@ -236,11 +221,7 @@ class Model:
 
 
 def describe(config: Mapping[str, Any], *, source: str) -> Model:
-    """Describe the model of a configuration.
-
-    Args:
-        config: What `config.json` holds.
-        source: Where it comes from, in words.
+    """Describe the model of a `config.json`'s content.
 
     Raises:
         UsageError: Its family is not known here, or it lacks a number.
@@ -251,8 +232,12 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
         msg = f"{source}: the model type {kind!r} is not known to the quick estimate"
         hint = "use --exact, which builds the model, or name a function that does: script.py:build_model"
         raise UsageError(msg, hint=f"{hint}; known are {', '.join(sorted(FAMILIES))}")
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    head = "none" if name.endswith("Model") and not name.endswith("LMHeadModel") else "lm"
+    head = "classify" if name.endswith("ForSequenceClassification") else head
     try:
-        shapes, shape, lists = family(ConfigNumbers(config, source), head=_has_head(config))
+        shapes, shape, lists = family(ConfigNumbers(config, source), head=head)
     except UsageError:
         raise
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -264,17 +249,6 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
     return Model(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape)
 
 
-def _has_head(config: Mapping[str, Any]) -> str:
-    """Return what stands on top, from the class's name: lm, masked, classify or none."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    if name.endswith("ForSequenceClassification"):
-        return "classify"
-    if name.endswith("Model") and not name.endswith("LMHeadModel"):
-        return "none"
-    return "lm"
-
-
 _WORDS = 32_000
 _HEAD = 128
 MOST_PARAMETERS = 4 * 10**12
@@ -282,13 +256,8 @@ MOST_PARAMETERS = 4 * 10**12
 
 
 def llama_of(parameters: int) -> dict[str, Any]:
-    """Return the configuration of the llama whose size is nearest, of a usual shape: one block per 128 of width.
-
-    Args:
-        parameters: Number of parameters.
-    """
-    widths = range(_HEAD, 32_769, _HEAD)
-    usual = ((width, width // _HEAD) for width in widths)
+    """Return the configuration of the llama of nearest size and usual shape: one block per 128 of width."""
+    usual = ((width, width // _HEAD) for width in range(_HEAD, 32_769, _HEAD))
     shapes = ((width, depth) for width, most in usual for depth in range(max(1, most * 3 // 4), most * 5 // 4 + 1))
     width, depth = min(shapes, key=lambda shape: abs(count_parameters(*shape) - parameters))
     return {

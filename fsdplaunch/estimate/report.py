@@ -35,12 +35,7 @@ class SetupChange:
 
 
 def changes(model: Model, yours: TrainingSetup) -> list[SetupChange]:
-    """Return the single changes that save memory on the GPU, the largest saving first.
-
-    Args:
-        model: The model.
-        yours: The run as it is.
-    """
+    """Return the single changes to a run that save memory on the GPU, the largest saving first."""
     now, found = memory_need(model, yours).gpu, []
     for what, option, cost, setup in _candidates(model, yours):
         need = memory_need(model, setup)
@@ -50,58 +45,33 @@ def changes(model: Model, yours: TrainingSetup) -> list[SetupChange]:
 
 
 def _candidates(model: Model, yours: TrainingSetup) -> Iterator[tuple[str, str, str, TrainingSetup]]:
-    every = replace(yours, checkpoint_every=1)
-    if model.shape is not None and yours.checkpoint_every > 1:
-        yield (
-            "checkpointing of every block",
-            "sharding.checkpoint_every=1",
-            "every block's forward runs twice",
-            every,
-        )
-    elif model.shape is not None and not yours.checkpoint_every:
-        yield (
-            "activation checkpointing",
-            "fsdp_activation_checkpointing=true",
-            "about 30 % more time: every block's forward runs twice",
-            every,
-        )
+    if model.shape is not None and yours.checkpoint_every != 1:
+        what, option = "activation checkpointing", "fsdp_activation_checkpointing=true"
+        cost = "about 30 % more time: every block's forward runs twice"
+        if yours.checkpoint_every:
+            what, option = "checkpointing of every block", "sharding.checkpoint_every=1"
+            cost = "every block's forward runs twice"
+        yield what, option, cost, replace(yours, checkpoint_every=1)
     if yours.keeps:
-        yield (
-            "free gathered parameters after forward",
-            "fsdp_reshard_after_forward=true" if yours.version != 1 else "fsdp_sharding_strategy=FULL_SHARD",
-            "one more gather per block and step",
-            replace(yours, keeps=0, strategy=yours.strategy.replace("SHARD_GRAD_OP", "FULL_SHARD")),
-        )
+        option = "fsdp_reshard_after_forward=true" if yours.version != 1 else "fsdp_sharding_strategy=FULL_SHARD"
+        strategy = yours.strategy.replace("SHARD_GRAD_OP", "FULL_SHARD")
+        freed = replace(yours, keeps=0, strategy=strategy)
+        yield "free gathered parameters after forward", option, "one more gather per block and step", freed
     if yours.shards < yours.spread:
-        yield (
-            f"shard over all {yours.spread} ranks",
-            "fsdp_sharding_strategy=FULL_SHARD",
-            "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward",
-            replace(yours, shards=yours.spread, strategy="FULL_SHARD", keeps=0),
-        )
-    compute = yours.widths(model.sizes)[1]
-    if compute > 2:  # noqa: PLR2004
-        yield (
-            "compute in bf16",
-            "mixed_precision=bf16",
-            "rounding; faster on GPUs that have it",
-            replace(yours, compute=2, reduce=4, master=4),
-        )
+        what, option = f"shard over all {yours.spread} ranks", "fsdp_sharding_strategy=FULL_SHARD"
+        cost = "gathers cross nodes" if yours.world > yours.per_node else "gathers in forward and backward"
+        yield what, option, cost, replace(yours, shards=yours.spread, strategy="FULL_SHARD", keeps=0)
+    if yours.widths(model.sizes)[1] > 2:  # noqa: PLR2004
+        low = replace(yours, compute=2, reduce=4, master=4)
+        yield "compute in bf16", "mixed_precision=bf16", "rounding; faster on GPUs that have it", low
     if not yours.offload and yours.on_gpu:
-        yield (
-            "offload to host memory",
-            "fsdp_offload_params=true",
-            "every step copies parameters and gradients over PCIe; the optimizer runs on the CPU",
-            replace(yours, offload=True),
-        )
+        cost = "every step copies parameters and gradients over PCIe; the optimizer runs on the CPU"
+        yield "offload to host memory", "fsdp_offload_params=true", cost, replace(yours, offload=True)
     if yours.batch_size > 1 and model.shape is not None:
         half = yours.batch_size // 2
-        yield (
-            f"batch of {half} instead of {yours.batch_size}",
-            f"a batch of {half} in the script",
-            "more steps of accumulation for the same batch over all ranks",
-            replace(yours, batch_size=half),
-        )
+        what, option = f"batch of {half} instead of {yours.batch_size}", f"a batch of {half} in the script"
+        cost = "more steps of accumulation for the same batch over all ranks"
+        yield what, option, cost, replace(yours, batch_size=half)
     if yours.shards > 1 or yours.world == 1:
         more = resized(yours, 2 * yours.world)
         yield f"{more.world} ranks instead of {yours.world}", f"num_processes={more.world}", "more GPUs", more
@@ -117,14 +87,9 @@ def resized(yours: TrainingSetup, world: int) -> TrainingSetup:
 
 
 def fewest_ranks(model: Model, yours: TrainingSetup, memory: int) -> int | None:
-    """Return the smallest number of ranks with which the run fits, or None when no number is enough.
+    """Return the smallest number of ranks with which a GPU's bytes are enough, or None when no number is.
 
-    Ranks beyond one node come in whole nodes.
-
-    Args:
-        model: The model.
-        yours: The run; its strategy and batch per rank stay.
-        memory: Of one GPU, in bytes.
+    Ranks beyond one node come in whole nodes. Strategy and batch per rank stay.
     """
     if yours.strategy == "NO_SHARD":
         return 1 if _fits(model, yours, memory) else None
@@ -144,20 +109,10 @@ def fewest_ranks(model: Model, yours: TrainingSetup, memory: int) -> int | None:
 
 
 def largest_batch(model: Model, yours: TrainingSetup, memory: int) -> int | None:
-    """Return the largest batch per rank with which the run fits; 0 for none, None when activations are unknown.
-
-    Args:
-        model: The model.
-        yours: The run.
-        memory: Of one GPU, in bytes.
-    """
+    """Return the largest batch per rank with which the run fits; 0 for none, None when activations are unknown."""
     if model.shape is None:
         return None
-
-    def too_large(batch: int) -> bool:
-        return not _fits(model, replace(yours, batch_size=batch), memory)
-
-    first = _first(too_large, _LARGEST_BATCH)
+    first = _first(lambda batch: not _fits(model, replace(yours, batch_size=batch), memory), _LARGEST_BATCH)
     return _LARGEST_BATCH if first is None else first - 1
 
 
@@ -198,33 +153,6 @@ def _notes(model: Model, need: MemoryNeed, host_memory: int | None, *, exact: bo
         yield f"sequences of {setup.length} are longer than the model's {shape.max_length}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One way to shard: its name, what it needs, and whether that fits."""
-
-    name: str
-    need: MemoryNeed
-    verdict: Verdict
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data; `parts` and `context` sum to `gpu`."""
-        need = self.need
-        return {
-            "name": self.name,
-            "verdict": self.verdict,
-            "gpu": need.gpu,
-            "allocated": need.total,
-            "parts": dict(need.parts),
-            "context": need.context,
-            "moment": need.moment,
-            "moments": {name: sum(parts.values()) for name, parts in need.moments.items()},
-            "host_per_node": need.host_per_node,
-            "loading_per_node": need.loading,
-            "building_per_node": need.building,
-            "checkpoint": need.checkpoint,
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """An estimate.
@@ -239,7 +167,7 @@ class Report:
         host_memory: Of this machine, in bytes; None when unknown or when the run is elsewhere.
         exact: The traced step, when one was traced.
         said_first: Notes.
-        rows: Ways to shard, the configured one first.
+        needs: Of the ways to shard, the configured one first.
     """
 
     title: str
@@ -251,19 +179,16 @@ class Report:
     host_memory: int | None = None
     exact: StepTrace | None = None
     said_first: Sequence[str] = ()
-    rows: Sequence[Row] = field(init=False)
+    needs: Sequence[MemoryNeed] = field(init=False)
 
     def __post_init__(self) -> None:
         needs = [memory_need(self.model, setup) for setup in (self.setup, *alternatives(self.setup))]
-        rows = [
-            Row(name=name_of(need.setup), need=need, verdict=verdict_of(need.gpu, self.memory)) for need in needs
-        ]
-        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "needs", needs)
 
     @property
     def gpu(self) -> int:
         """Return bytes of a GPU in use at the peak of the configured run; what was traced counts more."""
-        need = self.rows[0].need
+        need = self.needs[0]
         return need.gpu if self.exact is None else self.exact.total + need.context
 
     @property
@@ -283,45 +208,58 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return what should be known about the numbers."""
-        return [
-            *self.said_first,
-            *_notes(self.model, self.rows[0].need, self.host_memory, exact=self.exact is not None),
-        ]
+        own = _notes(self.model, self.needs[0], self.host_memory, exact=self.exact is not None)
+        return [*self.said_first, *own]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, all sizes in bytes."""
+        """Return the report as plain data, all sizes in bytes; a strategy's `parts` and `context` sum to `gpu`."""
         sizes, trace = self.model.sizes, self.exact
+        exact = trace and {
+            "allocated": trace.total,
+            "parts": dict(trace.parts),
+            "host_per_rank": trace.host,
+            "seconds": trace.seconds,
+        }
+        strategies = [
+            {
+                "name": name_of(need.setup),
+                "verdict": verdict_of(need.gpu, self.memory),
+                "gpu": need.gpu,
+                "allocated": need.total,
+                "parts": dict(need.parts),
+                "context": need.context,
+                "moment": need.moment,
+                "moments": {name: sum(parts.values()) for name, parts in need.moments.items()},
+                "host_per_node": need.host_per_node,
+                "loading_per_node": need.loading,
+                "building_per_node": need.building,
+                "checkpoint": need.checkpoint,
+                "yours": not at,
+            }
+            for at, need in enumerate(self.needs)
+        ]
+        found = [
+            {
+                "what": change.what,
+                "option": change.option,
+                "cost": change.cost,
+                "saves": change.saves,
+                "gpu": change.need.gpu,
+                "verdict": verdict_of(change.need.gpu, self.memory),
+            }
+            for change in changes(self.model, self.setup)
+        ]
+        model = {"source": sizes.source, "parameters": sizes.parameters}
         return {
-            "model": {
-                "source": sizes.source,
-                "parameters": sizes.parameters,
-                "blocks": sizes.depth,
-                "bytes": sizes.stored,
-            },
+            "model": model | {"blocks": sizes.depth, "bytes": sizes.stored},
             "setup": asdict(self.setup),
             "gpu_memory": self.memory,
             "verdict": self.verdict,
             "fewest_ranks": self.fewest,
             "largest_batch": self.batch,
-            "strategies": [{**row.to_dict(), "yours": not at} for at, row in enumerate(self.rows)],
-            "changes": [
-                {
-                    "what": change.what,
-                    "option": change.option,
-                    "cost": change.cost,
-                    "saves": change.saves,
-                    "gpu": change.need.gpu,
-                    "verdict": verdict_of(change.need.gpu, self.memory),
-                }
-                for change in changes(self.model, self.setup)
-            ],
-            "exact": trace
-            and {
-                "allocated": trace.total,
-                "parts": dict(trace.parts),
-                "host_per_rank": trace.host,
-                "seconds": trace.seconds,
-            },
+            "strategies": strategies,
+            "changes": found,
+            "exact": exact,
             "notes": self.notes(),
         }
 
@@ -339,24 +277,25 @@ _MOST_CHANGES = 5
 
 
 def text_report(report: Report) -> Iterator[str]:
-    """Yield the whole report as lines.
-
-    Args:
-        report: The estimate.
-    """
+    """Yield the whole report as lines."""
     yield from (report.title, report.words, "")
-    names = [row.name if at else f"{row.name} (yours)" for at, row in enumerate(report.rows)]
-    wide = max(len("GiB per GPU, at the peak"), *map(len, names))
-    yield f"{'GiB per GPU, at the peak':<{wide}}" + "".join(f"{head:>9}" for head in _HEADS) + f"{'total':>8}"
-    for name, row in zip(names, report.rows, strict=True):
-        need = row.need
+    head = "GiB per GPU, at the peak"
+    names = [name_of(need.setup) + ("" if at else " (yours)") for at, need in enumerate(report.needs)]
+    wide = max(len(head), *map(len, names))
+    yield f"{head:<{wide}}" + "".join(f"{each:>9}" for each in _HEADS) + f"{'total':>8}"
+    for name, need in zip(names, report.needs, strict=True):
         cells = "".join(f"{_gib(amount):>9}" for amount in (*(need.parts[part] for part in PARTS), need.context))
         host = f"{need.host_per_node / GIB:.0f} GiB of host memory" if need.host else ""
-        verdict = row.verdict if row.verdict != "unknown" else ""
+        verdict = verdict_of(need.gpu, report.memory).replace("unknown", "")
         yield f"{name:<{wide}}{cells}{_gib(need.gpu):>8}  {', '.join(filter(None, (verdict, host)))}"
     yield ""
-    if report.exact is not None:
-        yield from (*_exact_lines(report, report.exact), "")
+    if (trace := report.exact) is not None:
+        calculated = report.needs[0].total
+        apart = 100 * (calculated / max(trace.total, 1) - 1)
+        quick = f"the quick formula says {calculated / GIB:.2f} ({apart:+.0f} %)"
+        yield f"exact: {trace.total / GIB:.2f} GiB per GPU at the peak; {quick}"
+        parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in trace.parts.items() if amount)
+        yield from (f"       {parts}; traced in {trace.seconds:.0f} s", "")
     yield from _answers(report)
     if saving := changes(report.model, report.setup)[:_MOST_CHANGES]:
         yield from ("", "to change                                    saves   then    cost")
@@ -373,42 +312,28 @@ def _gib(amount: int) -> str:
     return f"{amount / GIB:.1f}" if amount >= GIB / 20 or not amount else "<0.1"
 
 
-def _exact_lines(report: Report, trace: StepTrace) -> Iterator[str]:
-    calculated = report.rows[0].need.total
-    yield (
-        f"exact: {trace.total / GIB:.2f} GiB per GPU at the peak; "
-        f"the quick formula says {calculated / GIB:.2f} ({100 * (calculated / max(trace.total, 1) - 1):+.0f} %)"
-    )
-    parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in trace.parts.items() if amount)
-    yield f"       {parts}; traced in {trace.seconds:.0f} s"
-
-
 def _answers(report: Report) -> Iterator[str]:
-    need, setup = report.rows[0].need, report.setup
-    if report.memory is None:
+    need, setup, memory = report.needs[0], report.setup, report.memory
+    tokens = f"{setup.length} tokens per rank"
+    if memory is None:
         yield "fits?           the GPU's memory is not known here: pass --gpu-memory, for example 80GB"
     else:
-        spare = (report.memory - report.gpu) / GIB
+        spare = (memory - report.gpu) / GIB
         words = f"{spare:.1f} GiB to spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
-        yield (
-            f"{report.verdict:<15} {report.gpu / GIB:.1f} of {report.memory / GIB:.1f} GiB per GPU"
-            f" ({report.memory_from}), {words}"
-        )
+        amounts = f"{report.gpu / GIB:.1f} of {memory / GIB:.1f} GiB per GPU"
+        yield f"{report.verdict:<15} {amounts} ({report.memory_from}), {words}"
     yield f"peak            {MOMENTS[need.moment]}"
-    if report.memory is not None:
-        plural = "" if report.fewest == 1 else "s"
-        fewest = f"{report.fewest} rank{plural}" if report.fewest else "no number of ranks is enough"
-        yield f"smallest world  {fewest}, at a batch of {setup.batch_size} x {setup.length} tokens per rank"
+    if memory is not None:
+        ranks = f"{report.fewest} rank{'' if report.fewest == 1 else 's'}"
+        fewest = ranks if report.fewest else "no number of ranks is enough"
+        yield f"smallest world  {fewest}, at a batch of {setup.batch_size} x {tokens}"
         if report.batch is not None:
-            batch = f"{report.batch} x {setup.length} tokens per rank" if report.batch else "not even 1"
+            batch = f"{report.batch} x {tokens}" if report.batch else "not even 1"
             yield f"largest batch   {batch}, with {setup.world} ranks"
-    yield (
-        f"host memory     {need.loading / GIB:.1f} GiB per node while loading;"
-        f" {need.building / GIB:.1f} where each rank builds the whole model itself"
-    )
+    alone = f"{need.building / GIB:.1f} where each rank builds the whole model itself"
+    yield f"host memory     {need.loading / GIB:.1f} GiB per node while loading; {alone}"
     if need.host:
-        what = " and ".join(
-            ("offloaded state",) * setup.offload + ("the copy of an async save",) * setup.async_save
-        )
+        kinds = (("offloaded state", setup.offload), ("the copy of an async save", setup.async_save))
+        what = " and ".join(name for name, is_there in kinds if is_there)
         yield f"                {need.host_per_node / GIB:.1f} GiB per node while training: {what}"
     yield f"checkpoint      {need.checkpoint / GIB:.1f} GiB, optimizer included"

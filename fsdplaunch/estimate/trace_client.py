@@ -61,23 +61,6 @@ def trace_step(config: Config, setup: TrainingSetup, *, source: str, function: s
         raise UsageError(msg, hint="leave --exact out, or set tp_size and cp_size to 1")
     request = {"source": source, "function": function}
     request |= {name: getattr(setup, name) for name in ("world", "per_node", "batch_size", "length", "optimizer")}
-    answer = _ask(request, config)
-    tensors = {name: TensorSize(tuple(shape), width) for name, (shape, width) in answer["tensors"].items()}
-    where = f"{source}:{function}" if function else source
-    parts, host = dict(answer["parts"]), 0
-    if config.fsdp_config.fsdp_offload_params:
-        host = sum(parts[name] for name in _HOST_PARTS)
-        parts |= dict.fromkeys(_HOST_PARTS, 0)
-    return StepTrace(
-        parts=parts,
-        host=host,
-        sizes=model_sizes(tensors, where, prefixes=tuple(answer["units"])),
-        seconds=answer["seconds"],
-    )
-
-
-def _ask(request: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Run the tracing process and return its answer."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("FSDP", "ACCELERATE_"))}
     environ |= encode(config) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     folder = make_process_dir()
@@ -88,15 +71,21 @@ def _ask(request: Mapping[str, Any], config: Config) -> dict[str, Any]:
         command, env=environ, capture_output=True, text=True, errors="replace", check=False,
         preexec_fn=ended_with_us(),
     )  # fmt: skip
-    lines = done.stderr.splitlines()
     if not answer_file.is_file():
         if done.returncode < 0:
             msg = f"the tracing process was killed by signal {-done.returncode}"
             raise LaunchError(msg, hint="most often for want of host memory")
-        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        msg = f"the tracing process failed: {last}"
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        msg = f"the tracing process failed: {lines[-1] if lines else 'it printed nothing'}"
         raise LaunchError(msg, hint="leave --exact out; FSDPLAUNCH_TRACEBACK=1 shows its whole output")
     answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
     if "error" in answer:
         raise UsageError(answer["error"], hint=answer["hint"])
-    return answer
+    tensors = {name: TensorSize(tuple(shape), width) for name, (shape, width) in answer["tensors"].items()}
+    where = f"{source}:{function}" if function else source
+    parts, host = dict(answer["parts"]), 0
+    if config.fsdp_config.fsdp_offload_params:
+        host = sum(parts[name] for name in _HOST_PARTS)
+        parts |= dict.fromkeys(_HOST_PARTS, 0)
+    sizes = model_sizes(tensors, where, prefixes=tuple(answer["units"]))
+    return StepTrace(parts=parts, host=host, sizes=sizes, seconds=answer["seconds"])

@@ -19,21 +19,14 @@ from torch import nn
 
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
-from fsdplaunch.runtime.torch_internals.traced_memory import (
-    FakeTensorMode,
-    FSDPMemTracker,
-)
+from fsdplaunch.runtime.torch_internals.traced_memory import FakeTensorMode, FSDPMemTracker
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 _NAME = "fsdplaunch_built_model"
 
 
 def build_from_script(script: Path, function: str) -> Any:
-    """Import a script, without running it as a program, and call its function.
-
-    Args:
-        script: A Python file.
-        function: Name of a function without required arguments that returns a model, or a model and a batch.
+    """Import a script, without running it as a program, and call a function that takes nothing.
 
     Raises:
         UsageError: There is no such function, or it raised.
@@ -77,9 +70,6 @@ def _words(error: BaseException) -> str:
 def build_from_config(path: Path) -> nn.Module:
     """Build the model of a `config.json` with the installed transformers, without weights.
 
-    Args:
-        path: The file.
-
     Raises:
         UsageError: transformers is not installed, or does not know the model.
     """
@@ -102,59 +92,39 @@ def build_from_config(path: Path) -> nn.Module:
     return model.train()
 
 
-def taken_apart(made: Any) -> tuple[nn.Module, Batch | None]:
-    """Split what a function returned into a model and the batch it may come with.
+def with_batch(made: Any, *, batch_size: int, length: int) -> tuple[nn.Module, Batch]:
+    """Return the model that a function made, and the batch that came with it, or one that its forward names.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: It made no model, or forward takes neither `input_ids` nor `pixel_values`, as transformers'
+            models do.
     """
-    if isinstance(made, nn.Module):
-        return made, None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):  # noqa: PLR2004
-        batch = made[1]
-        return made[0], batch if isinstance(batch, Mapping | tuple) else (batch,)
-    msg = f"the function returned {type(made).__name__}"
-    raise UsageError(msg, hint="return a torch.nn.Module, or a pair of a module and a batch")
-
-
-def make_batch(model: nn.Module, *, batch_size: int, length: int) -> Batch:
-    """Make a batch for a model whose forward says what it takes.
-
-    Args:
-        model: Takes `input_ids` or `pixel_values`, as transformers models do.
-        batch_size: Sequences.
-        length: Tokens of each.
-
-    Raises:
-        UsageError: Its forward takes something else.
-    """
-    names = inspect.signature(model.forward).parameters
-    config: Any = getattr(model, "config", None)
+        return made[0], made[1] if isinstance(made[1], Mapping | tuple) else (made[1],)
+    if not isinstance(made, nn.Module):
+        msg = f"the function returned {type(made).__name__}"
+        raise UsageError(msg, hint="return a torch.nn.Module, or a pair of a module and a batch")
+    names = inspect.signature(made.forward).parameters
+    config: Any = getattr(made, "config", None)
     batch: dict[str, Any] = {}
+    labels: tuple[int, ...] = (batch_size,)
     if "input_ids" in names:
         batch["input_ids"] = torch.zeros(batch_size, length, dtype=torch.int64)
-        per_token = "Classification" not in type(model).__name__ or "Token" in type(model).__name__
-        labels = (batch_size, length) if per_token else (batch_size,)
+        if "Classification" not in type(made).__name__ or "Token" in type(made).__name__:
+            labels = (batch_size, length)
     elif "pixel_values" in names and config is not None:
-        size = config.image_size
-        dtype = next(model.parameters()).dtype
-        batch["pixel_values"] = torch.zeros(batch_size, config.num_channels, size, size, dtype=dtype)
-        labels = (batch_size,)
+        shape = batch_size, config.num_channels, config.image_size, config.image_size
+        batch["pixel_values"] = torch.zeros(shape, dtype=next(made.parameters()).dtype)
     else:
-        takes = ", ".join(names)
-        msg = f"forward of {type(model).__name__} takes ({takes}), and no batch is known for that"
+        msg = f"forward of {type(made).__name__} takes ({', '.join(names)}), and no batch is known for that"
         raise UsageError(msg, hint="let the function return a pair: the model, and a batch (a tuple or a mapping)")
     if "labels" in names:
         batch["labels"] = torch.zeros(labels, dtype=torch.int64)
-    return batch
+    return made, batch
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """Return the scalar that a model returned, or the sum of its first tensor.
-
-    Raises:
-        UsageError: It returned no tensor that gradients can flow from.
-    """
+def _loss_of(output: Any) -> torch.Tensor:
+    """Return the scalar that a model returned, or the sum of its first tensor."""
     leaves = [getattr(output, "loss", None), *tree_leaves(dict(output) if isinstance(output, Mapping) else output)]
     tensors = [item for item in leaves if isinstance(item, torch.Tensor) and item.is_floating_point()]
     if not tensors:
@@ -165,47 +135,39 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def fake_ranks(world: int, *, per_node: int) -> Iterator[None]:
-    """Be rank 0 of `world` ranks for as long as the context lasts.
-
-    Args:
-        world: Ranks over all nodes.
-        per_node: Ranks on each node.
-    """
+def _fake_ranks(world: int, per_node: int) -> Iterator[None]:
+    """Be rank 0 of `world` ranks for as long as the context lasts."""
     from fsdplaunch.runtime.sharding import shard
     from fsdplaunch.runtime.torch_internals.fsdp import first_chunk_only
     from fsdplaunch.runtime.torch_internals.traced_memory import FakeStore
+
+    def keep(*_: Any, **__: Any) -> None:
+        """Leave everything as it is: ours is what the first rank sends."""
+
+    def repeat(answers: list[Any], mine: Any, **_: Any) -> None:
+        answers[:] = [mine] * len(answers)
+
+    def first_part(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        """Make only the first rank's part of a parameter; torch makes those of all ranks and keeps one.
+
+        With 1,024 ranks and 700 parameters these parts are most of the time that tracing takes.
+        """
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         with (
             patch.dict(os.environ, ranks),
-            patch.object(dist, "broadcast_object_list", _keep),
-            patch.object(dist, "all_gather_object", _repeat),
-            patch.object(dist, "broadcast", _keep),
-            patch.object(shard, "check_sharded_model", _keep),  # adds up the shards of all ranks
-            first_chunk_only(_first_part),
+            patch.object(dist, "broadcast_object_list", keep),
+            patch.object(dist, "all_gather_object", repeat),
+            patch.object(dist, "broadcast", keep),
+            patch.object(shard, "check_sharded_model", keep),  # adds up the shards of all ranks
+            first_chunk_only(first_part),
         ):
             yield
     finally:
         dist.destroy_process_group()
-
-
-def _keep(*_: Any, **__: Any) -> None:
-    """Leave everything as it is: ours is what the first rank sends."""
-
-
-def _repeat(answers: list[Any], mine: Any, **_: Any) -> None:
-    answers[:] = [mine] * len(answers)
-
-
-def _first_part(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Make only the first rank's part of a parameter; torch makes those of all ranks and keeps one.
-
-    With 1,024 ranks and 700 parameters these parts are most of the time that tracing takes.
-    """
-    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
 _PARTS = {
@@ -234,10 +196,7 @@ _OPTIMIZERS: Mapping[str, Any] = {
 
 
 def trace(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer one request.
-
-    Args:
-        request: source (config or script and function), world, per_node, batch_size, length, optimizer.
+    """Answer one request: source (config or script and function), world, per_node, batch_size, length, optimizer.
 
     Returns:
         Bytes at the peak by what they are for, the model's tensors and units, seconds.
@@ -246,7 +205,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, Any]:
         LaunchError: The model cannot be built, sharded or traced.
     """
     began = time.monotonic()
-    with fake_ranks(request["world"], per_node=request["per_node"]):
+    with _fake_ranks(request["world"], request["per_node"]):
         from fsdplaunch.runtime.plugin import ambient_plugin
         from fsdplaunch.runtime.sharding.mesh import make_mesh
 
@@ -263,18 +222,36 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
 
     source, function = Path(request["source"]), request["function"]
     made = build_from_script(source, function) if function else build_from_config(source)
-    model, batch = taken_apart(made)
+    model, batch = with_batch(made, batch_size=request["batch_size"], length=request["length"])
     tensors = {name: [list(param.shape), param.element_size()] for name, param in model.named_parameters()}
-    if batch is None:
-        batch = make_batch(model, batch_size=request["batch_size"], length=request["length"])
     model = prepare(model, plugin=plugin, mesh=mesh)
     prepared = registered(model)
+    make_optimizer = _OPTIMIZERS[request["optimizer"]]
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = _OPTIMIZERS[request["optimizer"]](trained)
-    _give_state(optimizer, trained, request["optimizer"])
+    optimizer, trial = make_optimizer(trained), make_optimizer([trained[0]])
+    # Every parameter is given the state it has after the first step: as the optimizer makes it for one of them.
+    trained[0].grad = torch.zeros_like(trained[0])
+    trial.step()
+    trained[0].grad = None
+    made_state = [(k, v) for k, v in trial.state[trained[0]].items() if isinstance(v, torch.Tensor)]
+    for param in trained:
+        optimizer.state[param] = {
+            name: torch.zeros_like(param, dtype=value.dtype) if value.shape == trained[0].shape else value.clone()
+            for name, value in made_state
+        }
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs(tuple(batch.values()) if isinstance(batch, Mapping) else batch)
-    with _fused_attention(), tracker:
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*tensors: Any, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
+        """Let dropout not keep attention from its fused kernel: GPUs have one with dropout, the CPU has not.
+
+        Without it every attention weight would be counted as kept for backward.
+        """
+        del dropout_p
+        return fused(*tensors, **options)
+
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", attention), tracker:
         _step(model, batch, optimizer)
     peak = next(iter(tracker.get_tracker_snapshot("peak").values()))
     parts = dict.fromkeys(_PARTS.values(), 0)
@@ -284,39 +261,11 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
     return {"parts": parts, "tensors": tensors, "units": list(prepared.units) if prepared else []}
 
 
-def _give_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], kind: str) -> None:
-    """Give every parameter the state it has after the first step: as the optimizer makes it for one of them."""
-    trial = _OPTIMIZERS[kind]([params[0]])
-    params[0].grad = torch.zeros_like(params[0])
-    trial.step()
-    params[0].grad = None
-    for param in params:
-        optimizer.state[param] = {
-            name: torch.zeros_like(param, dtype=value.dtype) if value.shape == params[0].shape else value.clone()
-            for name, value in trial.state[params[0]].items()
-            if isinstance(value, torch.Tensor)
-        }
-
-
-def _fused_attention() -> Any:
-    """Let dropout not keep attention from its fused kernel: GPUs have one with dropout, the CPU has not.
-
-    Without it every attention weight would be counted as kept for backward.
-    """
-    fused = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(*tensors: Any, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
-        del dropout_p
-        return fused(*tensors, **options)
-
-    return patch.object(torch.nn.functional, "scaled_dot_product_attention", attention)
-
-
 def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     phase = "forward"
     try:
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-        loss = loss_of(output)  # the outputs live on, as they do in most training loops
+        loss = _loss_of(output)  # the outputs live on, as they do in most training loops
         phase = "backward"
         loss.backward()
         del loss
@@ -331,11 +280,7 @@ def _step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> Non
 
 
 def main(argv: list[str]) -> None:
-    """Read a request, write the answer or the error.
-
-    Args:
-        argv: Paths of the request and of the answer.
-    """
+    """Read a request, write the answer or the error; `argv` are the paths of both."""
     torch.set_num_threads(1)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     answer: dict[str, Any]

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,53 +24,37 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return the processors this process may use: its affinity, cut by the cgroup's CPU quota; at least 1.
-
-    Args:
-        root: Where /proc and /sys are found.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for folder in _groups(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
-    return max(1, int(min([float(allowed), *quotas])))
+    """Return the processors this process may use: its affinity, cut by the cgroup's CPU quota; at least 1."""
+    most = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for folder in _groups(root, "cpu"):
+        words = read_text(folder / "cpu.max").split()
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit():  # noqa: PLR2004
+            quota, period = int(words[0]), max(1, int(words[1]))
+        if quota and period and quota > 0:
+            most = min(most, quota / period)
+    return max(1, int(most))
 
 
 def usable_memory(root: Path = Path("/")) -> int | None:
-    """Return the host memory this process may use, in bytes: installed, cut by cgroup limits; None if unknown.
-
-    Args:
-        root: Where /proc and /sys are found.
-    """
-    limits = [installed] if (installed := _installed_memory(root)) else []
-    for folder in _groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = _number(folder / name)
-            if limit is not None and limit > 0:
-                limits.append(limit)
-    return min(limits) if installed and limits else None
+    """Return the host memory this process may use, in bytes: installed, cut by cgroup limits; None if unknown."""
+    installed = read_size(root / "proc/meminfo", "MemTotal")
+    if installed is None and "SC_PHYS_PAGES" in os.sysconf_names and root == Path("/"):
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    names = ("memory.max", "memory.limit_in_bytes")
+    limits = [_number(folder / name) for folder in _groups(root, "memory") for name in names]
+    return min([installed, *(limit for limit in limits if limit and limit > 0)]) if installed else None
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """Return how often the kernel has killed a process of this process's cgroup for want of memory.
-
-    Args:
-        root: Where /proc and /sys are found.
-    """
+    """Return how often the kernel has killed a process of this process's cgroup for want of memory."""
     for folder in _groups(root, "memory"):
         for name in ("memory.events", "memory.oom_control"):
-            words = dict(
-                line.split()[:2] for line in read_text(folder / name).splitlines() if len(line.split()) > 1
-            )
+            lines = [line.split() for line in read_text(folder / name).splitlines()]
+            words = dict(line[:2] for line in lines if len(line) > 1)
             if "oom_kill" in words:
                 return int(words["oom_kill"])
     return 0
-
-
-def _installed_memory(root: Path) -> int | None:
-    if (installed := read_size(root / "proc/meminfo", "MemTotal")) is not None:
-        return installed
-    if "SC_PHYS_PAGES" in os.sysconf_names and root == Path("/"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
@@ -91,27 +76,11 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             yield from (mount / level for level in (own, *own.parents))
 
 
-def _cpu_quota(folder: Path) -> float | None:
-    """Return the processors' worth of time a group may use, or None without a limit."""
-    words = read_text(folder / "cpu.max").split()
-    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():  # noqa: PLR2004
-        return int(words[0]) / max(1, int(words[1]))
-    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-    if quota is None or not period or quota <= 0:
-        return None
-    return quota / period
-
-
 def _number(path: Path) -> int | None:
     try:
         return int(read_text(path))
     except ValueError:
         return None  # "max", or no such file
-
-
-_BF16_FROM = (8, 0)
-_FP8_FROM = (8, 9)
-_FP16_FROM = (5, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,17 +115,17 @@ class Gpu:
     @property
     def has_bf16(self) -> bool:
         """Return whether it computes bf16 in hardware (sm_80 and later)."""
-        return self.compute_capability >= _BF16_FROM
+        return self.compute_capability >= (8, 0)
 
     @property
     def has_fp8(self) -> bool:
         """Return whether it computes fp8 in hardware (sm_89 and later)."""
-        return self.compute_capability >= _FP8_FROM
+        return self.compute_capability >= (8, 9)
 
     @property
     def has_fp16(self) -> bool:
         """Return whether it computes fp16 in hardware."""
-        return self.compute_capability >= _FP16_FROM
+        return self.compute_capability >= (5, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,39 +143,28 @@ class Driver:
     peers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
 
 
-_ONE_SLICE = "CUDA shows a process one MIG slice, here {}: start a run for each slice"
-
-
 def read_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs a process with this environment would see, and notes about them.
-
-    Args:
-        environ: Variables; only CUDA_VISIBLE_DEVICES is looked at.
-    """
+    """Return the GPUs a process with this CUDA_VISIBLE_DEVICES would see, and notes about them."""
     with _driver_library() as (nvml, problem):
         if nvml is None:
             return (), (problem,) if problem else ()
         gpus, slices, notes = _read_all(nvml)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None or not gpus:
-        divided = {one.index for one in slices}
-        chosen = slices or tuple(gpu for gpu in gpus if gpu.index not in divided)
+        chosen = slices or gpus
     else:
         chosen, wrong = _select(gpus, slices, wanted)
         note = f"CUDA_VISIBLE_DEVICES={wanted} shows {len(chosen)} of this machine's {len(gpus)} GPUs"
-        notes = (*notes, note, *([wrong] if wrong else []))
+        notes += [note, *([wrong] if wrong else [])]
     first = next((gpu for gpu in chosen if gpu.is_slice), None)
-    if first is None or len(chosen) == 1:
-        return chosen, notes
-    return (first,), (*notes, _ONE_SLICE.format(first.uuid))
+    if first is not None and len(chosen) > 1:
+        notes.append(f"CUDA shows a process one MIG slice, here {first.uuid}: start a run for each slice")
+        chosen = [first]
+    return tuple(chosen), tuple(notes)
 
 
 def read_driver(gpus: Sequence[Gpu]) -> Driver:
-    """Return what only the doctor asks of the driver: its versions, and which GPUs read each other's memory.
-
-    Args:
-        gpus: Those that are visible.
-    """
+    """Return what only the doctor asks of the driver: its versions, and which GPUs read each other's memory."""
     with _driver_library() as (nvml, _):
         if nvml is None:
             return Driver()
@@ -256,10 +214,11 @@ def _driver_library() -> Iterator[tuple[Any, str | None]]:
             nvml.nvmlShutdown()
 
 
-def _read_all(nvml: Any) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...], tuple[str, ...]]:
+def _read_all(nvml: Any) -> tuple[list[Gpu], list[Gpu], list[str]]:
     """Return whole GPUs, the slices (MIG) of those that are divided, and notes.
 
-    A GPU that fails is left out and named: the others still train.
+    A GPU that fails is left out and named: the others still train. A slice has its own memory; everything else is
+    its GPU's.
     """
     gpus: list[Gpu] = []
     slices: list[Gpu] = []
@@ -268,89 +227,73 @@ def _read_all(nvml: Any) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...], tuple[str, .
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             gpus.append(_read_gpu(nvml, handle))
-            slices += _slices_of(nvml, handle, gpus[-1])
         except nvml.NVMLError as error:
             notes.append(f"GPU {index} does not answer: {error}")
-    return tuple(gpus), tuple(slices), tuple(notes)
+            continue
+        mode, most = (
+            _asked(nvml, ask, handle) for ask in (nvml.nvmlDeviceGetMigMode, nvml.nvmlDeviceGetMaxMigDeviceCount)
+        )
+        for number in range(most if mode and mode[0] else 0):
+            part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            if part is not None:  # fewer have been made than there may be
+                memory, uuid = (
+                    _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part),
+                    _text(nvml.nvmlDeviceGetUUID(part)),
+                )
+                size = int(memory.total) if memory else 0
+                slices.append(replace(gpus[-1], uuid=uuid, memory_bytes=size, is_slice=True))
+    return gpus, slices, notes
 
 
 def _read_gpu(nvml: Any, handle: Any) -> Gpu:
-    errors = 0
-    with suppress(nvml.NVMLError):
-        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        errors = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
+    # Some have no memory of their own or count no errors; some containers are not told of processes.
+    memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    place = _asked(nvml, getattr(nvml, "nvmlDeviceGetPciInfo", None), handle)
+    domain, _, rest = _text(place.busId).lower().partition(":") if place else ("", "", "")
+    processes = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Gpu(
         index=int(nvml.nvmlDeviceGetIndex(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=_memory(nvml, handle),
+        memory_bytes=int(memory.total) if memory else 0,
         compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        busy=_processes(nvml, handle),
-        bus_id=_bus_id(nvml, handle),
-        bad_memory=errors,
+        busy=tuple((int(entry.pid), int(entry.usedGpuMemory or 0)) for entry in processes),
+        bus_id=f"{domain[-4:]}:{rest}" if rest else "",  # as the kernel writes it: the domain in four digits
+        bad_memory=int(_asked(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, kind, since) or 0),
     )
 
 
-def _slices_of(nvml: Any, handle: Any, gpu: Gpu) -> Iterator[Gpu]:
-    """Yield the slices of a GPU that is divided: each has its own memory, everything else is its GPU's."""
+def _asked(nvml: Any, question: Any, *args: Any) -> Any:
+    """Return what the driver answers; None where it does not, or knows no such question."""
     with suppress(nvml.NVMLError):
-        if nvml.nvmlDeviceGetMigMode(handle)[0]:
-            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with suppress(nvml.NVMLError):  # fewer have been made than there may be
-                    part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                    uuid, memory = _text(nvml.nvmlDeviceGetUUID(part)), _memory(nvml, part)
-                    yield replace(gpu, uuid=uuid, memory_bytes=memory, is_slice=True)
-
-
-def _memory(nvml: Any, handle: Any) -> int:
-    try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:
-        return 0  # GPUs that share the host's memory have none of their own to report
-
-
-def _processes(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
-    try:
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not allowed in some containers, and only of interest
-        return ()
-    return tuple((int(entry.pid), int(entry.usedGpuMemory or 0)) for entry in found)
-
-
-def _bus_id(nvml: Any, handle: Any) -> str:
-    """Write a bus id as the kernel does: the domain in four digits, in lower case."""
-    try:
-        domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
-    except (nvml.NVMLError, AttributeError):
-        return ""
-    return f"{domain[-4:]}:{rest}"
+        return question(*args) if question is not None else None
+    return None
 
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _select(gpus: Sequence[Gpu], slices: Sequence[Gpu], wanted: str) -> tuple[tuple[Gpu, ...], str | None]:
-    """Return what CUDA would show: everything up to the first entry that names no GPU or one twice."""
+def _select(gpus: Sequence[Gpu], slices: Sequence[Gpu], wanted: str) -> tuple[list[Gpu], str | None]:
+    """Return what CUDA would show: everything up to the first entry that names no GPU or one twice.
+
+    Of a GPU that is divided its number names the first slice.
+    """
     chosen: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if entry in ("", "-1", "NoDevFiles"):
-            return tuple(chosen), None
-        named = _named(gpus, slices, entry)
-        if named is None:
-            return tuple(chosen), f"{entry!r} in CUDA_VISIBLE_DEVICES names no GPU here; CUDA stops reading there"
-        if named in chosen:
-            return tuple(chosen), f"{entry!r} in CUDA_VISIBLE_DEVICES names a GPU for the second time"
-        chosen.append(named)
-    return tuple(chosen), None
-
-
-def _named(gpus: Sequence[Gpu], slices: Sequence[Gpu], entry: str) -> Gpu | None:
-    """Return what an entry names; of a GPU that is divided, its first slice."""
-    if re.fullmatch(r"[0-9]{1,6}", entry):
-        return next((gpu for gpu in (*slices, *gpus) if gpu.index == int(entry)), None)
-    matches = [gpu for gpu in (*gpus, *slices) if gpu.uuid and gpu.uuid.startswith(entry)]
-    return matches[0] if len(matches) == 1 else None
+            break
+        if re.fullmatch(r"[0-9]{1,6}", entry):
+            matches = [gpu for gpu in (*slices, *gpus) if gpu.index == int(entry)][:1]
+        else:
+            matches = [gpu for gpu in (*gpus, *slices) if gpu.uuid and gpu.uuid.startswith(entry)]
+        if len(matches) != 1:
+            return chosen, f"{entry!r} in CUDA_VISIBLE_DEVICES names no GPU here; CUDA stops reading there"
+        if matches[0] in chosen:
+            return chosen, f"{entry!r} in CUDA_VISIBLE_DEVICES names a GPU for the second time"
+        chosen += matches
+    return chosen, None
 
 
 _DEVICES = Path("/sys/bus/pci/devices")
@@ -362,14 +305,15 @@ _TPUS = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "
 
 
 def count_tpu_chips(devices: Path = _DEVICES) -> int:
-    """Return how many TPU chips the kernel lists.
+    """Return how many TPU chips the kernel lists among its PCI devices."""
 
-    Args:
-        devices: The folder of PCI devices.
-    """
-    return sum(
-        _read(vendor.parent / "device") in _TPUS for vendor in devices.glob("*/vendor") if _is_google(vendor)
-    )
+    def said(path: Path) -> str:
+        with suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="ascii").strip()
+        return ""
+
+    vendors = [vendor for vendor in devices.glob("*/vendor") if said(vendor) == _GOOGLE]
+    return sum(said(vendor.parent / "device") in _TPUS for vendor in vendors)
 
 
 def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -382,38 +326,21 @@ def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
         MachineError: They name several hosts, and not which of them this is.
     """
-    processes = [address.rpartition(":")[0] for address in _listed(environ, "TPU_PROCESS_ADDRESSES")]
-    hosts = _listed(environ, "TPU_WORKER_HOSTNAMES") or list(dict.fromkeys(filter(None, processes)))
+
+    def listed(name: str) -> list[str]:
+        return [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
+
+    processes = [address.rpartition(":")[0] for address in listed("TPU_PROCESS_ADDRESSES")]
+    hosts = listed("TPU_WORKER_HOSTNAMES") or list(dict.fromkeys(filter(None, processes)))
     if len(hosts) < 2:  # noqa: PLR2004  (one host is not a pod)
         return ()
-    rank = _own_number(environ, hosts)
-    return (f"num_machines={len(hosts)}", f"machine_rank={rank}", f"main_process_ip={hosts[0]}")
-
-
-def _own_number(environ: Mapping[str, str], hosts: list[str]) -> int:
-    """Return which of a pod's hosts this is."""
     named = next((name for name in _OWN if environ.get(name)), None)
     own = environ[named].strip() if named else ""
     if not (own.isascii() and own.isdecimal() and int(own) < len(hosts)):
         found = f"{named} is {own!r}" if named else f"{_OWN[-1]} is not set"
         msg = f"this TPU pod has {len(hosts)} hosts, {hosts[0]} first, and {found}: which of them is this?"
         raise MachineError(msg, hint=f"set {_OWN[-1]} to a number from 0 to {len(hosts) - 1}, or num_machines")
-    return int(own)
-
-
-def _listed(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return what a variable lists, separated by commas."""
-    return [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
-
-
-def _is_google(vendor: Path) -> bool:
-    return _read(vendor) == _GOOGLE
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="ascii").strip()
-    return ""
+    return (f"num_machines={len(hosts)}", f"machine_rank={int(own)}", f"main_process_ip={hosts[0]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,22 +373,15 @@ class Hardware:
 
 
 def read_hardware(environ: Mapping[str, str], *, root: Path = Path("/")) -> Hardware:
-    """Look at this machine; takes some tens of milliseconds.
-
-    Args:
-        environ: Variables of the workers to be; CUDA_VISIBLE_DEVICES is honoured.
-        root: Where /proc and /sys are found.
-    """
+    """Look at this machine, as workers with these variables would see it; takes some tens of milliseconds."""
     gpus, notes = read_gpus(environ)
     has_amd = (root / "dev/kfd").exists()
     if not gpus and not notes:
-        uncounted = next(
-            (name for name in ("nvidia0", "dxg", "nvhost-gpu") if (root / "dev" / name).exists()), None
-        )
+        devices = [name for name in ("nvidia0", "dxg", "nvhost-gpu") if (root / "dev" / name).exists()]
         if has_amd:
             notes = ("AMD GPUs are not used: only NVIDIA's are counted here",)
-        elif uncounted is not None and not driver_is_installed():
-            notes = (f"GPUs are not used: there is /dev/{uncounted}, but no libnvidia-ml.so.1 to count them",)
+        elif devices and not driver_is_installed():
+            notes = (f"GPUs are not used: there is /dev/{devices[0]}, but no libnvidia-ml.so.1 to count them",)
     return Hardware(
         gpus=gpus,
         cpu_count=usable_cpus(root),
@@ -472,26 +392,12 @@ def read_hardware(environ: Mapping[str, str], *, root: Path = Path("/")) -> Hard
 
 
 def describe_hardware(hardware: Hardware) -> str:
-    """Return one line: GPUs by kind, memory, processors.
-
-    Args:
-        hardware: What was found.
-    """
-    return "   ".join([*_gpu_words(hardware.gpus), *_host_words(hardware)])
-
-
-def _gpu_words(gpus: tuple[Gpu, ...]) -> list[str]:
-    kinds: dict[tuple[str, int, tuple[int, int]], int] = {}
-    for gpu in gpus:
-        kind = (gpu.name, gpu.memory_bytes, gpu.compute_capability)
-        kinds[kind] = kinds.get(kind, 0) + 1
+    """Return one line: GPUs by kind, memory, processors."""
     words = []
+    kinds = Counter((gpu.name, gpu.memory_bytes, gpu.compute_capability) for gpu in hardware.gpus)
     for (name, memory, (major, minor)), count in kinds.items():
         size = f"{memory / GIB:.0f} GiB, " if memory else ""
         words.append(f"{count} x {name} ({size}sm_{major}{minor})")
-    return words or ["no NVIDIA GPU"]
-
-
-def _host_words(hardware: Hardware) -> list[str]:
-    memory = [] if hardware.memory_bytes is None else [f"{hardware.memory_bytes / GIB:.0f} GiB of memory"]
-    return [*memory, f"{hardware.cpu_count} processors"]
+    words = words or ["no NVIDIA GPU"]
+    words += [] if hardware.memory_bytes is None else [f"{hardware.memory_bytes / GIB:.0f} GiB of memory"]
+    return "   ".join([*words, f"{hardware.cpu_count} processors"])

@@ -42,53 +42,22 @@ class MemoryPlan:
     """Bytes each rank needs before activations.
 
     Attributes:
-        parameters: Its shard of the parameters.
-        gradients: Its shard of the gradients.
-        optimizer: Its shard of Adam's two moments.
-        gathered: Gathered blocks that are on the GPU at the same time.
-        offload: Whether the first three lie in host memory.
+        gpu: On the GPU.
+        host: In host memory: what is kept, where it is offloaded.
     """
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    offload: bool = False
-
-    @property
-    def kept(self) -> int:
-        """Return bytes that stay for the whole run."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def gpu(self) -> int:
-        """Return bytes on the GPU."""
-        return self.gathered if self.offload else self.kept + self.gathered
-
-    @property
-    def host(self) -> int:
-        """Return bytes in host memory, per rank."""
-        return self.kept if self.offload else 0
+    gpu: int
+    host: int
 
 
 def kept_bytes(elements: int, itemsize: int, optimizer: str = "adamw") -> dict[str, int]:
-    """Return the bytes that a rank keeps for the whole run, by what they are for.
-
-    Args:
-        elements: The rank's share of the parameters.
-        itemsize: Bytes per element of what is kept.
-        optimizer: A key of STATES.
-    """
+    """Return the bytes that a rank keeps of its share of the parameters, by what they are for."""
     held = elements * itemsize
     return {"parameters": held, "gradients": held, "optimizer": held * STATES[optimizer]}
 
 
 def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
     """Return what each rank needs for training with Adam.
-
-    Args:
-        model: With a known number of parameters.
-        sharding: How it is split.
 
     Raises:
         UsageError: The number of parameters is not known.
@@ -100,9 +69,7 @@ def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
     master = own if sharding.compute == "no" else ITEMSIZES["fp32"]
     compute = own if sharding.compute == "no" else 2  # fp8 gathers bf16
     share = -(-model.parameters // sharding.ranks)
+    kept = sum(kept_bytes(share, master).values())
     at_once = min(model.parameters, _BLOCKS_AT_ONCE * model.unit + model.outside)
-    return MemoryPlan(
-        **kept_bytes(share, master),
-        gathered=(at_once if sharding.reshard else model.parameters + model.unit) * compute,
-        offload=sharding.offload,
-    )
+    gathered = (at_once if sharding.reshard else model.parameters + model.unit) * compute
+    return MemoryPlan(gpu=gathered + (0 if sharding.offload else kept), host=kept if sharding.offload else 0)

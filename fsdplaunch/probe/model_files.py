@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from fsdplaunch.checkpoint.manifest import read_json
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
 from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
 from fsdplaunch.private_dir import make_process_dir
 
-_FEWEST = 2
 _MOST_DIGITS = 10
 
 
@@ -50,11 +47,11 @@ def find_blocks(counts: Mapping[str, int]) -> tuple[RepeatedBlocks, ...]:
     Args:
         counts: Parameters per tensor, by the tensor's full name.
     """
-    found = _search(dict(counts), "")
+    found = _search(counts, "")
     return tuple(sorted(found, key=lambda group: (-group.parameters, group.prefix)))
 
 
-def _search(counts: dict[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
+def _search(counts: Mapping[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
     lists: dict[str, dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for name, count in counts.items():
         parts = name.split(".")
@@ -64,19 +61,13 @@ def _search(counts: dict[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
             lists[".".join(parts[:at])][int(parts[at])][".".join(parts[at + 1 :])] = count
     for place, members in lists.items():
         full = f"{prefix}{place}" if place else prefix.rstrip(".")
-        if _repeats(members):
+        alike = Counter(map(frozenset, members.values())).most_common(1)[0][1]
+        if set(members) == set(range(len(members))) and alike >= max(2, len(members) / 2):
             sizes = [sum(member.values()) for member in members.values()]
             yield RepeatedBlocks(prefix=full, count=len(sizes), parameters_each=max(sizes), parameters=sum(sizes))
         else:
             for number, member in members.items():
                 yield from _search(member, f"{full}.{number}.")
-
-
-def _repeats(members: Mapping[int, Mapping[str, int]]) -> bool:
-    if len(members) < _FEWEST or set(members) != set(range(len(members))):
-        return False
-    alike = Counter(frozenset(member) for member in members.values()).most_common(1)[0][1]
-    return 2 * alike >= len(members) and alike >= _FEWEST
 
 
 FEWEST_PARAMETERS = 1_000_000
@@ -97,7 +88,6 @@ class ModelFacts:
         blocks: The repeated blocks, largest share first.
         unit: Parameters of the largest block, or of everything when nothing is repeated.
         outside: Parameters in no repeated block: embeddings, head, last norm.
-        architecture: The model's class, from config.json.
     """
 
     folder: Path | None = None
@@ -107,7 +97,6 @@ class ModelFacts:
     blocks: tuple[RepeatedBlocks, ...] = ()
     unit: int = 0
     outside: int = 0
-    architecture: str | None = None
 
     @property
     def dtype(self) -> str | None:
@@ -116,10 +105,7 @@ class ModelFacts:
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Describe the model in a folder.
-
-    Args:
-        folder: Holds `*.safetensors` (with or without an index) or `*.bin` files.
+    """Describe the model in a folder of `*.safetensors` (with or without an index) or `*.bin` files.
 
     Raises:
         UsageError: There is no such folder, it holds no weights, or a header cannot be read.
@@ -127,34 +113,42 @@ def read_model(folder: Path) -> ModelFacts:
     if not folder.is_dir():
         msg = f"model folder {folder} does not exist"
         raise UsageError(msg, hint="give the folder that holds config.json, or a size with its unit: 8b")
-    architecture = _architecture(folder)
     files = weight_files(folder)
+    pickled = [] if files else sorted(folder.glob("*.bin"))
+    size = sum(path.stat().st_size for path in files or pickled)
     if not files:
-        pickled = sorted(folder.glob("*.bin"))
         if not pickled:
             msg = f"{folder} holds no *.safetensors and no *.bin file"
             raise UsageError(msg)
-        return ModelFacts(folder=folder, size_bytes=_size(pickled), architecture=architecture)
-    return _describe(folder, files, architecture)
+        return ModelFacts(folder=folder, size_bytes=size)
+    counts: dict[str, int] = {}
+    dtypes: Counter[str] = Counter()
+    for path in files:
+        for name, entry in file_header(path).entries.items():
+            counts[name] = math.prod(entry.shape)
+            dtypes[_NAMES.get(entry.code, entry.code.lower())] += counts[name]
+    blocks = find_blocks(counts)
+    total = sum(counts.values())
+    return ModelFacts(
+        folder=folder,
+        parameters=total,
+        size_bytes=size,
+        dtypes=dict(dtypes.most_common()),
+        blocks=blocks,
+        unit=max((group.parameters_each for group in blocks), default=total),
+        outside=total - sum(group.parameters for group in blocks),
+    )
 
 
 def sized_model(parameters: int) -> ModelFacts:
-    """Return facts for a model of which only the size is known, with the blocks of a usual transformer.
-
-    Args:
-        parameters: Number of parameters.
-    """
+    """Return facts for a model of which only the size is known, with the blocks of a usual transformer."""
     # A block of a decoder is 12 width^2 parameters and models have about width / 128 blocks (Llama, GPT, Qwen).
     width = (parameters * 128 / 12) ** (1 / 3)
     return ModelFacts(parameters=parameters, unit=min(parameters, round(12 * width * width)))
 
 
 def describe_model(model: ModelFacts) -> str:
-    """Return one line: parameters, dtype, blocks.
-
-    Args:
-        model: What was found.
-    """
+    """Return one line: parameters, dtype, blocks."""
     words = [str(model.folder)] if model.folder else []
     if model.parameters is None:
         return "   ".join([*words, f"{size_words(model.size_bytes)} of pickled weights, not looked into"])
@@ -164,11 +158,7 @@ def describe_model(model: ModelFacts) -> str:
 
 
 def short_count(number: int) -> str:
-    """Return a parameter count as people write it: 8.03 B, 124 M.
-
-    Args:
-        number: How many.
-    """
+    """Return a parameter count as people write it: 8.03 B, 124 M."""
     for limit, letter in ((1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")):
         if number >= limit:
             return f"{number / limit:.3g} {letter}"
@@ -177,9 +167,6 @@ def short_count(number: int) -> str:
 
 def parse_count(text: str) -> int:
     """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000.
-
-    Args:
-        text: The count.
 
     Raises:
         ValueError: It is none, or less than 1.
@@ -192,42 +179,14 @@ def parse_count(text: str) -> int:
 
 
 def find_model(folder: Path) -> Path | None:
-    """Return the folder just below `folder` whose weights changed last, or None.
-
-    Args:
-        folder: Usually the working directory.
-    """
+    """Return the folder just below `folder` whose weights changed last, or None."""
     found = [path for path in folder.glob("*/*.safetensors") if path.is_file()]
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     return newest.parent if newest else None
 
 
-def _describe(folder: Path, files: list[Path], architecture: str | None) -> ModelFacts:
-    counts: dict[str, int] = {}
-    dtypes: Counter[str] = Counter()
-    for path in files:
-        for name, entry in file_header(path).entries.items():
-            counts[name] = math.prod(entry.shape)
-            dtypes[_NAMES.get(entry.code, entry.code.lower())] += counts[name]
-    blocks = find_blocks(counts)
-    total = sum(counts.values())
-    return ModelFacts(
-        folder=folder,
-        parameters=total,
-        size_bytes=_size(files),
-        dtypes=dict(dtypes.most_common()),
-        blocks=blocks,
-        unit=max((group.parameters_each for group in blocks), default=total),
-        outside=total - sum(group.parameters for group in blocks),
-        architecture=architecture,
-    )
-
-
 def file_header(path: Path) -> FileHeader:
     """Return the header of a safetensors file.
-
-    Args:
-        path: The file.
 
     Raises:
         UsageError: It is cut short or no safetensors file.
@@ -240,11 +199,7 @@ def file_header(path: Path) -> FileHeader:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return which file holds which tensor, as the folder's index says; empty where there is no index.
-
-    Args:
-        folder: The model's folder.
-    """
+    """Return which file holds which tensor, as a model folder's index says; empty where there is no index."""
     try:
         listed = read_weight_map(folder / INDEX_NAME)
     except InvalidFileError:
@@ -254,10 +209,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files the index names, or every safetensors file.
-
-    Args:
-        folder: The model's folder.
+    """Return the files that a model folder's index names, or every safetensors file.
 
     Raises:
         UsageError: A file that the index names is not there.
@@ -276,16 +228,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _architecture(folder: Path) -> str | None:
-    config = read_json(folder / "config.json")
-    named = config.get("architectures") if isinstance(config, dict) else None
-    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-
-
-def _size(files: list[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
-
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATIENCE_SECONDS = 10
 _REASONS = {
@@ -295,7 +237,6 @@ _REASONS = {
     "NotASafetensorsRepoError": "it has no safetensors files, whose headers say its size",
 }
 """What errors of huggingface_hub mean, by the name of their class."""
-_OFF = frozenset({"1", "on", "true", "yes"})
 
 
 def is_hub_name(text: str) -> bool:
@@ -305,15 +246,12 @@ def is_hub_name(text: str) -> bool:
 
 @cache
 def hub_folder(name: str) -> Path:
-    """Return a folder that describes a model of the hub: its config.json and the headers of its weights.
-
-    Args:
-        name: `org/model`.
+    """Return a folder that describes a model of the hub, `org/model`: its config.json and its weights' headers.
 
     Raises:
         UsageError: It is not in the cache, and cannot be fetched.
     """
-    return _cached(name, os.environ) or _fetched(name)
+    return _cached(name) or _fetched(name)
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -324,9 +262,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
 
 
-def _cached(name: str, environ: Mapping[str, str]) -> Path | None:
+def _cached(name: str) -> Path | None:
     """Return the cached snapshot of the main branch, else the newest, that has configuration and all weights."""
-    home = cache_folder(environ) / f"models--{name.replace('/', '--')}"
+    home = cache_folder(os.environ) / f"models--{name.replace('/', '--')}"
     main = home / "refs" / "main"
     named = [home / "snapshots" / main.read_text(encoding="utf-8").strip()] if main.is_file() else []
     others = sorted(home.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -341,60 +279,43 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _fetched(name: str) -> Path:
-    """Fetch the configuration and the weights' headers.
+    """Fetch the configuration and the weights' headers, into files without data as large as the real ones.
 
     Raises:
         UsageError: huggingface_hub is missing, offline, or finds no such model.
     """
     if find_spec("huggingface_hub") is None:
         raise _unreachable(name, "huggingface_hub is not installed to fetch it")
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _OFF:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes"):
         raise _unreachable(name, "HF_HUB_OFFLINE forbids to fetch it")
     import huggingface_hub
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        _reach_hub(huggingface_hub)
+        # First anything, once: its client asks a host that is not there for half a minute.
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
         config = Path(huggingface_hub.hf_hub_download(name, "config.json"))
         headers = huggingface_hub.get_safetensors_metadata(name)
     except Exception as error:
-        raise _unreachable(name, f"it cannot be fetched: {_reason(error)}") from None
+        known = [_REASONS[each.__name__] for each in type(error).__mro__ if each.__name__ in _REASONS]
+        lines = [line[:200] for line in str(error).strip().splitlines()]
+        why = next(iter([*known, *lines]), type(error).__name__)
+        raise _unreachable(name, f"it cannot be fetched: {why}") from None
     folder = make_process_dir()
     (folder / "config.json").write_bytes(config.read_bytes())
     for file_name, found in headers.files_metadata.items():
-        _write_header(folder / Path(file_name).name, found.tensors)
+        entries = {
+            name: {"dtype": str(one.dtype), "shape": list(one.shape), "data_offsets": list(one.data_offsets)}
+            for name, one in found.tensors.items()
+        }
+        text = json.dumps(entries).encode()
+        end = max((one.data_offsets[1] for one in found.tensors.values()), default=0)
+        with (folder / Path(file_name).name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
     return folder
-
-
-def _reach_hub(client: Any) -> None:
-    """Ask the hub for anything, once: its client asks a host that is not there for half a minute.
-
-    Args:
-        client: The module huggingface_hub.
-    """
-    client.get_session().head(client.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
-
-
-def _reason(error: Exception) -> str:
-    """Return why the hub's client failed, in one line."""
-    known = next((_REASONS[each.__name__] for each in type(error).__mro__ if each.__name__ in _REASONS), None)
-    lines = str(error).strip().splitlines()
-    return known or (lines[0][:200] if lines else type(error).__name__)
 
 
 def _unreachable(name: str, why: str) -> UsageError:
     hint = "give a folder, or a size such as 8b"
     return UsageError(f"{name} is neither a folder nor in the hub's cache on this machine, and {why}", hint=hint)
-
-
-def _write_header(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Make a safetensors file with a header and without data, as large as the real one."""
-    entries = {
-        name: {"dtype": str(one.dtype), "shape": list(one.shape), "data_offsets": list(one.data_offsets)}
-        for name, one in tensors.items()
-    }
-    text = json.dumps(entries).encode()
-    end = max((one["data_offsets"][1] for one in entries.values()), default=0)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ClusterKind = Literal["none", "slurm", "torchelastic", "mpi", "kubernetes"]
 
@@ -35,25 +35,64 @@ class Cluster:
     task: int | None = None
 
 
-def read_cluster(environ: Mapping[str, str]) -> Cluster:
-    """Return what the variables say. The innermost launcher wins: torchrun before SLURM before MPI.
+_VARIABLES: Mapping[ClusterKind, Mapping[str, tuple[str, ...]]] = {
+    "torchelastic": {
+        "job_id": ("TORCHELASTIC_RUN_ID",),
+        "num_nodes": ("GROUP_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",),
+        "num_tasks": ("WORLD_SIZE",),
+        "tasks_on_node": ("LOCAL_WORLD_SIZE",),
+        "task": ("RANK",),
+    },
+    "slurm": {
+        "job_id": ("SLURM_JOB_ID", "SLURM_JOBID"),
+        "num_nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+        "node_rank": ("SLURM_NODEID",),
+        "gpus_on_node": ("SLURM_GPUS_ON_NODE",),
+        "node_list": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "num_tasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+        "tasks_on_node": ("SLURM_NTASKS_PER_NODE",),
+        "task": ("SLURM_PROCID",),
+    },
+    "mpi": {
+        "job_id": ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+        "num_tasks": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+        "tasks_on_node": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        "task": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
+    },
+    "kubernetes": {  # an indexed Job, which gives each pod its number; only PET_NNODES may say how many there are
+        "job_id": ("JOB_NAME",),
+        "num_nodes": ("PET_NNODES",),
+        "node_rank": ("JOB_COMPLETION_INDEX",),
+    },
+}
+"""What each says in which variables, the first of them that is set; the innermost launcher comes first."""
+_TEXTS = ("job_id", "node_list")
 
-    Args:
-        environ: The process's variables.
-    """
-    for read in (_torchelastic, _slurm, _mpi, _kubernetes):
-        found = read(environ)
-        if found is not None:
-            return found
+
+def read_cluster(environ: Mapping[str, str]) -> Cluster:
+    """Return what the variables say. The innermost launcher wins: torchrun before SLURM before MPI."""
+    for kind, variables in _VARIABLES.items():
+        found: dict[str, Any] = {}
+        for name, sources in variables.items():
+            given = [environ[source].strip() for source in sources if environ.get(source)]
+            numbers = [int(text) for text in given if re.fullmatch(r"[0-9]{1,18}", text)]
+            found[name] = next(iter(given if name in _TEXTS else numbers), None)
+        is_here = {
+            "torchelastic": "TORCHELASTIC_RUN_ID" in environ,
+            "slurm": found["job_id"] is not None,
+            "mpi": found.get("num_tasks") is not None,
+            "kubernetes": "JOB_COMPLETION_INDEX" in environ and "KUBERNETES_SERVICE_HOST" in environ,
+        }
+        if is_here[kind]:
+            if kind == "slurm" and found["gpus_on_node"] is None:
+                found["gpus_on_node"] = count_gpus(environ.get("SLURM_GPUS_PER_NODE", ""))
+            return Cluster(kind=kind, **found)
     return Cluster()
 
 
 def describe_cluster(cluster: Cluster) -> str | None:
-    """Return one line about the job, or None when there is none.
-
-    Args:
-        cluster: What was found.
-    """
+    """Return one line about the job, or None when there is none."""
     names = {"slurm": "SLURM job", "torchelastic": "torchrun", "mpi": "MPI job", "kubernetes": "Kubernetes job"}
     if cluster.kind == "none":
         return None
@@ -64,82 +103,7 @@ def describe_cluster(cluster: Cluster) -> str | None:
     return "   ".join(words)
 
 
-def _torchelastic(environ: Mapping[str, str]) -> Cluster | None:
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    return Cluster(
-        kind="torchelastic",
-        job_id=environ["TORCHELASTIC_RUN_ID"],
-        num_nodes=_count(environ, "GROUP_WORLD_SIZE"),
-        node_rank=_count(environ, "GROUP_RANK"),
-        num_tasks=_count(environ, "WORLD_SIZE"),
-        tasks_on_node=_count(environ, "LOCAL_WORLD_SIZE"),
-        task=_count(environ, "RANK"),
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    if not job_id:
-        return None
-    return Cluster(
-        kind="slurm",
-        job_id=job_id,
-        num_nodes=_count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-        node_rank=_count(environ, "SLURM_NODEID"),
-        gpus_on_node=_slurm_gpus(environ),
-        node_list=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST"),
-        num_tasks=_count(environ, "SLURM_NTASKS", "SLURM_NPROCS"),
-        tasks_on_node=_count(environ, "SLURM_NTASKS_PER_NODE"),
-        task=_count(environ, "SLURM_PROCID"),
-    )
-
-
-def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """Read SLURM_GPUS_ON_NODE, a number, or SLURM_GPUS_PER_NODE: `8`, `h100:8`, `a100:4,h100:4`."""
-    counted = _count(environ, "SLURM_GPUS_ON_NODE")
-    if counted is not None:
-        return counted
-    return count_gpus(environ.get("SLURM_GPUS_PER_NODE", ""))
-
-
 def count_gpus(notation: str) -> int | None:
     """Return how many GPUs SLURM's notation means: `8`, `h100:8`, `a100:4,h100:4`; None for anything else."""
     numbers = [re.fullmatch(r"(?:[^:,]+:)*(\d+)(?:\([^)]*\))?", part.strip()) for part in notation.split(",")]
     return sum(int(match[1]) for match in numbers if match) if notation and all(numbers) else None
-
-
-def _mpi(environ: Mapping[str, str]) -> Cluster | None:
-    size = _count(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-    if size is None:
-        return None
-    return Cluster(
-        kind="mpi",
-        job_id=environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE"),
-        num_tasks=size,
-        tasks_on_node=_count(
-            environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"
-        ),
-        task=_count(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"),
-    )
-
-
-def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """Read an indexed Job, which gives each pod its number; only PET_NNODES may say how many pods there are."""
-    if "JOB_COMPLETION_INDEX" not in environ or "KUBERNETES_SERVICE_HOST" not in environ:
-        return None
-    return Cluster(
-        kind="kubernetes",
-        job_id=environ.get("JOB_NAME"),
-        num_nodes=_count(environ, "PET_NNODES"),
-        node_rank=_count(environ, "JOB_COMPLETION_INDEX"),
-    )
-
-
-def _count(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of these variables that holds a whole number."""
-    for name in names:
-        text = environ.get(name, "").strip()
-        if re.fullmatch(r"[0-9]{1,18}", text):
-            return int(text)
-    return None

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,8 +61,7 @@ def how_to_install() -> str:
 def parse(version: str) -> Numbers | None:
     """Read major and minor version: `2.16.0a0+git1a2b3c` -> (2, 16); None where it does not begin with them.
 
-    What follows does not count: a nightly build, a release candidate and a local build of 2.16 have the interfaces
-    of 2.16, or most of them.
+    What follows does not count: a nightly, candidate or local build of 2.16 has its interfaces, or most of them.
     """
     found = re.match(r"v?(\d+)\.(\d+)(?!\d)", version.strip())
     return (int(found[1]), int(found[2])) if found else None
@@ -73,15 +73,26 @@ def installed() -> str | None:
     It is read from the file that torch reads it from, so that it is right for a source tree on PYTHONPATH, too,
     and from the package's metadata where there is no such file.
     """
-    place = _folder()
-    if place is None:
-        return None
     try:
-        text = (place / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^__version__(?: *: *\w+)? *= *['\"]([^'\"]+)", text, re.MULTILINE)
-    return found[1] if found else _from_metadata()
+        found = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        return None
+    text = ""
+    with suppress(OSError):
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__(?: *: *\w+)? *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return version[1] if version else _from_metadata("torch") or "unknown"
+
+
+def _from_metadata(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def installed_numbers() -> Numbers | None:
@@ -91,11 +102,7 @@ def installed_numbers() -> Numbers | None:
 
 
 def mismatch(version: str) -> Mismatch | None:
-    """Compare a version of torch with the tested range; None when it is inside.
-
-    Args:
-        version: As torch writes it.
-    """
+    """Compare a version, as torch writes it, with the tested range; None when it is inside."""
     numbers = parse(version)
     if numbers is not None and OLDEST <= numbers <= NEWEST:
         return None
@@ -126,24 +133,6 @@ def refuse_too_old() -> None:
         found.raise_if_fatal()
 
 
-def _folder() -> Path | None:
-    """Return the folder of the torch that would be imported."""
-    try:
-        found = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return None
-    return Path(found.origin).parent if found is not None and found.origin is not None else None
-
-
-def _from_metadata() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _text(numbers: Numbers) -> str:
     return ".".join(map(str, numbers))
 
@@ -155,33 +144,17 @@ _INSTALL = f"pip install 'fsdplaunch[xla]' into an environment of its own: torch
 
 def installed_problem() -> Mismatch | None:
     """Return why PyTorch/XLA cannot run with what is installed; None when it can."""
-    return problem(installed(), _installed_xla())
+    return problem(installed(), _from_metadata("torch_xla"))
 
 
 def problem(torch: str | None, torch_xla: str | None) -> Mismatch | None:
-    """Return why this torch and this torch_xla do not go together; None when they do.
-
-    Args:
-        torch: The version of torch, None where there is none.
-        torch_xla: The version of torch_xla, None where there is none.
-    """
+    """Return why these versions of torch and torch_xla do not go together; None when they do. None: not there."""
     here = f"torch {torch} is installed" if torch else "torch is not installed"
     if torch_xla is None:
-        return Mismatch(
-            message=f"PyTorch/XLA needs torch_xla, which is not installed; {here}", hint=_INSTALL, is_fatal=True
-        )
-    if torch is None or parse(torch) != parse(torch_xla):
+        message = f"PyTorch/XLA needs torch_xla, which is not installed; {here}"
+    elif torch is None or parse(torch) != parse(torch_xla):
         needed = ".".join(map(str, parse(torch_xla) or ())) or torch_xla
-        return Mismatch(
-            message=f"torch_xla {torch_xla} needs torch {needed}, and {here}", hint=_INSTALL, is_fatal=True
-        )
-    return None
-
-
-def _installed_xla() -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch_xla")
-    except PackageNotFoundError:
+        message = f"torch_xla {torch_xla} needs torch {needed}, and {here}"
+    else:
         return None
+    return Mismatch(message=message, hint=_INSTALL, is_fatal=True)

@@ -4,11 +4,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.cli.single_node import check_script, pass_checks, plan_for_this_node, short_path
@@ -19,10 +17,10 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
-from fsdplaunch.probe.hardware import Hardware, read_hardware
+from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_dir import PRIVATE_MODE, fresh_run_id, rank_folder, read_heartbeat, write_json
 from fsdplaunch.tune.result import TuneResult, state_words, step_words, table_lines, winner_text
-from fsdplaunch.tune.search import CannotMeasureError, Row, Search, SearchStopped
+from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import WARM_UP, Outcome, TrialRunner
 
@@ -30,50 +28,26 @@ INTERRUPTED = 130
 _RESULT = "tune.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be searched.
-
-    Attributes:
-        script: Its path, or a module's name.
-        arguments: Its own.
-        module: Whether the script is a module.
-        file: The configuration; None for the one that a launch would take.
-        overrides: `KEY=VALUE` from the command line.
-        tries: `KEY=V1,V2` from the command line.
-        steps: Measured in a first launch.
-        limit_seconds: How long one launch may take.
-        memory: Bytes that a rank may need; None for the GPUs' own.
-        precision: Whether other dtypes may be tried.
-        compile: Whether torch.compile is tried.
-        allow_writes: Whether the script may write outside of its folder.
-    """
-
-    script: str | None
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    file: Path | None = None
-    overrides: tuple[str, ...] = ()
-    tries: tuple[str, ...] = ()
-    steps: int = 10
-    limit_seconds: float = 300.0
-    memory: int | None = None
-    precision: bool = False
-    compile: bool = False
-    allow_writes: bool = False
-
-
 def tune(
-    *, out: Output, write: Path | None = None, overwrite: bool = False, as_json: bool = False, **asked: Any
+    *,
+    out: Output,
+    script: str | None,
+    arguments: tuple[str, ...] = (),
+    module: bool = False,
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    tries: Sequence[str] = (),
+    steps: int = 10,
+    limit_seconds: float = 300.0,
+    memory: int | None = None,
+    precision: bool = False,
+    compile: bool = False,  # noqa: A002  (as the option has it)
+    allow_writes: bool = False,
+    write: Path | None = None,
+    overwrite: bool = False,
+    as_json: bool = False,
 ) -> int:
-    """Measure candidates until the fastest that fits is known, and say and write it.
-
-    Args:
-        out: Where words go.
-        write: The file for the best configuration.
-        overwrite: Whether a file that exists may be replaced.
-        as_json: One JSON object on stdout instead of the table.
-        asked: What `Asked` has.
+    """Measure candidates until the fastest that fits is known, and say and write it; see the command's options.
 
     Returns:
         0 when one was found; 1 when none fits or none can be measured; 130 after Ctrl-C.
@@ -81,42 +55,56 @@ def tune(
     Raises:
         LaunchError: Before anything was started.
     """
-    request = Asked(**asked)
-    if write is not None:
-        _check_file(write, overwrite=overwrite)
-    script = check_script(request.script, "tune", is_file=not request.module)
-    tries = read_tries(request.tries)
-    loaded = load_config(request.file, overrides=request.overrides)
+    _check_file(write, overwrite=overwrite)
+    name, values = check_script(script, "tune", is_file=not module), read_tries(tries)
+    loaded = load_config(file, overrides=overrides)
     _check_config(loaded.config)
     hardware = read_hardware(os.environ)
-    target = LaunchTarget(name=script, arguments=request.arguments, is_module=request.module)
+    target = LaunchTarget(name=name, arguments=arguments, is_module=module)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
     if status := pass_checks(plan, hardware, out, as_json=False):
         return status
-    space = _space(request, loaded, plan, tries)
+    data = loaded.path.read_bytes() if loaded.path else b""
+
+    def read(further: Sequence[str]) -> Config:
+        text = read_text(data, str(loaded.path or "defaults"))
+        return stack(text, path=loaded.path, environ=os.environ, overrides=(*overrides, *further)).config
+
     on_gpu = plan.device == "cuda"
-    limit = request.memory or (hardware.gpu_memory_bytes if on_gpu else None)
+    allowed = frozenset(name for name, on in (("precision", precision), ("compile", compile)) if on)
+    space = Space(read=read, world=plan.workers, on_gpu=on_gpu, allowed=allowed, tries=values)
+    if values and not space.singles():
+        msg = "--try names nothing that makes another run than yours"
+        hint = "the values may be those that are set, contradict other keys, or have no effect"
+        raise UsageError(msg, hint=hint)
     folder = Path(loaded.config.launch.log_dir).absolute() / f"{fresh_run_id()}-tune"
-    file = str(loaded.path) if loaded.path else "the built-in configuration"
-    _announce(request, plan, file, folder, out)
+    source = str(loaded.path) if loaded.path else "the built-in configuration"
+    _announce(plan, source, folder, out, allow_writes=allow_writes)
+
+    def plan_trial(config: Config, target: LaunchTarget, place: Path) -> LaunchPlan:
+        changed = replace(loaded, config=config, notes=())
+        run_id = f"{folder.name}-{place.name}"
+        return plan_for_this_node(changed, hardware, target, allow_unsharded=False, run_id=run_id, folder=place)
+
     runner = TrialRunner(
-        plan=_planner(loaded, hardware, folder), target=target, folder=folder, source=Path.cwd(),
-        limit_seconds=request.limit_seconds, guarded=not request.allow_writes,
+        plan=plan_trial, target=target, folder=folder, source=Path.cwd(), limit_seconds=limit_seconds,
+        guarded=not allow_writes,
     )  # fmt: skip
-    search = Search(space=space, limit=limit, steps=request.steps, trial=_trial(space, runner, out))
-    search.changed = _Progress(search, out).changed
+    limit = memory or (hardware.gpu_memory_bytes if on_gpu else None)
+    trials = _Trials(space=space, runner=runner, out=out)
+    search = Search(space=space, limit=limit, steps=steps, trial=trials.run)
+    search.changed = lambda: trials.say_new(search)
     began, kept, status = time.monotonic(), None, 0
     try:
         kept = search.run()
     except (SearchStopped, KeyboardInterrupt) as stopped:
-        name = str(stopped).rpartition(" ")[2]
-        known = signal.Signals.__members__
-        kept, status = search.best(), 128 + int(known[name]) if name in known else INTERRUPTED
+        number = signal.Signals.__members__.get(str(stopped).rpartition(" ")[2])
+        kept, status = search.best(), INTERRUPTED if number is None else 128 + int(number)
     except CannotMeasureError as error:
         out.error(_cannot(str(error), plan.script, folder))
         return EXIT_FAILED
     result = TuneResult(
-        script=plan.script, config=file, folder=folder, world=plan.workers, device=plan.device, limit=limit,
+        script=plan.script, config=source, folder=folder, world=plan.workers, device=plan.device, limit=limit,
         rows=tuple(search.rows.values()), kept=kept, duels=tuple(search.duels), is_complete=not status,
         seconds=time.monotonic() - began,
     )  # fmt: skip
@@ -130,8 +118,10 @@ def tune(
     return status or (0 if kept is not None else EXIT_FAILED)
 
 
-def _check_file(path: Path, *, overwrite: bool) -> None:
+def _check_file(path: Path | None, *, overwrite: bool) -> None:
     """Refuse a file that exists, or whose folder does not, before anything is measured."""
+    if path is None:
+        return
     if path.is_dir() or not path.absolute().parent.is_dir():
         msg = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
         raise UsageError(msg, hint="name a file in a folder that exists")
@@ -141,11 +131,7 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
 
 
 def _check_config(config: Config) -> None:
-    """Refuse what cannot be measured here.
-
-    Raises:
-        UsageError: The configuration shards nothing, or by PyTorch/XLA, or is for several nodes.
-    """
+    """Refuse what cannot be measured here: nothing is sharded, or by PyTorch/XLA, or over several nodes."""
     if uses_xla(config):
         msg = "tune searches configurations of torch's FSDP, and this one is PyTorch/XLA's"
         raise UsageError(msg, hint="leave xla out, or launch without tune")
@@ -157,113 +143,61 @@ def _check_config(config: Config) -> None:
         raise UsageError(msg, hint="for this node alone: --set num_machines=1 --set num_processes=auto")
 
 
-def _space(
-    request: Asked, loaded: LoadedConfig, plan: LaunchPlan, tries: Mapping[tuple[str, ...], Sequence[Any]]
-) -> Space:
-    """Return what may be tried.
-
-    Raises:
-        UsageError: `--try` names nothing that makes another run.
-    """
-    data = loaded.path.read_bytes() if loaded.path else b""
-
-    def read(overrides: Sequence[str]) -> Config:
-        text = read_text(data, str(loaded.path or "defaults"))
-        every = (*request.overrides, *overrides)
-        return stack(text, path=loaded.path, environ=os.environ, overrides=every).config
-
-    allowed = frozenset(name for name in ("precision", "compile") if getattr(request, name))
-    space = Space(read=read, world=plan.workers, on_gpu=plan.device == "cuda", allowed=allowed, tries=tries)
-    if tries and not space.singles():
-        msg = "--try names nothing that makes another run than yours"
-        hint = "the values may be those that are set, contradict other keys, or have no effect"
-        raise UsageError(msg, hint=hint)
-    return space
-
-
-def _planner(
-    loaded: LoadedConfig, hardware: Hardware, folder: Path
-) -> Callable[[Config, LaunchTarget, Path], LaunchPlan]:
-    """Return what plans a trial's launch, as `fsdplaunch launch` does."""
-
-    def plan(config: Config, target: LaunchTarget, place: Path) -> LaunchPlan:
-        name = f"{folder.name}-{place.name}"
-        changed = replace(loaded, config=config, notes=())
-        return plan_for_this_node(changed, hardware, target, allow_unsharded=False, run_id=name, folder=place)
-
-    return plan
-
-
-def _trial(space: Space, runner: TrialRunner, out: Output) -> Callable[[Candidate, int], Outcome]:
-    """Return what launches a candidate, for so many measured steps."""
-    count = 0
-
-    def trial(candidate: Candidate, steps: int) -> Outcome:
-        nonlocal count
-        count += 1
-        config = space.config(candidate)
-        if config is None:
-            msg = f"the rules refuse {candidate.label}"
-            raise LaunchError(msg)
-        with _following(
-            runner.folder, count, f"  {candidate.label}: step {{}} of {steps + WARM_UP}, {{:.0f}} s", out
-        ):
-            outcome = runner.run(config, count, steps)
-        if outcome.kind == "stopped":
-            raise SearchStopped(outcome.failure)
-        return outcome
-
-    return trial
-
-
-@contextmanager
-def _following(folder: Path, number: int, words: str, out: Output) -> Iterator[None]:
-    """Say every ten seconds how far a launch is."""
-    ended, began = threading.Event(), time.monotonic()
-
-    def follow() -> None:
-        while not ended.wait(LINE_SECONDS):
-            beat = read_heartbeat(rank_folder(folder / "trials" / f"{number:03d}", 0))
-            out.say(words.format(beat.steps if beat is not None else 0, time.monotonic() - began))
-
-    threading.Thread(target=follow, daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
-
-
-class _Progress:
-    """Says what has become of each launch of a search, once."""
-
-    def __init__(self, search: Search, out: Output) -> None:
-        self._search, self._out = search, out
-        self._said: set[tuple[Candidate, int]] = set()
-
-    def changed(self) -> None:
-        """Say what is new."""
-        for row in self._search.rows.values():
-            key = (row.candidate, len(row.outcomes))
-            if key not in self._said and row.state not in ("waiting", "running", "slower", "as fast"):
-                self._said.add(key)
-                self._out.say(f"  {row.candidate.label}: {_words(row)}")
-
-
-def _words(row: Row) -> str:
-    return f"{step_words(row.outcomes[-1])} per step" if row.state == "measured" else state_words(row)
-
-
-def _announce(request: Asked, plan: LaunchPlan, file: str, folder: Path, out: Output) -> None:
+def _announce(plan: LaunchPlan, source: str, folder: Path, out: Output, *, allow_writes: bool) -> None:
     place = "GPUs" if plan.device == "cuda" else "the CPU"
-    out.say(f"tune {plan.script} with {file} on {plan.workers} workers ({place})")
+    out.say(f"tune {plan.script} with {source} on {plan.workers} workers ({place})")
     out.say(f"  every trial and its output: {short_path(folder)}, Ctrl-C keeps what is known")
-    if request.allow_writes:
+    if allow_writes:
         out.note("--allow-writes: what the script writes to other folders than its own is written by every trial")
     else:
         out.say("  the script runs in a copy of this folder made of links: what it writes there is thrown away,")
         out.say("  a write elsewhere is refused; programs that it starts itself are not kept from writing")
     for note in plan.notes:
         out.note(note)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trials:
+    """Launches candidates one after the other, and says how far each is and what has become of it, once."""
+
+    space: Space
+    runner: TrialRunner
+    out: Output
+    count: int = 0
+    said: set[tuple[Candidate, int]] = field(default_factory=set)
+
+    def run(self, candidate: Candidate, steps: int) -> Outcome:
+        self.count += 1
+        config = self.space.config(candidate)
+        if config is None:
+            msg = f"the rules refuse {candidate.label}"
+            raise LaunchError(msg)
+        ended, began = threading.Event(), time.monotonic()
+        ranks = rank_folder(self.runner.folder / "trials" / f"{self.count:03d}", 0)
+
+        def follow() -> None:
+            while not ended.wait(LINE_SECONDS):
+                beat, seconds = read_heartbeat(ranks), time.monotonic() - began
+                made = beat.steps if beat is not None else 0
+                self.out.say(f"  {candidate.label}: step {made} of {steps + WARM_UP}, {seconds:.0f} s")
+
+        threading.Thread(target=follow, daemon=True).start()
+        try:
+            outcome = self.runner.run(config, self.count, steps)
+        finally:
+            ended.set()
+        if outcome.kind == "stopped":
+            raise SearchStopped(outcome.failure)
+        return outcome
+
+    def say_new(self, search: Search) -> None:
+        for row in search.rows.values():
+            key = (row.candidate, len(row.outcomes))
+            if key not in self.said and row.state not in ("waiting", "running", "slower", "as fast"):
+                self.said.add(key)
+                measured = row.state == "measured"
+                words = f"{step_words(row.outcomes[-1])} per step" if measured else state_words(row)
+                self.out.say(f"  {row.candidate.label}: {words}")
 
 
 def _cannot(words: str, script: str, folder: Path) -> LaunchError:

@@ -30,18 +30,12 @@ from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.rank import own_folder
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_FIRST, _SECOND, _BOTH = slice(0, 1), slice(1, 2), slice(0, 2)
 _EVENTS = {
-    "os.mkdir": 1,
-    "os.remove": 1,
-    "os.rmdir": 1,
-    "os.truncate": 1,
-    "os.rename": 2,
-    "os.link": 2,
-    "os.symlink": 2,
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate"), _FIRST),
+    **{"os.rename": _BOTH, "os.link": _SECOND, "os.symlink": _SECOND},  # what a link leads to is only read
 }
-"""Events of calls that change a folder, and how many of their arguments, from the first, are paths."""
-_LINKED = ("os.link", "os.symlink")
-"""Of these the first path is only read."""
+"""Events of calls that change a folder, and which of their arguments are the paths that change."""
 
 
 class WriteRefusedError(PermissionError):
@@ -60,7 +54,7 @@ class WriteGuard:
     def __init__(self, scratch: str, source: str, free: tuple[str, ...]) -> None:
         self._scratch, self._source = os.path.realpath(scratch), os.path.realpath(source)
         self._free = tuple(map(os.path.realpath, free))
-        self._busy = False
+        self._copies = False
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Look at one audit event.
@@ -71,10 +65,11 @@ class WriteGuard:
         if event == "open":
             if isinstance(args[2], int) and args[2] & _WRITES:
                 self.before_write(args[0])
-        elif event in _EVENTS and not self._busy:
-            paths = args[: _EVENTS[event]]
-            for path in paths[1:] if event in _LINKED else paths:
-                self._check_folder(path, new_folder=event == "os.mkdir")
+        elif event in _EVENTS and not self._copies:
+            for path in args[_EVENTS[event]]:
+                exists = event == "os.mkdir" and not isinstance(path, int) and Path(os.fsdecode(path)).is_dir()
+                if not isinstance(path, int) and not exists:  # exist_ok: nothing happens
+                    self._check_folder(os.fsdecode(path))
 
     def before_write(self, path: Any) -> None:
         """Make a link in the scratch folder a copy, or refuse a path outside.
@@ -82,26 +77,22 @@ class WriteGuard:
         Raises:
             WriteRefusedError: The path is outside.
         """
-        if self._busy or not isinstance(path, str | bytes | os.PathLike):
+        if self._copies or not isinstance(path, str | bytes | os.PathLike):
             return
         text = os.fsdecode(path)
         self._check_folder(text)
         if Path(text).is_symlink() and not self._may_write(os.path.realpath(text)):
-            self._busy = True
+            self._copies = True
             try:
-                _make_copy(text)
+                part = f"{text}.{os.getpid()}"  # other ranks may do the same meanwhile
+                shutil.copyfile(text, part)
+                os.replace(part, text)  # noqa: PTH105  (a text all the way)
             finally:
-                self._busy = False
+                self._copies = False
 
-    def _check_folder(self, path: Any, *, new_folder: bool = False) -> None:
-        if isinstance(path, int):
-            return
-        text = os.fsdecode(path)
-        if new_folder and Path(text).is_dir():
-            return  # exist_ok: nothing happens
+    def _check_folder(self, text: str) -> None:
         folder, name = os.path.split(Path.cwd() / text)
-        real = f"{os.path.realpath(folder)}{os.sep}{name}"
-        if not self._may_write(real):
+        if not self._may_write(f"{os.path.realpath(folder)}{os.sep}{name}"):
             msg = f"{text} is outside of the folder that a measured run may write to"
             raise WriteRefusedError(msg)
 
@@ -111,60 +102,50 @@ class WriteGuard:
         return not _is_in(real, self._source) and any(_is_in(real, folder) for folder in self._free)
 
 
-def install_guard() -> None:
-    """Keep the script's writes where the launcher says, until the process ends; nothing where it says nothing."""
-    scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
-    if not scratch or not source:
-        return
-    guard = WriteGuard(scratch, source, _caches())
-    sys.addaudithook(guard.audit)
-    for owner, name in ((torch, "save"), (safe, "serialize_file")):
-        setattr(owner, name, _asking(getattr(owner, name), guard))
-
-
-def _asking(write: Callable[..., Any], guard: WriteGuard) -> Callable[..., Any]:
-    def ask_and_write(*args: Any, **kwargs: Any) -> Any:
-        guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
-        return write(*args, **kwargs)
-
-    return ask_and_write
-
-
-def _caches() -> tuple[str, ...]:
-    """Return where libraries keep what they compile and download, and where temporary files go."""
-    named = [value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))]
-    named += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
-    home = [str(path) for path in Path.home().glob(".*") if path.is_dir()]
-    own = [sys.prefix, *site.getsitepackages()]
-    return (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc", *own, *home, *named)  # noqa: S108
-
-
 def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def _make_copy(link: str) -> None:
-    """Put a copy in the place of a link; other ranks may do the same meanwhile."""
-    part = f"{link}.{os.getpid()}"
-    shutil.copyfile(link, part)
-    os.replace(part, link)  # noqa: PTH105  (a text all the way)
+def _install_guard(scratch: str, source: str) -> None:
+    """Keep the script's writes in its scratch folder; caches and temporary files are free."""
+    caches = [
+        value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))
+    ]
+    caches += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
+    caches += [str(path) for path in Path.home().glob(".*") if path.is_dir()]
+    python = (sys.prefix, *site.getsitepackages())
+    temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc")  # noqa: S108
+    guard = WriteGuard(scratch, source, (*temporary, *python, *caches))
+    sys.addaudithook(guard.audit)
+
+    def asking(write: Callable[..., Any]) -> Callable[..., Any]:
+        def ask_and_write(*args: Any, **kwargs: Any) -> Any:
+            guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
+            return write(*args, **kwargs)
+
+        return ask_and_write
+
+    for owner, name in ((torch, "save"), (safe, "serialize_file")):
+        setattr(owner, name, asking(getattr(owner, name)))
 
 
 _measurements: list["Measurement"] = []
 
 
 def measure(steps: int, config: Config) -> None:
-    """Measure the script that is about to run, and end it after so many optimizer steps.
-
-    Args:
-        steps: Of the optimizer that steps most; at least 2.
-        config: The worker's.
-    """
-    install_guard()
+    """Measure the script that is about to run, and end it after so many steps of the optimizer that steps most."""
+    scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
+    if scratch and source:
+        _install_guard(scratch, source)
     measurement = Measurement(on_gpu=torch.cuda.is_available() and not config.use_cpu)
     register_optimizer_step_post_hook(measurement.mark)
     _measurements.append(measurement)
-    stop_after(steps, _finish_at_step)
+
+    def finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
+        finish()
+        return {}
+
+    stop_after(steps, finish_at_step)
 
 
 def finish() -> None:
@@ -173,17 +154,8 @@ def finish() -> None:
         _measurements.pop().write()
 
 
-def _finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
-    finish()
-    return {}
-
-
 class Measurement:
-    """The steps of one worker, by optimizer: when each ended, on a GPU by events in its stream.
-
-    Args:
-        on_gpu: Whether it computes on a GPU.
-    """
+    """The steps of one worker, by optimizer: when each ended, on a GPU by events in its stream."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu

@@ -1,6 +1,6 @@
 """What a search came to: in words, as plain data, and as a configuration."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -58,28 +58,11 @@ class TuneResult:
         duel = next((each for each in self.duels if each.rounds and {each.first, each.second} == pair), None)
         if duel is None:
             return None
-        ratio = exp(mean(log(second.median / first.median) for first, second in duel.rounds))
-        return ratio if duel.first == self.kept else 1 / ratio
-
-    def gains(self) -> Iterator[dict[str, Any]]:
-        """Yield what each key that the kept candidate changes gained: the share of a step's time that it saves.
-
-        The share is None where the key was not measured without the others.
-        """
-        changes, yours = self.kept.changes if self.kept else (), self.rows[0]
-        for path, value in changes:
-            having = [row for row in self.rows if (path, value) in row.candidate.changes and row.fastest]
-            alone = min(having, key=lambda row: len(row.candidate.changes), default=None)
-            share = None
-            if len(changes) == 1 and self.speed:  # as said of the whole
-                share = 1 - 1 / self.speed
-            elif alone is not None and alone.fastest and yours.fastest:
-                share = 1 - alone.fastest.median / yours.fastest.median
-            fits = not yours.fits and alone is not None and alone.fits
-            yield {"key": ".".join(path), "value": value, "saves": share, "makes_it_fit": fits}
+        return 1 / _ratio(duel) if duel.first == self.kept else _ratio(duel)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data: seconds and bytes."""
+        rows = [(row, row.fastest) for row in self.rows]
         return {
             "script": self.script,
             "config": self.config,
@@ -91,8 +74,19 @@ class TuneResult:
             "seconds": round(self.seconds, 1),
             "best": None if self.kept is None else self.kept.to_dict(),
             "speed": self.speed,
-            "gains": list(self.gains()),
-            "candidates": [_row_data(row) for row in self.rows],
+            "candidates": [
+                {
+                    "changes": row.candidate.to_dict(),
+                    "state": row.state,
+                    "reason": row.reason,
+                    "step_seconds": fastest.median if fastest else None,
+                    "step_quartiles": fastest.quartiles if fastest else (None, None),
+                    "steps": len(fastest.seconds) if fastest else 0,
+                    "launches": [round(outcome.wall, 2) for outcome in row.outcomes],
+                    "memory": fastest.memory if fastest else None,
+                }
+                for row, fastest in rows
+            ],
             "comparisons": [
                 {
                     "first": duel.first.to_dict(),
@@ -105,18 +99,9 @@ class TuneResult:
         }
 
 
-def _row_data(row: Row) -> dict[str, Any]:
-    fastest = row.fastest
-    return {
-        "changes": row.candidate.to_dict(),
-        "state": row.state,
-        "reason": row.reason,
-        "step_seconds": fastest.median if fastest else None,
-        "step_quartiles": fastest.quartiles if fastest else (None, None),
-        "steps": len(fastest.seconds) if fastest else 0,
-        "launches": [round(outcome.wall, 2) for outcome in row.outcomes],
-        "memory": fastest.memory if fastest else None,
-    }
+def _ratio(duel: Duel) -> float:
+    """Return how many times as long the first takes, over all rounds."""
+    return exp(mean(log(first.median / second.median) for first, second in duel.rounds))
 
 
 def step_words(outcome: Outcome) -> str:
@@ -150,51 +135,33 @@ def table_lines(result: TuneResult) -> Iterator[str]:
     for line in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
     yield ""
-    yield from map(_duel_words, result.duels)
-    yield from _answer(result)
-    yield from (f"  {_gain_words(gain)}" for gain in result.gains())
-
-
-def _answer(result: TuneResult) -> Iterator[str]:
+    for duel in result.duels:
+        names = f"{duel.first.label} and {duel.second.label}"
+        count = f"{len(duel.rounds)} round{'s' if len(duel.rounds) != 1 else ''} in turn"
+        if duel.verdict in ("open", "equal"):
+            said = "not decided after" if duel.verdict == "open" else "no difference in"
+            yield f"{names}: {said} {count}"
+            continue
+        is_first = duel.verdict == "first"
+        share = 1 - (_ratio(duel) if is_first else 1 / _ratio(duel))
+        winner = duel.first if is_first else duel.second
+        yield f"{names}: {winner.label} takes {100 * share:.0f} % less time, clear after {count}"
     kept, speed = result.kept, result.speed
-    until = "" if result.is_complete else "so far, "
     if kept is None:
-        yield f"{until}no candidate fits"
+        answer = "no candidate fits"
     elif kept.is_yours:
-        yield f"{until}yours is the one to keep: nothing tried is clearly faster"
+        answer = "yours is the one to keep: nothing tried is clearly faster"
     elif not result.rows[0].fits:
-        yield f"{until}best of those that fit: {kept.label}; yours does not fit"
+        answer = f"best of those that fit: {kept.label}; yours does not fit"
     elif speed is None:
-        yield f"{until}best: {kept.label}; not measured against yours in turn"
+        answer = f"best: {kept.label}; not measured against yours in turn"
     else:
-        yield f"{until}best: {kept.label}, {speed:.2f} times the speed of yours"
+        answer = f"best: {kept.label}, {speed:.2f} times the speed of yours"
+    yield answer if result.is_complete else f"so far, {answer}"
 
 
-def _duel_words(duel: Duel) -> str:
-    names = f"{duel.first.label} and {duel.second.label}"
-    count = f"{len(duel.rounds)} round{'s' if len(duel.rounds) != 1 else ''} in turn"
-    if duel.verdict == "open":
-        return f"{names}: not decided after {count}"
-    if duel.verdict == "equal":
-        return f"{names}: no difference in {count}"
-    ratio = exp(mean(log(first.median / second.median) for first, second in duel.rounds))
-    share = 1 - (ratio if duel.verdict == "first" else 1 / ratio)
-    winner = duel.first if duel.verdict == "first" else duel.second
-    return f"{names}: {winner.label} takes {100 * share:.0f} % less time, clear after {count}"
-
-
-def _gain_words(gain: Mapping[str, Any]) -> str:
-    value = str(gain["value"]).lower() if isinstance(gain["value"], bool) else gain["value"]
-    name, share = f"{gain['key']}: {value}", gain["saves"]
-    if gain["makes_it_fit"]:
-        return f"{name}  makes it fit"
-    if share is None:
-        return f"{name}  was measured together with the others only"
-    return f"{name}  {100 * abs(share):.0f} % {'less' if share >= 0 else 'more'} time per step by itself"
-
-
-_HEAD, _REMARK = "# measured by fsdplaunch tune", "# tune:"
-"""What our comments at the top of a file begin with."""
+_HEAD = "# measured by fsdplaunch tune"
+"""What our comment at the top of a file begins with."""
 
 
 def winner_text(result: TuneResult, config: Config, loaded: LoadedConfig) -> str:
@@ -205,40 +172,28 @@ def winner_text(result: TuneResult, config: Config, loaded: LoadedConfig) -> str
         config: The candidate's, resolved.
         loaded: The user's configuration.
     """
-    body = render(config)
+    body, keys = render(config), keys_by_path()
     if loaded.path is not None:
         lines = loaded.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        old = "".join(line for line in lines if not line.lstrip().startswith((_HEAD, _REMARK)))
+        old = "".join(line for line in lines if not line.lstrip().startswith(_HEAD))
+        # The candidate's keys, what follows them, and what options set.
+        changed = [path for path, _ in result.kept.changes] if result.kept is not None else []
+        tunables = [keys[path].key.tunable for path in changed]
+        others = [path for path, origin in loaded.origins.items() if origin.layer in ("env", "flag")]
+        others += [tuple(name.split(".")) for tunable in tunables if tunable for name in tunable.follow]
+        wanted = dict.fromkeys([*changed, *(path for path in others if loaded.origins[path].layer != "default")])
         try:
-            edited = set_keys(old, _changes(result, config, loaded))
+            edited = set_keys(old, [(keys[path], value_at(config, path)) for path in wanted])
             if stack(read_text(edited, str(loaded.path))).config == config:
                 body = edited
         except (UsageError, ConfigError):  # values shared through anchors: the text cannot be kept
             pass
-    return "\n".join([*_head(result), *body.splitlines()]) + "\n"
-
-
-def _changes(result: TuneResult, config: Config, loaded: LoadedConfig) -> list[tuple[Any, Any]]:
-    """Return what has to change in the user's file: the candidate's keys, what follows them, what options set."""
-    keys = keys_by_path()
-    changed = dict(result.kept.changes) if result.kept is not None else {}
-    tunables = [keys[path].key.tunable for path in changed]
-    follow = [tuple(name.split(".")) for tunable in tunables if tunable is not None for name in tunable.follow]
-    given = [path for path, origin in loaded.origins.items() if origin.layer in ("env", "flag")]
-    others = [
-        path for path in (*given, *follow) if path not in changed and loaded.origins[path].layer != "default"
-    ]
-    return [(keys[path], value_at(config, path)) for path in dict.fromkeys((*changed, *others))]
-
-
-def _head(result: TuneResult) -> Iterator[str]:
     row = next((row for row in result.rows if row.candidate == result.kept), None)
     if row is None or row.fastest is None:
-        return
-    words = f"{_HEAD} {result.script}: {_seconds(row.fastest.median)} per step on {result.world} workers"
+        return body
+    head = f"{_HEAD} {result.script}: {_seconds(row.fastest.median)} per step on {result.world} workers"
     if row.candidate.is_yours:
-        words += ", unchanged: nothing tried is clearly faster"
+        head += ", unchanged: nothing tried is clearly faster"
     elif result.speed and result.rows[0].fits:
-        words += f", {result.speed:.2f} times the speed before"
-    yield words
-    yield from (f"{_REMARK} {_gain_words(gain)}" for gain in result.gains())
+        head += f", {result.speed:.2f} times the speed before"
+    return f"{head}\n{body.rstrip()}\n"

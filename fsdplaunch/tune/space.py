@@ -1,7 +1,8 @@
 """Candidates: the user's configuration with some keys changed; which keys and values a search tries."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdplaunch.config.layers import read_assignments
@@ -12,7 +13,8 @@ from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, 
 from fsdplaunch.config.schema.key import Tunable
 from fsdplaunch.errors import LaunchError, UsageError
 
-_PREFIXES = ("fsdp_", "parallelism_config_", "dynamo_")
+_PREFIX = re.compile("^(fsdp_|parallelism_config_|dynamo_)")
+"""What accelerate puts before the names of a section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Candidate:
         specs = [keys_by_path()[path] for path, _ in self.changes]
         implied = {name for spec in specs if spec.key.tunable for name in spec.key.tunable.needs}
         shown = [(path, value) for path, value in self.changes if ".".join(path) not in implied]
-        words = [f"{short_name(path)}={shown_value(value)}" for path, value in shown]
+        words = [f"{_PREFIX.sub('', path[-1])}={shown_value(value)}" for path, value in shown]
         return ", ".join(words) or "yours"
 
     @property
@@ -63,18 +65,8 @@ def candidate_of(changes: Mapping[KeyPath, Any]) -> Candidate:
     return Candidate(tuple((spec.path, changes[spec.path]) for spec in all_keys() if spec.path in changes))
 
 
-def short_name(path: KeyPath) -> str:
-    """Return a key's name without what accelerate puts before the names of a section."""
-    name = path[-1]
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
 _STRATEGY = ("fsdp_config", "fsdp_sharding_strategy")
 _MESH = tuple(("parallelism_config", f"parallelism_config_dp_{axis}_size") for axis in ("replicate", "shard"))
-Reader = Callable[[Sequence[str]], Config]
-"""Returns the resolved configuration that some `KEY=VALUE` texts make of the user's; raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +74,14 @@ class Space:
     """What may be tried.
 
     Attributes:
-        read: Makes a candidate's configuration.
+        read: Returns the resolved configuration that `KEY=VALUE` texts make of the user's; raises ConfigError.
         world: Workers.
         on_gpu: Whether they compute on GPUs.
         allowed: Of `Tunable.when`, beside `always`.
         tries: Values to try, by key; where there are any, nothing else is tried.
     """
 
-    read: Reader
+    read: Callable[[Sequence[str]], Config]
     world: int
     on_gpu: bool
     allowed: frozenset[str] = frozenset()
@@ -118,29 +110,23 @@ class Space:
 
     def last_resorts(self) -> list[Candidate]:
         """Return the changes that are only tried where nothing fits."""
-        wider = Space(
-            read=self.read, world=self.world, on_gpu=self.on_gpu, allowed=self.allowed | {"last"}, tries=self.tries
-        )
         usual = set(self.singles())
-        return [candidate for candidate in wider.singles() if candidate not in usual]
+        return [each for each in replace(self, allowed=self.allowed | {"last"}).singles() if each not in usual]
 
     def _values(self, spec: KeySpec, base: Config) -> Iterator[Any]:
+        tunable = spec.key.tunable
         if self.tries:
             yield from self.tries.get(spec.path, ())
-            return
-        tunable = spec.key.tunable
-        if tunable is None or base.fsdp_config.fsdp_version not in tunable.versions:
-            return
-        if tunable.when not in ("always", *self.allowed) or (tunable.gpu and not self.on_gpu):
-            return
-        yield from tunable.values
-        yield from divisors(self.world, tunable.divisors)
-
-
-def divisors(world: int, which: str) -> list[int]:
-    """Return the numbers from 2 that divide the workers; `below` leaves out their number itself, "" is none."""
-    most = {"": 1, "below": world - 1, "through": world}[which]
-    return [number for number in range(2, most + 1) if world % number == 0]
+        elif (
+            tunable is not None
+            and base.fsdp_config.fsdp_version in tunable.versions
+            and tunable.when in ("always", *self.allowed)
+            and (self.on_gpu or not tunable.gpu)
+        ):
+            yield from tunable.values
+            # `below` leaves out the workers' own number
+            most = {"": 1, "below": self.world - 1, "through": self.world}[tunable.divisors]
+            yield from (number for number in range(2, most + 1) if self.world % number == 0)
 
 
 def _needed(spec: KeySpec, base: Config) -> dict[KeyPath, Any]:
@@ -151,42 +137,29 @@ def _needed(spec: KeySpec, base: Config) -> dict[KeyPath, Any]:
 
 
 def identity(config: Config, world: int) -> tuple[Any, ...]:
-    """Return what tells runs apart: equal for two configurations that mean the same run.
-
-    Args:
-        config: Resolved.
-        world: Workers; the mesh must fit them.
-    """
+    """Return what tells runs apart: equal for configurations that mean the same run on `world` workers."""
     mesh = mesh_sizes(config, world)
+    shards = mesh.shards * mesh.context
+
+    def is_idle(tunable: Tunable) -> bool:
+        """Return whether a key changes nothing of this run."""
+        idle = any(value_at(config, tuple(name.split("."))) in values for name, values in tunable.idle.items())
+        lacks = any(
+            value_at(config, tuple(name.split("."))) not in values for name, values in tunable.needs.items()
+        )
+        return idle or lacks or (tunable.sharded and shards == 1)
+
     values: list[Any] = [mesh]
     for spec in all_keys():
         if spec.path in _MESH or (spec.path == _STRATEGY and config.fsdp_config.fsdp_version != 1):
             continue  # the mesh and fsdp_reshard_after_forward say it
-        idle = spec.key.tunable is not None and _is_idle(spec.key.tunable, config, mesh.shards * mesh.context)
+        idle = spec.key.tunable is not None and is_idle(spec.key.tunable)
         values.append(spec.default if idle else value_at(config, spec.path))
     return tuple(repr(value) for value in values)
 
 
-def _is_idle(tunable: Tunable, config: Config, shards: int) -> bool:
-    """Return whether a key changes nothing of this run."""
-    if tunable.sharded and shards == 1:
-        return True
-    if any(_value(config, name) in values for name, values in tunable.idle.items()):
-        return True
-    return any(_value(config, name) not in values for name, values in tunable.needs.items())
-
-
-def _value(config: Config, dotted: str) -> Any:
-    return value_at(config, keys_by_path()[tuple(dotted.split("."))].path)
-
-
 _OF_A_STEP = (
-    "fsdp_config",
-    "sharding",
-    "parallelism_config",
-    "precision",
-    "fp8_config",
-    "dynamo_config",
+    *("fsdp_config", "sharding", "parallelism_config", "precision", "fp8_config", "dynamo_config"),
     "mixed_precision",
 )
 """Sections, and a key at the top level, that decide how a step is computed; others say how runs are started."""

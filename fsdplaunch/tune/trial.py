@@ -57,12 +57,7 @@ _FEWEST_STEPS = 3
 
 
 def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
-    """Return what the ranks measured together.
-
-    Args:
-        records: Of each rank, in their order; an empty one where a rank made no step.
-        steps: That were to be measured.
-    """
+    """Return what the ranks measured together of so many steps; the record of one without a step is empty."""
     made = min((record.get("steps", 0) for record in records), default=0)
     if made - WARM_UP < min(_FEWEST_STEPS, steps):
         found = "no optimizer step" if not made else f"{made} optimizer step{'s' if made > 1 else ''}"
@@ -83,13 +78,7 @@ _MOST_FILES = 20_000
 
 
 def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> None:
-    """Make a folder that reads as another one: small files are copies, others and hidden folders are links.
-
-    Args:
-        source: The user's folder.
-        target: To be made.
-        leave_out: Folders that are not shown: those of trials.
-    """
+    """Make a folder that reads as the user's, but for some: small files are copies, others are links."""
     target.mkdir(parents=True)
     count, room, pending = 0, _ALL_COPIED_BYTES, [(source, target)]
     while pending:
@@ -112,13 +101,6 @@ def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> 
             shown.symlink_to(os.path.realpath(path))
 
 
-def moved(text: str, source: Path, target: Path) -> str:
-    """Return a script's argument with paths in the user's folder leading into the scratch folder."""
-    if len(source.parts) < 2:  # noqa: PLR2004  (the root is in every path)
-        return text
-    return re.sub(rf"(^|[=:,]){re.escape(str(source))}(?=/|$)", lambda found: f"{found[1]}{target}", text)
-
-
 _GRACE_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 """How long a script's own exit handlers may take when all has been measured."""
@@ -128,16 +110,13 @@ _KILLED = 137
 _STATED = 200
 """Characters of a script's own error that a row shows."""
 
-Planner = Callable[[Config, LaunchTarget, Path], LaunchPlan]
-"""Returns the plan for a configuration, a script and the run's folder."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRunner:
     """Launches trials, one at a time.
 
     Attributes:
-        plan: Makes the plan of a launch, as `fsdplaunch launch` does.
+        plan: Makes the plan of a launch from a configuration, a script and the run's folder.
         target: The user's script and its arguments.
         folder: Of this search; each trial gets one inside.
         source: The user's folder.
@@ -145,7 +124,7 @@ class TrialRunner:
         guarded: Whether the script's writes elsewhere are refused.
     """
 
-    plan: Planner
+    plan: Callable[[Config, LaunchTarget, Path], LaunchPlan]
     target: LaunchTarget
     folder: Path
     source: Path
@@ -153,44 +132,51 @@ class TrialRunner:
     guarded: bool
 
     def run(self, config: Config, number: int, steps: int) -> Outcome:
-        """Launch the script and return what it took.
-
-        Args:
-            config: The candidate's.
-            number: Of this trial, from 1.
-            steps: To be measured, after the first ones.
-        """
-        place = self.folder / "trials" / f"{number:03d}"
-        shutil.rmtree(place, ignore_errors=True)  # of an interrupted search that goes on
-        work = self.folder / "work"
-        shutil.rmtree(work, ignore_errors=True)
+        """Launch the script as trial `number`, to measure so many steps after the first ones."""
+        place, work = self.folder / "trials" / f"{number:03d}", self.folder / "work"
+        for left in (place, work):  # of an interrupted search that goes on
+            shutil.rmtree(left, ignore_errors=True)
         make_scratch(self.source, work, leave_out=(self.folder, self.folder.parent))
+        launch = replace(
+            config.launch,
+            max_restarts=0,
+            redirects="3",  # output into files only
+            tee=None,
+            keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),
+            shutdown_grace_seconds=min(config.launch.shutdown_grace_seconds, _GRACE_SECONDS),
+        )
         try:
-            plan = self._prepared(self.plan(_for_trial(config), self._moved(work), place), work, steps)
+            plan = self.plan(replace(config, launch=launch), self._target_in(work), place)
+            env = {
+                **plan.env,
+                MEASURE_STEPS: str(WARM_UP + steps),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PWD": str(work),
+            }
+            if self.guarded:
+                env |= {MEASURE_SCRATCH: str(self.folder), MEASURE_SOURCE: str(self.source)}
             watch = _Watch(plan, self.limit_seconds)
-            result = run_plan(plan, folder=work, is_over=watch.is_over)
+            result = run_plan(replace(plan, env=env), folder=work, is_over=watch.is_over)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return self._outcome(watch, result, steps)
-
-    def _moved(self, work: Path) -> LaunchTarget:
-        name = self.target.name
-        if not self.target.is_module and not Path(name).is_absolute() and not (work / name).exists():
-            name = os.path.normpath(self.source / name)  # ../train.py
-        arguments = tuple(moved(text, self.source, work) for text in self.target.arguments)
-        return replace(self.target, name=moved(name, self.source, work), arguments=arguments)
-
-    def _prepared(self, plan: LaunchPlan, work: Path, steps: int) -> LaunchPlan:
-        env = {**plan.env, MEASURE_STEPS: str(WARM_UP + steps), "PYTHONDONTWRITEBYTECODE": "1", "PWD": str(work)}
-        if self.guarded:
-            env |= {MEASURE_SCRATCH: str(self.folder), MEASURE_SOURCE: str(self.source)}
-        return replace(plan, env=env)
-
-    def _outcome(self, watch: "_Watch", result: RunResult, steps: int) -> Outcome:
         if result.exit_code == 0 or (watch.has_ended and watch.is_measured):
             return replace(read_measured([read_json(path) for path in watch.records], steps), wall=result.seconds)
         kind, why = _why(result) if not watch.has_ended else ("time", f"not done in {self.limit_seconds:.0f} s")
         return Outcome(failure=why, kind=kind, wall=result.seconds)
+
+    def _target_in(self, work: Path) -> LaunchTarget:
+        """Return the script and its arguments with paths in the user's folder leading into the scratch folder."""
+
+        def moved(text: str) -> str:
+            if len(self.source.parts) < 2:  # noqa: PLR2004  (the root is in every path)
+                return text
+            place = rf"(^|[=:,]){re.escape(str(self.source))}(?=/|$)"
+            return re.sub(place, lambda found: f"{found[1]}{work}", text)
+
+        name = self.target.name
+        if not self.target.is_module and not Path(name).is_absolute() and not (work / name).exists():
+            name = os.path.normpath(self.source / name)  # ../train.py
+        return replace(self.target, name=moved(name), arguments=tuple(map(moved, self.target.arguments)))
 
 
 class _Watch:
@@ -202,25 +188,11 @@ class _Watch:
         self._end = time.monotonic() + limit
 
     def is_over(self) -> bool:
-        """Return whether the launch is to be ended now."""
         if not self.is_measured and all(path.is_file() for path in self.records):
             self.is_measured = True
             self._end = min(self._end, time.monotonic() + _ENDING_SECONDS)
         self.has_ended = time.monotonic() >= self._end
         return self.has_ended
-
-
-def _for_trial(config: Config) -> Config:
-    """Return the configuration for a trial: no restarts, output into files only, torch imported once for all."""
-    launch = replace(
-        config.launch,
-        max_restarts=0,
-        redirects="3",
-        tee=None,
-        keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),
-        shutdown_grace_seconds=min(config.launch.shutdown_grace_seconds, _GRACE_SECONDS),
-    )
-    return replace(config, launch=launch)
 
 
 def _why(result: RunResult) -> tuple[str, str]:

@@ -33,10 +33,6 @@ _WORD_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-class _RefusedError(Exception):
-    """The warm interpreter does not fit, or does not answer."""
-
-
 class _WarmAgent:
     """An agent that was forked from a warm interpreter, whose child it is; handled as one of our own."""
 
@@ -58,7 +54,6 @@ class _WarmAgent:
             signal.pidfd_send_signal(self._process, number)
 
     def kill(self) -> None:
-        """Kill the agent."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -67,8 +62,7 @@ class _WarmAgent:
         Raises:
             TimeoutExpired: It has not ended within so many seconds.
         """
-        agent = "the agent"
-        ends = [self._channel.fileno(), self._process]
+        agent, ends = "the agent", [self._channel.fileno(), self._process]
         if not select.select(ends, [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(agent, timeout or 0.0)
         self._channel.limit_waiting(_WORD_SECONDS)
@@ -107,6 +101,7 @@ def warm_agent(
     path = folder_path(environ)
     if not os.path.isdir(path):  # noqa: PTH112  (the common case, and a cheap one)
         return None
+    channel, agent = None, None
     try:
         name = server_name(argv[0], modules, environ, folder=str(folder))
         with opened_folder(path) as sockets:
@@ -114,44 +109,29 @@ def warm_agent(
         if end is None:
             return None
         channel = Channel(end)
+        channel.limit_waiting(SECONDS)
+        request = {
+            **{"launch": PROTOCOL, "argv": list(argv), "environ": dict(environ), "keep_seconds": keep_seconds},
+            **{"surroundings": surroundings(), "handed_over": handed_over(), "blocked": list(blocked)},
+        }
+        here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            request = {
-                **{"launch": PROTOCOL, "argv": list(argv), "environ": dict(environ), "keep_seconds": keep_seconds},
-                **{"surroundings": surroundings(), "handed_over": handed_over(), "blocked": list(blocked)},
-            }
-            return _forked(channel, request, folder, files, lost_status)
-        except BaseException:
-            channel.close()
-            raise
-    except (OSError, ValueError, KeyError, TypeError, UnsafeFolderError, _RefusedError) as error:
+            channel.send(request, [here, *files])
+        finally:
+            os.close(here)
+        message, descriptors = channel.receive() or ({}, [])
+        if "pid" in message and len(descriptors) == 1:
+            channel.limit_waiting(0)
+            channel.send({"go": True})  # only once it is known here: one that is not known would run twice
+            agent = _WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
+        else:
+            _log.debug("a cold launch: %s", message.get("refused", message or "no answer"))
+    except (OSError, ValueError, KeyError, TypeError, UnsafeFolderError) as error:
         _log.debug("a cold launch: %s", error)
-        return None
-
-
-def _forked(
-    channel: Channel,
-    request: Mapping[str, Any],
-    folder: Path,
-    files: Sequence[int],
-    lost_status: Callable[[], int],
-) -> _WarmAgent:
-    """Send the request, and let the agent go once it is known here: one that is not known would run twice."""
-    channel.limit_waiting(SECONDS)
-    here = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        channel.send(request, [here, *files])
     finally:
-        os.close(here)
-    answer = channel.receive()
-    if answer is None:
-        msg = "no answer"
-        raise _RefusedError(msg)
-    message, descriptors = answer
-    if "pid" not in message or len(descriptors) != 1:
-        raise _RefusedError(str(message.get("refused", message)))
-    channel.limit_waiting(0)
-    channel.send({"go": True})
-    return _WarmAgent(channel, int(message["pid"]), descriptors[0], lost_status)
+        if channel is not None and agent is None:
+            channel.close()
+    return agent
 
 
 def folder_problem(environ: Mapping[str, str]) -> str | None:

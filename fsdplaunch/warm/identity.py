@@ -39,7 +39,6 @@ _PREFIXES = (
 )
 _PER_RUN = ("TORCHELASTIC_", "TORCH_FR_DUMP_TEMP_FILE")
 """Of those, what differs from run to run and is read only while one runs."""
-_WITHOUT_SAY = ("FSDPLAUNCH_", "PWD", "OLDPWD", "SHLVL", "_")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 _STATUS = (
     *("Uid", "Gid", "Groups", "Cpus_allowed", "Mems_allowed", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
@@ -49,8 +48,6 @@ _FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
 _NAME = "fsdplaunch_warm"
 """Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
 _SUFFIX = ".sock"
-_FALLBACK = "/tmp"  # noqa: S108  (the folder in it is checked: owner, mode, no link)
-_OTHERS = 0o077
 _CREDENTIALS = struct.Struct("@iII")
 
 
@@ -65,20 +62,16 @@ def native_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def has_say(name: str) -> bool:
     """Return whether a variable counts that Python code was seen to read while it was imported."""
-    return not name.startswith(_WITHOUT_SAY[0]) and name not in _WITHOUT_SAY and not name.startswith(_PER_RUN)
+    return not name.startswith(("FSDPLAUNCH_", *_PER_RUN)) and name not in ("PWD", "OLDPWD", "SHLVL", "_")
 
 
 def server_name(python: str, modules: Sequence[Sequence[str]], environ: Mapping[str, str], *, folder: str) -> str:
     """Return the name under which a warm interpreter for such launches listens.
 
-    Args:
-        python: The interpreter.
-        modules: What is imported before the fork server is forked, and in it.
-        environ: The agent's variables.
-        folder: The current folder, which counts where PYTHONPATH has relative entries.
+    The current folder counts where PYTHONPATH has relative entries.
     """
-    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
-    is_relative = bool(environ.get("PYTHONPATH")) and not all(map(os.path.isabs, entries))
+    path = environ.get("PYTHONPATH", "")
+    is_relative = bool(path) and not all(map(os.path.isabs, path.split(os.pathsep)))
     found = os.stat(python)  # noqa: PTH116  (of the file behind the links)
     text = json.dumps(
         [
@@ -107,29 +100,14 @@ def surroundings() -> dict[str, Any]:
 
 
 def handed_over() -> dict[str, Any]:
-    """Return what a forked process takes over: umask, limits, signals, whom the kernel kills first.
-
-    Returns:
-        `ignored` is the kernel's mask, in hexadecimal digits.
-    """
+    """Return what a forked process takes over: umask, limits, signals, whom the kernel kills first."""
     status = _status()
     return {
         "umask": int(status.get("Umask", "0022"), 8),
         "limits": {str(number): list(resource.getrlimit(number)) for number in _LIMITS},
-        "ignored": status.get("SigIgn", "0"),
+        "ignored": status.get("SigIgn", "0"),  # the kernel's mask, in hexadecimal digits
         "oom_score_adj": kernel_text("oom_score_adj"),
     }
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """Return the name of something in which two surroundings differ; None where they agree."""
-    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
-
-
-def signals_in(mask: str) -> set[int]:
-    """Return the numbers of the signals in one of the kernel's masks."""
-    bits = int(mask, 16)
-    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
 def _status() -> dict[str, str]:
@@ -157,25 +135,17 @@ class UnsafeFolderError(Exception):
 def folder_path(environ: Mapping[str, str]) -> str:
     """Return where the folder is, or would be."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and _is_private(runtime):  # noqa: PTH117  (a text among texts)
-        return f"{runtime}/{_NAME}"
-    return f"{_FALLBACK}/{_NAME}-{os.geteuid()}"
-
-
-def _is_private(path: str) -> bool:
     with suppress(OSError):
-        found = os.stat(path)  # noqa: PTH116
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    return False
+        found = os.stat(runtime)  # noqa: PTH116
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        if is_ours and os.path.isabs(runtime):  # noqa: PTH117  (a text among texts)
+            return f"{runtime}/{_NAME}"
+    return f"/tmp/{_NAME}-{os.geteuid()}"  # noqa: S108  (it is checked when it is opened: owner, mode, no link)
 
 
 @contextmanager
 def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
-    """Give a descriptor of the folder.
-
-    Args:
-        path: The folder.
-        make: Make it where it is not there.
+    """Give a descriptor of the folder; `make` it where it is not there.
 
     Raises:
         FileNotFoundError: It is not there.
@@ -193,7 +163,7 @@ def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
         raise UnsafeFolderError(msg) from None
     try:
         found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             msg = f"{path} is not yours alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
             raise UnsafeFolderError(msg)
         yield folder

@@ -48,7 +48,7 @@ class ImportRecord:
         streams = [(name, stream) for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None]
         os.environ.__class__ = _noting_class(plain, self._read)
         for name, stream in streams:
-            stream.write = self._noted(name, stream.write)
+            stream.write = self._noting_write(name, stream.write)
         try:
             yield
         finally:
@@ -61,38 +61,29 @@ class ImportRecord:
             self._changes |= {
                 name: (before.get(name), now) for name, now in after.items() if before.get(name) != now
             }
-            self._mark_files()
+            self._folders |= {folder: _names_in(folder) for folder in sys.path if folder not in self._folders}
+            # Files that say by their content where packages are count as loaded ones.
+            pairs = ((folder, name) for folder, names in self._folders.items() for name in names)
+            links = {f"{folder}/{name}" for folder, name in pairs if name.endswith((".pth", ".egg-link"))}
+            for path in _loaded_files() | links:
+                if path not in self._files and (mark := _mark(path)) is not None:
+                    self._files[path] = mark
 
-    def _noted(self, name: str, write: Callable[[str], int]) -> Callable[[str], int]:
+    def _noting_write(self, name: str, write: Callable[[str], int]) -> Callable[[str], int]:
         def noting_write(text: str) -> int:
             self._printed.append((name, text))
             return write(text)
 
         return noting_write
 
-    def _mark_files(self) -> None:
-        for folder in sys.path:
-            if folder not in self._folders:
-                self._folders[folder] = _names_in(folder)
-        links = {f"{folder}/{name}" for folder, names in self._folders.items() for name in names if _is_link(name)}
-        for path in _loaded_files() | links:
-            if path not in self._files and (mark := _mark(path)) is not None:
-                self._files[path] = mark
-
     def obstacle(self, environ: Mapping[str, str]) -> str | None:
-        """Return which variable would have let the imports come out otherwise; None where none would.
-
-        Args:
-            environ: A new agent's variables.
-        """
+        """Return which of a new agent's variables would have let the imports come out otherwise, or None."""
+        before = self.environ_before
         top = {name.partition(".")[0].upper() for name in sys.modules}
-        named = {name for name in {*environ, *self.environ_before} if name.partition("_")[0] in top}
-        for name in (
-            set(filter(has_say, self._read | named))
-            | set(native_variables(environ))
-            | set(native_variables(self.environ_before))
-        ):
-            if environ.get(name) != self.environ_before.get(name):
+        named = {name for name in {*environ, *before} if name.partition("_")[0] in top}
+        native = {*native_variables(environ), *native_variables(before)}
+        for name in {*filter(has_say, self._read | named), *native}:
+            if environ.get(name) != before.get(name):
                 return f"the variable {name} differs"
         return None
 
@@ -105,8 +96,10 @@ class ImportRecord:
         for path, found in _sites().items():
             if self._sites.get(path) != found:
                 return f"{path} has changed"
+        installed = (".dist-info", ".egg-info", ".egg-link", ".pth")
         for folder, names in self._folders.items():
-            if _relevant(_names_in(folder), top) != _relevant(names, top):
+            changed = names ^ _names_in(folder)  # what is installed there, or may be imported instead
+            if any(name.endswith(installed) or name.partition(".")[0] in top for name in changed):
                 return f"what is installed in {folder} has changed"
         return None
 
@@ -169,17 +162,6 @@ def _names_in(folder: str) -> frozenset[str]:
         return frozenset()
 
 
-def _is_link(name: str) -> bool:
-    """Return whether a file says by its content where packages are."""
-    return name.endswith((".pth", ".egg-link"))
-
-
-def _relevant(names: frozenset[str], top: set[str]) -> set[str]:
-    """Return the names in a folder of modules that say what is installed there, or may be imported instead."""
-    installed = (".dist-info", ".egg-info", ".egg-link", ".pth")
-    return {name for name in names if name.endswith(installed) or name.partition(".")[0] in top}
-
-
 def _loaded_files() -> set[str]:
     """Return the files of all modules and native libraries that this process has loaded."""
     found = {sys.executable}
@@ -188,11 +170,8 @@ def _loaded_files() -> set[str]:
         if isinstance(path, str):
             found.add(path)
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:  # noqa: PTH123
-        found |= {
-            path
-            for line in maps
-            if (path := line[line.find("/") :].rstrip("\n")).endswith(".so") or ".so." in path
-        }
+        mapped = (line[line.find("/") :].rstrip("\n") for line in maps)
+        found |= {path for path in mapped if path.endswith(".so") or ".so." in path}
     return {path for path in found if path.startswith("/") and not path.endswith(" (deleted)")}
 
 

@@ -27,16 +27,13 @@ from fsdplaunch.warm import identity
 from fsdplaunch.warm.identity import (
     PROTOCOL,
     UnsafeFolderError,
-    difference,
     folder_path,
     kernel_text,
     server_name,
-    signals_in,
     surroundings,
 )
 from fsdplaunch.warm.import_record import ImportRecord
 
-_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 LOOK_SECONDS = 2.0
 """How often an idle one looks whether it is still wanted."""
 _READ_SECONDS = 1.0
@@ -76,27 +73,24 @@ def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: s
         _write_oom_score(given["oom_score_adj"])
     set_environ({**message["environ"], **dict(zip((LIFELINE, HELD), map(str, inherited), strict=False))})
     time.tzset()
-    argv = list(message["argv"])
     renew_streams()
     renew_randomness()
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "default_generator"):
         torch.default_generator.seed()  # by chance, as importing torch does
-    _renew_folders(temporary)
-    importlib.invalidate_caches()
-    sys.argv, sys.orig_argv = argv[2:], argv
-    show_as(argv)
-    gc.enable()
-    _set_signals(signals_in(given["ignored"]), message["blocked"])
-    return argv
-
-
-def _renew_folders(temporary: str | None) -> None:
-    """Forget in which folder this was imported, and which one for temporary files was chosen since."""
+    # In which folder this was imported, and which one for temporary files was chosen since, is forgotten.
     tempfile.tempdir = temporary
     multiprocessing: Any = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None:  # what it spawns imports from there
         multiprocessing.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
+    importlib.invalidate_caches()
+    argv = list(message["argv"])
+    sys.argv, sys.orig_argv = argv[2:], argv
+    show_as(argv)
+    gc.enable()
+    bits = int(given["ignored"], 16)
+    _set_signals({number for number in range(1, 65) if bits >> (number - 1) & 1}, message["blocked"])
+    return argv
 
 
 def _write_oom_score(text: str) -> None:
@@ -107,7 +101,7 @@ def _write_oom_score(text: str) -> None:
 def _set_signals(ignored: Iterable[int], blocked: Iterable[int]) -> None:
     """Treat signals as an interpreter does at its start, which inherits those that are ignored."""
     signal.set_wakeup_fd(-1)
-    ignored = {*ignored, *_IGNORED_BY_PYTHON}
+    ignored = {*ignored, signal.SIGPIPE, signal.SIGXFSZ}  # these two Python ignores itself
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         wanted: Any = signal.SIG_IGN if number in ignored else signal.SIG_DFL
         if number == signal.SIGINT and number not in ignored:
@@ -146,7 +140,13 @@ class WarmServer:
         self._next_files = time.monotonic() + _FILES_SECONDS
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._identity = (0, 0)
-        self._take_signals()
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(number, lambda *_: self.close())
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         with identity.opened_folder(path, make=True) as opened:
             self._listener, self._identity = identity.listen(opened, name)
 
@@ -163,21 +163,20 @@ class WarmServer:
             if self._wake[0] in readable:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
-            self._tell_ended()
+            while self._runs:  # say how agents have ended
+                pid, status, _ = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                channel = self._runs.pop(pid)
+                with suppress(OSError):  # its launcher has gone
+                    channel.send({"ended": status})
+                channel.close()
+                self._deadline = time.monotonic() + self._seconds
             if self._listener.fileno() in readable and (argv := self._accept()) is not None:
                 return argv
             if not self._runs and (self._is_closing or not self._is_wanted()):
                 self.close()
                 os._exit(0)
-
-    def _take_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGQUIT):
-            signal.signal(number, lambda *_: self.close())
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
 
     def _accept(self) -> list[str] | None:
         try:
@@ -217,9 +216,17 @@ class WarmServer:
                     os.close(file)
 
     def _launch(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str] | None:
-        why_not = self._why_not(message)
-        if why_not is not None:
-            channel.send({"refused": why_not})
+        own, theirs = self._own_surroundings, message["surroundings"]
+        if self._is_closing or not hasattr(os, "pidfd_open"):
+            refused: str | None = "it is about to end"
+        elif different := [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]:
+            refused = f"{different[0]} differs"
+        else:
+            refused = self._record.obstacle(message["environ"])
+            if refused is None and (refused := self._record.change()):
+                self.close()
+        if refused is not None:
+            channel.send({"refused": refused})
             channel.close()
             return None
         if seconds := float(message["keep_seconds"]):
@@ -230,19 +237,6 @@ class WarmServer:
         self._served += 1
         self._runs[pid] = channel
         return None
-
-    def _why_not(self, message: Mapping[str, Any]) -> str | None:
-        """Return why an agent cannot be forked for this launch."""
-        if self._is_closing or not hasattr(os, "pidfd_open"):
-            return "it is about to end"
-        different = difference(message["surroundings"], self._own_surroundings)
-        if different is not None:
-            return f"{different} differs"
-        if obstacle := self._record.obstacle(message["environ"]):
-            return obstacle
-        if change := self._record.change():
-            self.close()
-        return change
 
     def _become_agent(self, channel: Channel, message: Mapping[str, Any], files: list[int]) -> list[str]:
         """Be the agent, in the child, once the launcher knows of it; until then nothing of it may be seen."""
@@ -266,17 +260,6 @@ class WarmServer:
             os._exit(0)
         channel.close()
         return argv
-
-    def _tell_ended(self) -> None:
-        while self._runs:
-            pid, status, _ = os.wait4(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            channel = self._runs.pop(pid)
-            with suppress(OSError):  # its launcher has gone
-                channel.send({"ended": status})
-            channel.close()
-            self._deadline = time.monotonic() + self._seconds
 
     def _is_wanted(self) -> bool:
         """Return whether it has time left, can be found, leaves memory, and nothing imported has changed."""

@@ -18,7 +18,7 @@ from fsdplaunch.estimate.families import FAMILIES
 from fsdplaunch.estimate.memory import MemoryNeed, memory_need, training_setup
 from fsdplaunch.estimate.model import describe, read_json_file
 from fsdplaunch.estimate.trace_client import StepTrace, trace_step
-from fsdplaunch.estimate.trace_step import build_from_config, build_from_script, make_batch, taken_apart
+from fsdplaunch.estimate.trace_step import build_from_config, build_from_script, with_batch
 from tests.distributed.pool import RankPool
 from tests.needs import has
 
@@ -237,7 +237,7 @@ def test_model_of_a_script_is_built_sharded_and_traced(script: Path) -> None:
 )
 def test_function_that_builds_nothing_to_trace_is_one_error(script: Path, function: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        make_batch(taken_apart(build_from_script(script, function))[0], batch_size=1, length=1)
+        with_batch(build_from_script(script, function), batch_size=1, length=1)
 
 
 def test_script_that_cannot_be_imported_is_one_error(tmp_path: Path) -> None:

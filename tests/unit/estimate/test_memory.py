@@ -17,7 +17,7 @@ from fsdplaunch.estimate.memory import (
     verdict_of,
 )
 from fsdplaunch.estimate.model import Model, describe
-from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, resized
+from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, name_of, resized
 from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3
@@ -74,7 +74,7 @@ def kept(need) -> int:
 @settings(max_examples=50, deadline=None)
 @given(cases, setups())
 def test_parts_sum_to_the_total(case, setup):
-    data = Report(title="", words="", model=case, setup=setup).rows[0].to_dict()
+    data = Report(title="", words="", model=case, setup=setup).to_dict()["strategies"][0]
     assert sum(data["parts"].values()) == data["allocated"]
     assert data["allocated"] + data["context"] == data["gpu"]
     assert data["allocated"] == max(data["moments"].values())
@@ -212,7 +212,7 @@ def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:
     blocks = one.moments["loss"]["activations"] - cut.moments["loss"]["activations"]
     assert 2 * blocks == pytest.approx(one.moments["loss"]["activations"], rel=0.2)
     assert (layers.replicas, layers.spread) == (1, 4)
-    assert Report(title="", words="", model=case, setup=layers).rows[0].name == "FULL_SHARD, layers over 2"
+    assert name_of(layers) == "FULL_SHARD, layers over 2"
 
 
 def test_checkpoint_every_keeps_the_activations_of_the_other_blocks() -> None:

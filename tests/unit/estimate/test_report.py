@@ -25,10 +25,10 @@ def report(llama):
 def test_table_has_a_row_per_way_to_shard_that_adds_up(report):
     lines = list(text_report(report))
     rows = [line for line in lines if re.match(r"(FULL|SHARD|HYBRID|NO_)\S* .*\d\.\d", line)]
-    assert len(rows) == len(report.rows) == 6
-    for line, row in zip(rows, report.rows, strict=True):
+    assert len(rows) == len(report.needs) == 6
+    for line, need in zip(rows, report.needs, strict=True):
         numbers = [float(word) for word in re.findall(r"(?<=\s)\d+\.\d+(?=\s)", line.replace("<0.1", "0.05"))]
-        assert numbers[-1] == round(row.need.gpu / GIB, 1)
+        assert numbers[-1] == round(need.gpu / GIB, 1)
         assert sum(numbers[:8]) == pytest.approx(numbers[8], abs=0.45)
     assert "(yours)" in rows[0]
     assert not any("(yours)" in line for line in rows[1:])

@@ -1,11 +1,14 @@
-"""What a worker records of its steps."""
+"""What a worker records of its steps, and where its script may write."""
 
 import json
+import os
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fsdplaunch.tune import measure
+from fsdplaunch.tune.measure import WriteGuard, WriteRefusedError
 
 
 def test_the_optimizer_that_steps_most_is_recorded(tmp_path, monkeypatch):
@@ -51,3 +54,64 @@ def test_a_gpu_is_asked_for_the_time_of_its_own_events(monkeypatch, tmp_path):
     found = json.loads((tmp_path / "measured.json").read_text())
     assert found["seconds"] == [0.003, 0.007]
     assert found["memory"] == 7
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A user's folder with a file, a scratch folder with a link to it, and a guard."""
+    user, work = tmp_path / "user", tmp_path / "user" / "runs" / "t" / "work"
+    work.mkdir(parents=True)
+    (user / "data.bin").write_text("mine")
+    (user / "out").mkdir()
+    (work / "data.bin").symlink_to(user / "data.bin")
+    (work / "out").symlink_to(user / "out")
+    free = tmp_path / "cache"
+    free.mkdir()
+    return user, work, WriteGuard(str(user / "runs" / "t"), str(user), (str(tmp_path),))
+
+
+def test_a_link_that_is_written_becomes_a_copy(place):
+    user, work, guard = place
+    guard.audit("open", (str(work / "data.bin"), "a", os.O_WRONLY | os.O_APPEND))
+    with (work / "data.bin").open("a") as file:
+        file.write(" and more")
+    assert (work / "data.bin").read_text() == "mine and more"
+    assert (user / "data.bin").read_text() == "mine"
+
+
+def test_what_is_the_users_is_refused_by_any_way_in(place):
+    user, work, guard = place
+    ways = [
+        ("open", (str(user / "new.txt"), "w", os.O_WRONLY | os.O_CREAT)),
+        ("open", (str(work / "out" / "new.txt"), "w", os.O_WRONLY | os.O_CREAT)),
+        ("os.mkdir", (str(user / "checkpoints"), 0o777, -1)),
+        ("os.remove", (str(user / "data.bin"), -1)),
+        ("os.rename", (str(work / "a"), str(user / "a"), -1, -1)),
+        ("os.rename", (str(user / "data.bin"), str(work / "a"), -1, -1)),
+        ("os.symlink", (str(work), str(user / "link"), -1)),
+    ]
+    for event, args in ways:
+        with pytest.raises(WriteRefusedError, match="is outside of the folder that a measured run may write to"):
+            guard.audit(event, args)
+    with pytest.raises(WriteRefusedError):
+        guard.before_write(user / "model.safetensors")
+
+
+def test_reading_the_own_folder_caches_and_folders_that_exist_are_free(place, tmp_path):
+    user, work, guard = place
+    guard.audit("open", (str(user / "data.bin"), "r", os.O_RDONLY | os.O_CLOEXEC))
+    guard.audit("open", (str(work / "log.txt"), "w", os.O_WRONLY | os.O_CREAT))
+    guard.audit("open", (str(tmp_path / "cache" / "x"), "w", os.O_WRONLY | os.O_CREAT))
+    guard.audit("os.mkdir", (str(user / "out"), 0o777, -1))
+    guard.audit("os.link", (str(user / "data.bin"), str(work / "copy"), -1, -1))
+    guard.audit("open", (7, "w", os.O_WRONLY))
+    guard.audit("import", ("torch", None, None, None, None))
+
+
+def test_relative_paths_are_of_the_current_folder(place, monkeypatch):
+    user, work, guard = place
+    monkeypatch.chdir(work)
+    guard.audit("open", ("log.txt", "w", os.O_WRONLY | os.O_CREAT))
+    monkeypatch.chdir(user)
+    with pytest.raises(WriteRefusedError):
+        guard.audit("open", (b"log.txt", "w", os.O_WRONLY | os.O_CREAT))

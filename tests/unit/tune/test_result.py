@@ -49,7 +49,6 @@ def test_table_is_sorted_by_the_steps_it_shows_and_one_number_says_what_the_best
     assert text[5:] == [
         f"{KEEPS.label} and yours: {KEEPS.label} takes 25 % less time, clear after 2 rounds in turn",
         "best: reshard_after_forward=false, 1.33 times the speed of yours",
-        "  fsdp_config.fsdp_reshard_after_forward: false  25 % less time per step by itself",
     ]
 
 
@@ -64,28 +63,22 @@ def test_data_is_plain(result):
     data = json.loads(json.dumps(result.to_dict()))
     assert data["best"] == {"fsdp_config.fsdp_reshard_after_forward": False}
     assert data["speed"] == pytest.approx(4 / 3)
-    assert data["gains"][0]["saves"] == pytest.approx(0.25)
     assert [row["state"] for row in data["candidates"]] == ["slower", "measured", "failed"]
     assert data["comparisons"][0]["rounds"] == [[0.15, 0.2]] * 2
 
 
-def test_written_file_keeps_the_users_text_and_says_what_each_key_gained(result, tmp_path):
+def test_written_file_keeps_the_users_text_and_says_what_was_gained(result, tmp_path):
     file = tmp_path / "fsdp.yaml"
     file.write_text("# mine\nfsdp_config:\n  fsdp_version: 2  # two\n")
     config = load_config(file, overrides=["fsdp_reshard_after_forward=false"]).config
     text = winner_text(result, config, load_config(file, overrides=()))
     assert text.startswith("# measured by fsdplaunch tune train.py: 140.0 ms per step on 2 workers, 1.33 times")
     assert "# mine" in text
-    assert "# tune: fsdp_config.fsdp_reshard_after_forward: false  25 % less time per step by itself\n" in text
     assert stack(read_text(text, "new.yaml")).config == config
     file.write_text(text)
     assert winner_text(result, config, load_config(file, overrides=())) == text
 
-
-def test_file_of_an_unchanged_configuration_says_so_and_no_speed(result, tmp_path):
-    file = tmp_path / "fsdp.yaml"
-    file.write_text("# mine\nfsdp_config:\n  fsdp_version: 2\n")
-    loaded = load_config(file, overrides=())
-    first, *rest = winner_text(replace(result, kept=YOURS), loaded.config, loaded).splitlines()
+    unchanged = load_config(file, overrides=())
+    first, *rest = winner_text(replace(result, kept=YOURS), unchanged.config, unchanged).splitlines()
     assert first.endswith("200.0 ms per step on 2 workers, unchanged: nothing tried is clearly faster")
-    assert rest == file.read_text().splitlines()
+    assert rest == text.splitlines()[1:]

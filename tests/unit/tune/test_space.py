@@ -8,7 +8,7 @@ from fsdplaunch.config.load import stack
 from fsdplaunch.config.schema.config import all_keys, keys_by_path
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
-from fsdplaunch.tune.space import Candidate, Space, divisors, identity, read_tries
+from fsdplaunch.tune.space import Candidate, Space, identity, read_tries
 
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")
@@ -55,7 +55,6 @@ def test_groups_and_replicas_divide_the_workers():
         "reshard_after_forward=4",
     ]
     assert [label for label in found if label.startswith("dp_")] == [f"dp_replicate_size={n}" for n in (2, 4, 8)]
-    assert divisors(12, "below") == [2, 3, 4, 6]
 
 
 def test_what_a_strategy_says_gives_way_to_the_key_that_says_the_same():
@@ -124,4 +123,6 @@ def test_overrides_give_the_candidate_again():
         for path, value in candidate.changes:
             assert getattr(getattr(config, path[0]), path[1]) == value
     assert Candidate().label == "yours"
+    every, checkpointing = ("sharding", "checkpoint_every"), ("fsdp_config", "fsdp_activation_checkpointing")
+    assert Candidate(((checkpointing, True), (every, 2))).label == "checkpoint_every=2"  # without what it needs
     assert replace(space, world=3).config(Candidate(((("fsdp_config", "fsdp_version"), 7),))) is None

@@ -1,6 +1,5 @@
 """The pure parts of a trial: the folder it runs in, what its ranks recorded, why it failed."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import Failure, RunResult
 from fsdplaunch.tune import trial
-from fsdplaunch.tune.trial import WARM_UP, make_scratch, moved, read_measured
+from fsdplaunch.tune.trial import WARM_UP, make_scratch, read_measured
 
 MIB = 1024**2
 
@@ -32,29 +31,13 @@ def test_scratch_reads_as_the_users_folder(tmp_path):
     assert (user / "train.py").read_text() == "import pkg"
 
 
-def test_copies_take_no_more_room_than_they_may(tmp_path, monkeypatch):
+def test_copies_take_no_more_room_than_they_may_and_the_folder_does_not_show_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "_ALL_COPIED_BYTES", 10)
-    user, target = tmp_path / "user", tmp_path / "work"
-    user.mkdir()
     for name in ("a", "b", "c"):
-        (user / name).write_text("12345678"[: 8 if name != "c" else 2])
-    make_scratch(user, target, leave_out=())
-    assert [(target / name).is_symlink() for name in ("a", "b", "c")] == [False, True, False]
-
-
-def test_scratch_inside_what_it_shows_does_not_show_itself(tmp_path):
-    (tmp_path / "train.py").write_text("x")
-    target = tmp_path / "a-tune" / "work"
-    make_scratch(tmp_path, target, leave_out=(tmp_path / "a-tune", tmp_path))
-    assert [path.name for path in target.iterdir()] == ["train.py"]
-
-
-def test_arguments_that_name_the_users_folder_lead_into_the_scratch_folder():
-    source, target = Path("/data/me"), Path("/data/me/runs/t/scratch")
-    assert moved("--out=/data/me/out", source, target) == "--out=/data/me/runs/t/scratch/out"
-    assert moved("/data/me", source, target) == "/data/me/runs/t/scratch"
-    assert moved("/data/data/me/x", source, target) == "/data/data/me/x"
-    assert moved("/data/meadow", source, target) == "/data/meadow"
+        (tmp_path / name).write_text("12345678"[: 8 if name != "c" else 2])
+    target = tmp_path / "t-tune" / "work"
+    make_scratch(tmp_path, target, leave_out=(tmp_path / "t-tune", tmp_path))
+    assert {path.name: path.is_symlink() for path in target.iterdir()} == {"a": False, "b": True, "c": False}
 
 
 @pytest.mark.parametrize(
@@ -71,13 +54,14 @@ def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
     work.mkdir(parents=True)
     (work / "train.py").write_text("")
     places = {"parent": tmp_path, "source": source, "work": work}
-    target = LaunchTarget(name=name.format(**places), arguments=(f"{source}/out", "--lr"))
+    arguments = (f"--out={source}/out", f"{source}", f"/data{source}/x", f"{source}ow", "--lr")
+    target = LaunchTarget(name=name.format(**places), arguments=arguments)
     runner = trial.TrialRunner(
         plan=lambda *_: None, target=target, folder=work.parent, source=source, limit_seconds=1.0, guarded=True
     )
-    found = runner._moved(work)
+    found = runner._target_in(work)
     assert found.name == wanted.format(**places)
-    assert found.arguments == (f"{work}/out", "--lr")
+    assert found.arguments == (f"--out={work}/out", f"{work}", *arguments[2:])
 
 
 def record(seconds, memory=100):
