@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.launch_sections import LaunchSection
 from fsdplaunch.files import read_text
 from fsdplaunch.launch.entry_points import BOOTSTRAP, is_forked, is_python
 

@@ -462,8 +462,6 @@ def config(
     nodes: Annotated[str | None, _answer("N", "Nodes that take part")] = None,
     rendezvous: Annotated[str | None, _answer("HOST:PORT", "Address of node 0")] = None,
     workers_per_node: Annotated[str | None, _answer("N", "Workers on each node, or auto")] = None,
-    xla: Annotated[str | None, _answer("WAY", "On TPUs: wrapper, or spmd for xla_fsdp_v2")] = None,
-    xla_grad_ckpt: Annotated[str | None, _answer("yes|no", "On TPUs: gradient checkpointing")] = None,
     model: Annotated[str | None, _answer("MODEL", "Model folder, or a size such as 8b; not stored")] = None,
     goal: Annotated[str | None, _answer("GOAL", "balanced, fastest, hybrid or biggest")] = None,
     precision: Annotated[str | None, _answer("DTYPE", "bf16, fp16 or no")] = None,

@@ -17,7 +17,8 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import node_range
-from fsdplaunch.config.schema.config import Config, SshSection, variable_of
+from fsdplaunch.config.schema.config import Config, variable_of
+from fsdplaunch.config.schema.launch_sections import SshSection
 from fsdplaunch.errors import EXIT_MACHINE, MachineError
 from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan

@@ -31,13 +31,7 @@ Action = Literal["changed", "added", "dropped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
-    """What happened to one key.
-
-    Attributes:
-        key: Its dotted name.
-        action: `changed`, `added` or `dropped`.
-        message: What it became, and what that means for a run.
-    """
+    """What happened to one key: what it became, and what that means for a run."""
 
     key: str
     action: Action
@@ -46,23 +40,14 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A converted file.
-
-    Attributes:
-        text: The new file.
-        changes: What happened to each key that is not simply kept.
-    """
+    """The text of a converted file, and what happened to each key that is not simply kept."""
 
     text: str
     changes: tuple[KeyChange, ...]
 
 
 def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
-    """Return the file for FSDP2, comments and layout kept.
-
-    Args:
-        text: A file for FSDP1; one for FSDP2 comes back as it is, without keys that only FSDP1 has.
-        source: What messages call it.
+    """Return a file for FSDP2, comments and layout kept; one that is comes back without keys that only FSDP1 has.
 
     Raises:
         ConfigError: The file is wrong to begin with.
@@ -72,12 +57,22 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
     if loaded.config.distributed_type != "FSDP":
         msg = f"{source} shards nothing: its distributed_type is {loaded.config.distributed_type}"
         raise UsageError(msg, hint="set distributed_type: FSDP first")
-    steps = [*_dropped(loaded)]
-    if loaded.config.fsdp_config.fsdp_version == 1:
+    of_version_1 = loaded.config.fsdp_config.fsdp_version == 1
+    steps: list[_Step] = []
+    for path, what in _DROPPED.items():
+        if _is_set(loaded, path) and (of_version_1 or keys_by_path()[path].key.versions == (1,)):
+            value = shown_value(value_at(loaded.config, path))
+            steps.append((path, None, f"{value}; {what}" if of_version_1 else what))
+    if of_version_1:
         steps += _steps(loaded)
     converted = set_keys(text, [(keys_by_path()[path], value) for path, value, _ in steps], source=source)
     stack(read_text(converted, source))  # raises where the result breaks a rule
-    return Conversion(text=converted, changes=tuple(_change(loaded, *step) for step in steps))
+    changes = []
+    for path, value, message in steps:
+        is_new = path != _VERSION and not _is_set(loaded, path)
+        action: Action = "dropped" if value is None else "added" if is_new else "changed"
+        changes.append(KeyChange(key=".".join(path), action=action, message=message))
+    return Conversion(text=converted, changes=tuple(changes))
 
 
 _Step = tuple[KeyPath, Any, str]
@@ -95,11 +90,6 @@ _DROPPED: Mapping[KeyPath, str] = {
 
 def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
     return loaded.origins[path].layer != "default"
-
-
-def _change(loaded: LoadedConfig, path: KeyPath, value: Any, message: str) -> KeyChange:
-    action: Action = "dropped" if value is None else "changed" if _is_set(loaded, path) else "added"
-    return KeyChange(key=".".join(path), action="changed" if path == _VERSION else action, message=message)
 
 
 def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
@@ -125,14 +115,6 @@ def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
         yield _STATE_DICT, "FULL_STATE_DICT", message
 
 
-def _dropped(loaded: LoadedConfig) -> Iterator[_Step]:
-    """Yield the keys that are taken out: all in a file for FSDP1, else those that are without effect."""
-    of_version_1 = loaded.config.fsdp_config.fsdp_version == 1
-    for path, what in _DROPPED.items():
-        if _is_set(loaded, path) and (of_version_1 or keys_by_path()[path].key.versions == (1,)):
-            yield path, None, f"{shown_value(value_at(loaded.config, path))}; {what}" if of_version_1 else what
-
-
 _ALWAYS_WRITTEN = {
     ("compute_environment",): "LOCAL_MACHINE",
     ("machine_rank",): 0,
@@ -156,22 +138,19 @@ _ELSEWHERE = {("launch", "workers_per_node"), ("launch", "rendezvous_endpoint")}
 def _accelerate_values(config: Config) -> tuple[dict[KeyPath, Any], list[KeyChange]]:
     """Return the values of a file for accelerate, in the schema's order, and what it cannot say."""
     changes: list[KeyChange] = []
-    values = {path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()}
-    values = {**_ALWAYS_WRITTEN, **values, ("num_processes",): world_size(config), **_rendezvous(config)}
+    host, _, port = (config.launch.rendezvous_endpoint or "").rpartition(":")
+    values = {
+        **_ALWAYS_WRITTEN,
+        **{path: value for path, value in values_to_write(config).items() if path[0] not in own_sections()},
+        ("num_processes",): world_size(config),
+        ("main_process_ip",): config.main_process_ip or host or None,
+        ("main_process_port",): config.main_process_port or (int(port) if port else None),
+    }
     if world_size(config) is None:
         message = "auto; accelerate needs --num_processes on its command line"
         changes.append(KeyChange(key="num_processes", action="dropped", message=message))
     values = _sharding(config, values, changes)
     return {spec.path: values[spec.path] for spec in all_keys() if values.get(spec.path) is not None}, changes
-
-
-def _rendezvous(config: Config) -> dict[KeyPath, Any]:
-    """Return the address of node 0, from whichever key names it."""
-    host, _, port = (config.launch.rendezvous_endpoint or "").rpartition(":")
-    return {
-        ("main_process_ip",): config.main_process_ip or host or None,
-        ("main_process_port",): config.main_process_port or (int(port) if port else None),
-    }
 
 
 _UNSAID: Mapping[KeyPath, str] = {
@@ -222,9 +201,6 @@ def _mesh_in_numbers(config: Config) -> dict[KeyPath, Any]:
 
 def to_accelerate(loaded: LoadedConfig) -> Conversion:
     """Return a file that `accelerate launch --config_file` takes and that means the same there.
-
-    Args:
-        loaded: Any configuration.
 
     Raises:
         UsageError: accelerate has no way to say it.

@@ -12,7 +12,6 @@ from fsdplaunch.errors import UsageError
 
 _WIDTH = 100
 _LABEL = 10
-_NOT_YET = " (not supported yet)"
 
 
 def keys_named(word: str) -> tuple[KeySpec, ...]:
@@ -48,7 +47,6 @@ def describe(spec: KeySpec, loaded: LoadedConfig | None = None) -> dict[str, Any
         "versions": list(spec.key.versions),
         "env": spec.env,
         "aliases": list(spec.key.aliases),
-        "not_supported_yet": spec.key.pending,
         "changes_nothing": spec.key.leftover,
         "without_effect": spec.key.noise,
     }
@@ -72,8 +70,6 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
         facts.append(("also", ", ".join(spec.key.aliases)))
     if spec.key.leftover:
         facts.append(("noted", spec.key.leftover))
-    if spec.key.pending:
-        facts.append(("not yet", spec.key.pending))
     lines = [head, *textwrap.wrap(spec.key.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
     for label, text in facts:
         indent = " " * (_LABEL + 2)
@@ -90,11 +86,7 @@ def list_keys(specs: Sequence[KeySpec] | None = None) -> str:
         sections.setdefault(spec.path[0] if len(spec.path) > 1 else "top level", []).append(spec)
     lines: list[str] = []
     for name, members in sections.items():
-        none_yet = all(spec.key.pending for spec in members)
-        lines += ["", name + (_NOT_YET if none_yet else "")]
-        for spec in members:
-            mark = _NOT_YET if spec.key.pending and not none_yet else ""
-            lines.append(f"  {spec.name:<{width}}{spec.key.summary}{mark}")
+        lines += ["", name, *(f"  {spec.name:<{width}}{spec.key.summary}" for spec in members)]
     return "\n".join(lines[1:])
 
 
@@ -125,36 +117,27 @@ def json_schema() -> dict[str, Any]:
 
 
 def _properties(section: str) -> dict[str, Any]:
-    names = spellings(section)
-    own = {spec.name: _property(spec) for spec in all_keys() if ".".join(spec.path[:-1]) == section}
+    """Return a section's keys, their other spellings, and what older files say there that stands elsewhere now."""
+    own = {}
+    for spec in all_keys():
+        if ".".join(spec.path[:-1]) == section:
+            default = {} if spec.default is None else {"default": plain_value(spec, spec.default)}
+            own[spec.name] = {"description": spec.key.text, **default, **_values(spec)}
     other = {
         name: {"description": f"Same as {spec.name}.", "deprecated": True, **_values(spec)}
-        for name, spec in names.items()
+        for name, spec in spellings(section).items()
         if name != spec.name
     }
-    return own | other | _former(section)
-
-
-def _former(section: str) -> dict[str, Any]:
-    """Return the places where older files say a key that now stands elsewhere."""
-    return {
+    elsewhere = {
         name: {
             "description": f"Read as {spec.dotted}.",
             "deprecated": True,
-            **({"type": ["boolean", "null"]} if former.means is not None else _values(spec)),
+            **(_values(spec) if means is None else {"type": ["boolean", "null"]}),
         }
-        for (home, name), (spec, former) in former_places().items()
+        for (home, name), (spec, means) in former_places().items()
         if home == section
     }
-
-
-def _property(spec: KeySpec) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "description": spec.key.text + (f" ({spec.key.pending})" if spec.key.pending else "")
-    }
-    if spec.default is not None:
-        described["default"] = plain_value(spec, spec.default)
-    return described | _values(spec)
+    return own | other | elsewhere
 
 
 def _values(spec: KeySpec) -> dict[str, Any]:

@@ -54,8 +54,7 @@ def encode(config: Config) -> dict[str, str]:
     """Return the variables that carry a resolved Config to its workers, all values text.
 
     Keys that still hold their default are written too (a worker must not depend on its own defaults), except
-    those that nothing reads: what accelerate writes for others, keys of the other FSDP version and keys whose
-    effect is pending. None means absent.
+    those that nothing reads: what accelerate writes for others, keys of the other FSDP version. None means absent.
     """
     version = config.fsdp_config.fsdp_version
     env = {}
@@ -119,12 +118,9 @@ def _variables() -> tuple[tuple[KeyPath, str], ...]:
 
 
 def decode(environ: Mapping[str, str] | None = None) -> Config:
-    """Read the resolved Config back from an environment, in a worker.
+    """Read the resolved Config back from an environment, the process's own when left out.
 
-    A worker has one: as long as the variables stay as they are, every call returns the same object.
-
-    Args:
-        environ: The variables; the process's own when left out.
+    As long as the variables stay as they are, every call returns the same object.
 
     Raises:
         UsageError: A variable holds none of its key's values.
@@ -138,19 +134,13 @@ def _decoded(texts: tuple[tuple[KeyPath, str], ...]) -> Config:
 
 
 def decode_with(overrides: Mapping[KeyPath, Any], *, replaced: Collection[KeyPath] = ()) -> Config:
-    """Read the process's own environment with other values on top of it, resolved together.
-
-    Args:
-        overrides: Parsed values by path.
-        replaced: Keys whose variables do not count.
+    """Read the process's own environment with parsed values on top of it, resolved together, without `replaced`.
 
     Raises:
         UsageError: A variable holds none of its key's values.
     """
-    values = {
-        path: value for path, value in _parsed(raw_values(os.environ).items()).items() if path not in replaced
-    }
-    return resolve(build_config({**values, **overrides}))
+    texts = {path: text for path, text in raw_values(os.environ).items() if path not in replaced}
+    return resolve(build_config({**_parsed(texts.items()), **overrides}))
 
 
 def _parsed(texts: Iterable[tuple[KeyPath, str]]) -> dict[KeyPath, Any]:
@@ -160,12 +150,7 @@ def _parsed(texts: Iterable[tuple[KeyPath, str]]) -> dict[KeyPath, Any]:
 
 
 def parse_value(path: KeyPath, value: Any, what: str) -> Any:
-    """Return a value as its key holds it.
-
-    Args:
-        path: The key.
-        value: A text, or what Python code gives.
-        what: Where it stands, for the message.
+    """Return a value, a text or what Python code gives, as its key holds it; `what` names it in the message.
 
     Raises:
         UsageError: It is none of the key's values.

@@ -8,8 +8,8 @@ from fsdplaunch.config.environment import raw_values
 from fsdplaunch.config.names import (
     UnknownKey,
     closest,
-    find_former,
     find_key,
+    former_places,
     is_bare_section,
     key_named,
     key_prefix,
@@ -27,26 +27,17 @@ _ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueOrigin:
-    """Which layer decided a value, and where: `fsdp.yaml:6`, `env FSDP_VERSION`, `command line`."""
-
-    layer: LayerName
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetValue:
-    """One value that a layer sets. None takes back what lower layers set."""
+    """One value that a layer sets, and where. None takes back what lower layers set."""
 
     value: Any
     layer: LayerName
     place: TextPosition
 
     @property
-    def origin(self) -> ValueOrigin:
-        """Return what the user reads about where it comes from."""
-        line = f":{self.place.line}" if self.place.line else ""
-        return ValueOrigin(layer=self.layer, text=f"{self.place.source}{line}")
+    def text(self) -> str:
+        """Return where it comes from, for the user: `fsdp.yaml:6`, `env FSDP_VERSION`, `command line`."""
+        return f"{self.place.source}:{self.place.line}" if self.place.line else self.place.source
 
 
 @dataclass(slots=True)
@@ -94,21 +85,24 @@ class Layer:
             elif spec.key.leftover and len(spec.path) == 1:  # another engine's, which alone knows its form
                 self.note("other-engine", spec.dotted, spec.key.leftover, place)
             else:
-                self.refuse(spec, value, place, error)
+                self._refuse(spec, value, place, error)
             return
         self.values[spec.path] = SetValue(value=canonical, layer=self.name, place=place)
 
-    def refuse(self, spec: KeySpec, value: Any, place: TextPosition, error: ValueError) -> None:
-        """Add the problem of a value that the key does not take."""
+    def _refuse(self, spec: KeySpec, value: Any, place: TextPosition, error: ValueError) -> None:
         self.broken.add(spec.path)
-        why = spec.key.kind.refusal(value)
+        kind, why = spec.key.kind, spec.key.kind.refusal(value)
         if isinstance(error, UnreadableValueError | NotedValueError):
             self.reject("wrong-value", spec.dotted, str(error), place)
         elif why is not None:
             self.reject("unsupported-value", spec.dotted, f"{value} is not supported: {why}", place)
         else:
-            message = f"must be {spec.key.kind.expects}, got {shown(value)}"
-            self.reject("wrong-value", spec.dotted, message, place, _value_hint(spec, value))
+            near = (
+                closest(value.upper(), [name.upper() for name in kind.choices]) if isinstance(value, str) else []
+            )
+            meant = next((f"did you mean {name}?" for name in kind.choices if name.upper() in near[:1]), None)
+            hint = meant or ("leave the key out to get the default" if value == "" else None)
+            self.reject("wrong-value", spec.dotted, f"must be {kind.expects}, got {shown(value)}", place, hint)
 
 
 def shown(value: Any) -> str:
@@ -123,13 +117,6 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def _value_hint(spec: KeySpec, value: Any) -> str | None:
-    if isinstance(value, str) and spec.key.kind.choices:
-        near = closest(value.upper(), [choice.upper() for choice in spec.key.kind.choices])
-        return next((f"did you mean {c}?" for c in spec.key.kind.choices if near and c.upper() == near[0]), None)
-    return "leave the key out to get the default" if value == "" else None
-
-
 OWN_VARIABLES = "FSDPLAUNCH_"
 """What our own variables begin with; the others are those that accelerate and transformers read."""
 
@@ -141,20 +128,16 @@ def variables_layer(environ: Mapping[str, str], *, own: bool) -> Layer:
         spec = keys_by_path()[path]
         if spec.env.startswith(OWN_VARIABLES) == own:
             layer.take(spec, value, TextPosition(source=f"env {spec.env}"))
-    for name, meant in _strangers(environ).items() if own else ():
-        layer.note(
-            "unread-variable", "", f"is not read; did you mean {meant}?", TextPosition(source=f"env {name}")
-        )
-    return layer
-
-
-def _strangers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that look like a key's but carry none -> the variable that was probably meant."""
-    known = [spec.env for spec in all_keys()]
-    unread = [name for name in environ if name.startswith(_PREFIXES) and name not in known]
+    if not own:
+        return layer
     read = [spec.env for spec in all_keys() if not spec.key.unread]
-    near = {name: closest(name, read, cutoff=_ALIKE) for name in unread}
-    return {name: words[0] for name, words in near.items() if words}
+    known = {spec.env for spec in all_keys()}
+    for name in environ:
+        near = closest(name, read, cutoff=_ALIKE) if name.startswith(_PREFIXES) and name not in known else []
+        if near:
+            place = TextPosition(source=f"env {name}")
+            layer.note("unread-variable", "", f"is not read; did you mean {near[0]}?", place)
+    return layer
 
 
 def file_layer(text: YamlText) -> Layer:
@@ -166,27 +149,27 @@ class _FileReader:
     """Reads one file's keys into a layer."""
 
     def __init__(self, text: YamlText) -> None:
-        self._text, self._layer, self._bare = text, Layer("file"), False
+        self._text, self._layer = text, Layer("file")
+        self._entries = text.entries(text.root)
+        sections = any(entry.is_mapping and entry.name in section_classes() for entry in self._entries)
+        self._bare = not sections and is_bare_section(entry.name for entry in self._entries)
 
     def read(self) -> Layer:
-        layer, text = self._layer, self._text
-        entries = text.entries(text.root)
-        sections = any(entry.is_mapping and entry.name in section_classes() for entry in entries)
-        self._bare = not sections and is_bare_section(entry.name for entry in entries)
         if self._bare:
-            place = TextPosition(source=text.source)
-            layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
-        found = list(self._placed("fsdp_config" if self._bare else "", entries))
+            place = TextPosition(source=self._text.source)
+            self._layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
+        found = list(self._placed())
         # What a key's own place says is known when its former places are read.
-        for section, entry in sorted(found, key=lambda one: find_former(one[0], one[1].name) is not None):
+        for section, entry in sorted(found, key=lambda one: (one[0], one[1].name) in former_places()):
             self._entry(section, entry)
-        layer.problems[:0] = text.problems
-        return layer
+        self._layer.problems[:0] = self._text.problems
+        return self._layer
 
-    def _placed(self, home: str, entries: Iterable[YamlEntry]) -> Iterator[tuple[str, YamlEntry]]:
+    def _placed(self) -> Iterator[tuple[str, YamlEntry]]:
         """Yield every entry of a file with its section."""
-        for entry in entries:
-            elsewhere = not entry.is_mapping and find_former("", entry.name) is not None
+        home = "fsdp_config" if self._bare else ""
+        for entry in self._entries:
+            elsewhere = not entry.is_mapping and ("", entry.name) in former_places()
             if home or entry.name not in section_classes() or elsewhere:
                 yield home, entry
             elif not entry.is_null and not entry.is_mapping:
@@ -196,15 +179,16 @@ class _FileReader:
                 yield from ((entry.name, one) for one in self._text.entries(entry.node, entry.name))
 
     def _entry(self, section: str, entry: YamlEntry) -> None:
-        layer, dotted, place = self._layer, _dotted(section, entry.name), entry.place
-        former = find_former(section, entry.name)
+        layer, place = self._layer, entry.place
+        dotted = f"{section}.{entry.name}" if section else entry.name
+        former = former_places().get((section, entry.name))
         spec = former[0] if former else self._key_named(section, entry, dotted)
         if spec is None or (entry.is_null and not former):
             return
         try:
             value = self._text.value(entry.node, verbatim=spec.key.kind.verbatim)
-            if former and former[1].means is not None and value is not None:
-                value = former[1].means if parse_flag(value) else None
+            if former and former[1] is not None and value is not None:
+                value = former[1] if parse_flag(value) else None
         except ValueError as error:  # UnreadableValueError is one
             layer.broken.add(spec.path)
             words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
@@ -228,8 +212,7 @@ class _FileReader:
         found = find_key(section, entry.name, guess=len(self._layer.problems) < MOST_SHOWN)
         if isinstance(found, KeySpec):
             return found
-        if found.meant is None or not found.meant.key.pending:
-            self._layer.reject(found.id, dotted, found.message, entry.place, found.hint)
+        self._layer.reject(found.id, dotted, found.message, entry.place, found.hint)
         return found.meant
 
     def _say_again(self, spec: KeySpec, value: Any, earlier: SetValue, dotted: str, place: TextPosition) -> None:
@@ -245,15 +228,26 @@ class _FileReader:
             self._layer.reject("duplicate-key", dotted, message, place, "keep one of them")
 
 
-def _dotted(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
-
-
 def flag_layer(overrides: Iterable[str], *, name: LayerName = "flag", source: str = "command line") -> Layer:
     """Read `KEY=VALUE` texts; later ones win. An empty VALUE takes back what lower layers set."""
-    layer = Layer(name)
+    layer, place = Layer(name), TextPosition(source=source)
     for override in overrides:
-        _override(layer, override, TextPosition(source=source))
+        word, equals, text = override.partition("=")
+        path, spec = path_of(word), key_named(word)
+        if not equals or not word.strip():
+            hint = "write it as mixed_precision=bf16, for example"
+            layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place, hint)
+        elif path[:2] == ("launch", "env") and len(path) > 2:  # noqa: PLR2004  (launch.env.NAME)
+            layer.variables[word.split(".", 2)[2]] = text
+        elif isinstance(spec, UnknownKey):
+            hint = spec.hint or "fsdplaunch config explain lists every key"
+            layer.reject("unknown-key", ".".join(path), "is not a key", place, hint)
+        else:
+            try:
+                layer.take(spec, read_scalar(text, verbatim=spec.key.kind.verbatim), place)
+            except UnreadableValueError as error:
+                layer.broken.add(spec.path)
+                layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)
     return layer
 
 
@@ -272,25 +266,3 @@ def read_assignments(assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
     if layer.problems:
         raise ConfigError(layer.problems)
     return [(keys_by_path()[path], one.value) for path, one in layer.values.items()]
-
-
-def _override(layer: Layer, override: str, place: TextPosition) -> None:
-    name, equals, text = override.partition("=")
-    if not equals or not name.strip():
-        hint = "write it as mixed_precision=bf16, for example"
-        layer.reject("not-an-assignment", "", f"{shown(override)} is not KEY=VALUE", place, hint)
-        return
-    path = path_of(name)
-    if path[:2] == ("launch", "env") and len(path) > 2:  # noqa: PLR2004  (launch.env.NAME)
-        layer.variables[name.split(".", 2)[2]] = text
-        return
-    spec = key_named(name)
-    if isinstance(spec, UnknownKey):
-        hint = spec.hint or "fsdplaunch config explain lists every key"
-        layer.reject("unknown-key", ".".join(path), "is not a key", place, hint)
-        return
-    try:
-        layer.take(spec, read_scalar(text, verbatim=spec.key.kind.verbatim), place)
-    except UnreadableValueError as error:
-        layer.broken.add(spec.path)
-        layer.reject("wrong-value", spec.dotted, f"{shown(text)} {error}", place)

@@ -6,6 +6,7 @@ lower ones say there. So a contradiction is only what one layer says twice.
 """
 
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +16,18 @@ from fsdplaunch.config.environment import outside_of_run
 from fsdplaunch.config.layers import (
     Layer,
     SetValue,
-    ValueOrigin,
     file_layer,
     flag_layer,
     variables_layer,
 )
-from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_order, note_lines
+from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_order
 from fsdplaunch.config.resolve import keys_of_version_1, resolve
 from fsdplaunch.config.rules.base import (
+    NOTES,
+    RULES,
     RuleContext,
     Violation,
-    find_notes,
-    find_violations,
+    find,
     rule_context,
     shown_value,
 )
@@ -35,7 +36,8 @@ from fsdplaunch.config.yaml_text import MAX_BYTES, YamlText, read_text
 
 DEFAULT_FILE = "fsdp.yaml"
 FILE_VARIABLE = "FSDPLAUNCH_CONFIG"
-_DEFAULT = ValueOrigin(layer="default", text="default")
+_NOTES_AT_LAUNCH = 5
+_DEFAULT = SetValue(value=None, layer="default", place=TextPosition(source="default"))
 _TYPE = "distributed_type"
 _VERSION = ("fsdp_config", "fsdp_version")
 _XLA, _SIZE = ("fsdp_config", "xla"), ("fsdp_config", "fsdp_min_num_params")
@@ -56,13 +58,20 @@ class LoadedConfig:
 
     config: Config
     path: Path | None
-    origins: Mapping[KeyPath, ValueOrigin]
+    origins: Mapping[KeyPath, SetValue]
     notes: tuple[Problem, ...]
     aliases: Mapping[str, str]
 
     def note_lines(self) -> list[str]:
         """Return what a launch says of the notes: the first five, and how many more there are."""
-        return note_lines(self.notes, file=self.path)
+        lines = [note.as_note() for note in self.notes[:_NOTES_AT_LAUNCH]]
+        more = len(self.notes) - len(lines)
+        if more > 0:
+            all_of_them = shlex.join(
+                ["fsdplaunch", "config", "validate", *([str(self.path)] if self.path else [])]
+            )
+            lines.append(f"{more} more {'note' if more == 1 else 'notes'}: {all_of_them}")
+        return lines
 
 
 def find_file(given: Path | None, environ: Mapping[str, str], cwd: Path) -> Path | None:
@@ -130,22 +139,29 @@ def stack(
     if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
     unread = path is not None and text.root is None and bool(text.problems)
-    given = build_config({key: one.value for key, one in _with_units(_with_version(values)).items()})
+    given = build_config({key: one.value for key, one in _with_implied(values).items()})
     context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
     notes = (
         *(note for layer in layers for note in layer.notes),
         *_notes_of_followers(followers, context.config),
-        *_notes_of_variables(theirs, values),
+        *(
+            Problem(
+                id="variable-of-accelerate",
+                key="",
+                message=f"sets {'.'.join(key)}: {shown_value(one.value)}, which nothing else does",
+                place=one.place,
+            )
+            for key, one in theirs.values.items()
+            if values.get(key) is one
+        ),
     )
     if not unread:
-        problems += _located(find_violations(context), values, text, broken)
-        notes = in_order([*notes, *_located(find_notes(context), values, text, broken)])
-        notes = tuple(
-            sorted(notes, key=lambda note: note.id == "written-by-accelerate")
-        )  # in every such file: last
+        problems += _located(find(RULES, context), values, text, broken)
+        notes = in_order([*notes, *_located(find(NOTES, context), values, text, broken)])
+        notes = tuple(sorted(notes, key=lambda note: note.id == "written-by-accelerate"))  # in every such file
     if problems:
         raise ConfigError(problems, notes=notes)
-    origins = {spec.path: values[spec.path].origin if spec.path in values else _DEFAULT for spec in all_keys()}
+    origins = {spec.path: values.get(spec.path, _DEFAULT) for spec in all_keys()}
     return LoadedConfig(
         config=context.config,
         path=path,
@@ -157,7 +173,7 @@ def stack(
 
 def check(config: Config) -> tuple[Problem, ...]:
     """Return the rules that are broken by a Config that was built in code, without places."""
-    return tuple(_problem(rule, violation, {}, None) for rule, violation in find_violations(rule_context(config)))
+    return tuple(_problem(rule, violation, {}, None) for rule, violation in find(RULES, rule_context(config)))
 
 
 def read_file(path: Path, cwd: Path) -> YamlText:
@@ -193,7 +209,11 @@ def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Probl
                 followers.append((path, values.pop(path), leader, said[leader]))
         values = {path: one for path, one in values.items() if path not in layer.values} | said
         if layer.variables:
-            _add_variables(layer, values, problems)
+            spec, extra = keys_by_path()["launch", "env"], Layer(layer.name)
+            known = values[spec.path].value if spec.path in values else {}
+            extra.take(spec, {**known, **layer.variables}, TextPosition(source="command line"))
+            values |= extra.values
+            problems += extra.problems
     return values, problems, followers
 
 
@@ -211,38 +231,20 @@ def _notes_of_followers(followers: Iterable[_Follower], config: Config) -> Itera
             yield Problem(id="follows", key=".".join(path), message=message, place=lost.place)
 
 
-def _notes_of_variables(theirs: Layer, values: Mapping[KeyPath, SetValue]) -> Iterator[Problem]:
-    """Yield a note about each of accelerate's variables that fills what the file leaves open."""
-    for path, one in theirs.values.items():
-        if values.get(path) is one:
-            message = f"sets {'.'.join(path)}: {shown_value(one.value)}, which nothing else does"
-            yield Problem(id="variable-of-accelerate", key="", message=message, place=one.place)
+def _with_implied(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
+    """Add what a file means by the keys that it says.
 
-
-def _add_variables(layer: Layer, values: dict[KeyPath, SetValue], problems: list[Problem]) -> None:
-    spec = keys_by_path()["launch", "env"]
-    table = {**(values[spec.path].value if spec.path in values else {}), **layer.variables}
-    extra = Layer("flag")
-    extra.take(spec, table, TextPosition(source="command line"))
-    values.update(extra.values)
-    problems += extra.problems
-
-
-def _with_version(values: Mapping[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
-    """Add FSDP1 where a key that only FSDP1 has is set, even to its default, and no version is."""
-    if _VERSION in values:
-        return dict(values)
-    old = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
-    one = replace(old[0], value=1) if old else None
-    return {**values, _VERSION: one} if one else dict(values)
-
-
-def _with_units(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
-    """Add units by size where PyTorch/XLA shards, a size is set and no policy is, as transformers has it."""
+    FSDP1 where a key that only FSDP1 has is set, even to its default, and no version is; units by size where
+    PyTorch/XLA shards, a size is set and no policy is, as transformers has it.
+    """
+    implied: dict[KeyPath, SetValue] = {}
+    of_fsdp1 = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
+    if of_fsdp1:
+        implied[_VERSION] = replace(of_fsdp1[0], value=1)
     xla, size = values.get(_XLA), values.get(_SIZE)
-    if _POLICY in values or xla is None or not xla.value or size is None or not size.value:
-        return values
-    return {**values, _POLICY: replace(size, value="SIZE_BASED_WRAP")}
+    if xla is not None and xla.value and size is not None and size.value:
+        implied[_POLICY] = replace(size, value="SIZE_BASED_WRAP")
+    return implied | values
 
 
 def _located(

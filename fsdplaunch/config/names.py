@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, own_sections, section_classes
-from fsdplaunch.config.schema.key import FormerPlace
 from fsdplaunch.config.schema.kinds import RUNS_ON, SPLIT_LAYERS, StrategyName
 
 _CLOSE = 0.75
@@ -79,20 +78,15 @@ def find_key(section: str, name: str, *, guess: bool = True) -> KeySpec | Unknow
 
 
 @cache
-def former_places() -> dict[tuple[str, str], tuple[KeySpec, FormerPlace]]:
-    """Return every other place where files say a key, by section and name there."""
-    found = {}
+def former_places() -> dict[tuple[str, str], tuple[KeySpec, Any]]:
+    """Return every other place of a key, by section and name there, with what a true flag there means."""
+    found: dict[tuple[str, str], tuple[KeySpec, Any]] = {}
     for spec in all_keys():
-        for former in spec.key.former:
-            section, name = ".".join(former.path[:-1]), former.path[-1]
-            for spelling in dict.fromkeys((name, name.removeprefix(key_prefix(section)))):
-                found[section, spelling] = (spec, former)
+        for place, means in spec.key.former.items():
+            section, _, name = place.rpartition(".")
+            for spelling in (name, name.removeprefix(key_prefix(section))):
+                found.setdefault((section, spelling), (spec, means))
     return found
-
-
-def find_former(section: str, name: str) -> tuple[KeySpec, FormerPlace] | None:
-    """Return the key that older files say as `name` in this section, and how, or None."""
-    return former_places().get((section, name))
 
 
 def find_bare(name: str) -> KeySpec | None:
@@ -145,9 +139,6 @@ def path_of(dotted: str) -> KeyPath:
     return tuple(dotted.strip().replace("-", "_").split("."))
 
 
-Answer = Literal["taken", "noted", "refused"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOption:
     """An option of accelerate's or torchrun's command line that is not a key.
@@ -161,7 +152,7 @@ class ForeignOption:
         hint: What serves instead of a refused one.
     """
 
-    answer: Answer
+    answer: Literal["taken", "noted", "refused"]
     text: str
     sets: str = ""
     words: Mapping[str, str] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """What is wrong with a configuration, and what is worth a note, each with its place."""
 
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdplaunch.errors import EXIT_USAGE, LaunchError
@@ -33,19 +32,13 @@ TEXT_NOTES = {
     "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
 }
 """The ids of notes about a text, a name or an option; those about key combinations are rules."""
-NOTES_AT_LAUNCH, MOST_SHOWN = 5, 100
-"""How many notes a launch shows, and how many problems a command: a file of another kind has thousands."""
+MOST_SHOWN = 100
+"""How many problems a command shows: a file of another kind has thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPosition:
-    """Where a value is set.
-
-    Attributes:
-        source: The file as the user named it, `env NAME`, or `command line`; "" for nowhere.
-        line: From 1; None for what has no lines.
-        col: From 1, in characters.
-    """
+    """Where a value is set: a file as the user named it, `env NAME` or `command line`; lines from 1."""
 
     source: str = ""
     line: int | None = None
@@ -95,12 +88,7 @@ class Problem:
 
 
 class ConfigError(LaunchError):
-    """A configuration is wrong. Holds every problem that was found.
-
-    Attributes:
-        problems: In the order of their places.
-        notes: What else is worth a note.
-    """
+    """A configuration is wrong. Holds every problem that was found, and what else is worth a note."""
 
     exit_code = EXIT_USAGE
     located = True
@@ -119,21 +107,6 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
         return place.line is None, place.source, place.line or 0, place.col or 0
 
     return tuple(sorted(problems, key=order))
-
-
-def note_lines(notes: Sequence[Problem], *, file: object = None) -> list[str]:
-    """Return what a launch says of its notes: the first few, and how many more there are.
-
-    Args:
-        notes: Of a loaded configuration.
-        file: The file, for the command that shows all.
-    """
-    lines = [note.as_note() for note in notes[:NOTES_AT_LAUNCH]]
-    more = len(notes) - len(lines)
-    if more > 0:
-        all_of_them = shlex.join(["fsdplaunch", "config", "validate", *([str(file)] if file else [])])
-        lines.append(f"{more} more {'note' if more == 1 else 'notes'}: {all_of_them}")
-    return lines
 
 
 def describe(problems: tuple[Problem, ...]) -> str:

@@ -37,11 +37,13 @@ from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.files import atomic_file
 
 SCHEMA_FILE = "fsdp.schema.json"
-MODELINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
+_HEAD = (
+    f"# yaml-language-server: $schema={SCHEMA_FILE}",
+    f"# for editors, makes that file: fsdplaunch config schema > {SCHEMA_FILE}",
+    f"# fsdplaunch {__version__}; every key: fsdplaunch config explain",
+    "",
+)
 _WIDTH = 100
-
-
-_EDITORS = "# for editors, makes that file: fsdplaunch config schema > fsdp.schema.json"
 
 
 def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
@@ -53,57 +55,48 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
         comments: One comment per key and section.
     """
     resolved = resolve(config)
-    values = _everything(resolved) if full else values_to_write(resolved)
-    head = [MODELINE, _EDITORS, f"# fsdplaunch {__version__}; every key: fsdplaunch config explain", ""]
-    head = head if comments else []
-    return "\n".join([*head, *render_values(values, comments=comments)]) + "\n"
+    values = values_to_write(resolved)
+    if full:
+        version = resolved.fsdp_config.fsdp_version
+        values = {
+            spec.path: value
+            for spec in all_keys()
+            if (value := value_at(resolved, spec.path)) is not None
+            and not _idle(resolved, spec)
+            and (value != spec.default or not (spec.key.unread or version not in spec.key.versions))
+        }
+    return "\n".join([*(_HEAD if comments else ()), *render_values(values, comments=comments)]) + "\n"
 
 
 def values_to_write(config: Config) -> dict[KeyPath, Any]:
     """Return the values a file must say so that reading it gives the resolved `config`, in the schema's order."""
-    written = {
-        spec.path: value_at(config, spec.path)
-        for spec in all_keys()
-        if (spec.default is not None and value_at(config, spec.path) != spec.default) or _pinned(config, spec)
-    }
+    version, on_xla = config.fsdp_config.fsdp_version, shards_on_xla(config)
+    written = {}
+    for spec in all_keys():
+        value = value_at(config, spec.path)
+        is_read = is_read_by_xla(spec.path) or not on_xla
+        pinned = version in spec.key.pinned and value is not None and not _idle(config, spec) and is_read
+        if (spec.default is not None and value != spec.default) or pinned:
+            written[spec.path] = value
     while (missing := _missing(config, written)) is not None:
         written[missing] = value_at(config, missing)
     return {spec.path: written[spec.path] for spec in all_keys() if spec.path in written}
 
 
-def _pinned(config: Config, spec: KeySpec) -> bool:
-    has_value = value_at(config, spec.path) is not None and not _idle(config, spec)
-    is_read = is_read_by_xla(spec.path) or not shards_on_xla(config)
-    return config.fsdp_config.fsdp_version in spec.key.pinned and has_value and is_read
-
-
-def _idle(config: Config, spec: KeySpec) -> bool:
-    """Return whether a key says how to shard where nothing is sharded."""
-    shards_nothing = not shards_models(config) and not spec.key.leftover
-    return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
-
-
 def _missing(config: Config, written: dict[KeyPath, Any]) -> KeyPath | None:
     """Return the first key that would not come out as it is in `config` unless the file says it."""
     read = resolve(build_config(written))
-    for spec in sorted(
-        all_keys(), key=lambda spec: _idle(config, spec)
-    ):  # what shards nothing is written last, if at all
+    for spec in sorted(all_keys(), key=lambda spec: _idle(config, spec)):  # what shards nothing last, if at all
         value = value_at(config, spec.path)
         if value is not None and spec.path not in written and value_at(read, spec.path) != value:
             return spec.path
     return None
 
 
-def _everything(config: Config) -> dict[KeyPath, Any]:
-    version = config.fsdp_config.fsdp_version
-    return {
-        spec.path: value
-        for spec in all_keys()
-        if (value := value_at(config, spec.path)) is not None
-        and not _idle(config, spec)
-        and (value != spec.default or not (spec.key.unread or version not in spec.key.versions))
-    }
+def _idle(config: Config, spec: KeySpec) -> bool:
+    """Return whether a key says how to shard where nothing is sharded."""
+    shards_nothing = not shards_models(config) and not spec.key.leftover
+    return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
 
 
 def render_values(values: Mapping[KeyPath, Any], *, comments: bool = True) -> Iterator[str]:
@@ -113,20 +106,15 @@ def render_values(values: Mapping[KeyPath, Any], *, comments: bool = True) -> It
         home = path[0] if len(path) > 1 else ""
         if home != section:
             section = home
-            yield from _section_lines(home, comments=comments)
+            if comments:
+                yield ""
+                yield from _comment((section_classes()[home].__doc__ or "").split(". ")[0].rstrip("."), 0)
+            yield f"{home}:"
         indent = 2 if home else 0
         spec = keys_by_path()[path]
         if comments:
             yield from _comment(spec.key.summary, indent)
         yield from block_lines(spec.name, plain_value(spec, value), indent)
-
-
-def _section_lines(section: str, *, comments: bool) -> Iterator[str]:
-    if comments:
-        yield ""
-        doc = section_classes()[section].__doc__ or ""
-        yield from _comment(doc.split(". ")[0].rstrip("."), 0)
-    yield f"{section}:"
 
 
 def _comment(text: str, indent: int) -> list[str]:
@@ -277,7 +265,12 @@ def _in_mapping(text: str, read: YamlText, node: Node | None, spec: KeySpec, pla
     entries = read.entries(node)
     entry = next((entry for entry in entries if find_key(section, entry.name) == spec), None)
     if entry is not None:
-        return _replace(text, entry, spec, plain)
+        _refuse_shared(text, entry, spec.dotted)
+        end = _end(entry.node, entry.key_node)
+        if plain is None:
+            return _line_start(text, entry.key_node), _line_end(text, end), ""
+        colon = text.index(":", entry.key_node.end_mark.index) + 1
+        return colon, max(colon, len(text[:end].rstrip())), f" {flow_text(plain)}"
     if plain is None:
         return _NOTHING
     # A new key of the top level goes below its other keys, not below the last section.
@@ -285,15 +278,6 @@ def _in_mapping(text: str, read: YamlText, node: Node | None, spec: KeySpec, pla
     column = keys[0].key_node.start_mark.column if keys else 0
     foot = max((_end(entry.node, entry.key_node) for entry in keys), default=len(text))
     return _below(text, foot, "\n".join(block_lines(spec.name, plain, column)))
-
-
-def _replace(text: str, entry: YamlEntry, spec: KeySpec, plain: Any) -> _Splice:
-    _refuse_shared(text, entry, spec.dotted)
-    end = _end(entry.node, entry.key_node)
-    if plain is None:
-        return _line_start(text, entry.key_node), _line_end(text, end), ""
-    colon = text.index(":", entry.key_node.end_mark.index) + 1
-    return colon, max(colon, len(text[:end].rstrip())), f" {flow_text(plain)}"
 
 
 def _refuse_shared(text: str, entry: YamlEntry, key: str) -> None:

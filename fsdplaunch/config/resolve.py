@@ -7,16 +7,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, get_args
 
-from fsdplaunch.config.schema.config import (
-    Config,
-    FsdpConfig,
-    KeySpec,
-    ParallelismConfig,
-    PrecisionSection,
-    all_keys,
-    value_at,
-)
-from fsdplaunch.config.schema.kinds import DtypeName, StrategyName, WrapName
+from fsdplaunch.config.schema.config import Config, KeySpec, all_keys, value_at
+from fsdplaunch.config.schema.kinds import DtypeName, StrategyName
+from fsdplaunch.config.schema.launch_sections import PrecisionSection
+from fsdplaunch.config.schema.sharding_sections import FsdpConfig, ParallelismConfig
 from fsdplaunch.errors import UsageError
 
 _SHARDING = ("sharding", "parallelism_config")
@@ -36,11 +30,7 @@ _READ = frozenset(
 
 
 def is_read_by_xla(path: tuple[str, ...]) -> bool:
-    """Return whether a key has a meaning where PyTorch/XLA shards.
-
-    Args:
-        path: Where it stands in a file.
-    """
+    """Return whether the key at a path has a meaning where PyTorch/XLA shards."""
     return path[0] not in _SHARDING and (not path[-1].startswith("fsdp_") or path[-1] in _READ)
 
 
@@ -80,27 +70,20 @@ KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 
 
 def resolve(config: Config) -> Config:
-    """Return the Config with every "decided from the rest" value decided.
-
-    Args:
-        config: As read; None where a key is not set.
-    """
+    """Return the Config with every value decided that is None as read: decided from the rest."""
     version = config.fsdp_config.fsdp_version or default_version(config)
-    config = _one_worker(_processes_of_xla(config))
+    config = _processes_of_xla(config)
+    if config.distributed_type == "NO" and config.num_machines == 1 and config.launch.workers_per_node is None:
+        config = replace(config, num_processes=1)  # whatever it says, as in accelerate
     fill = _version_1 if version == 1 else _version_2
     fsdp = replace(config.fsdp_config, fsdp_version=version, **fill(config.fsdp_config))
+    if fsdp.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP" and not fsdp.fsdp_min_num_params:
+        fsdp = replace(fsdp, fsdp_auto_wrap_policy="NO_WRAP")  # units of at least no parameters, as in accelerate
     if fsdp.fsdp_cpu_ram_efficient_loading is None:
         fsdp = replace(fsdp, fsdp_cpu_ram_efficient_loading=fsdp.fsdp_sync_module_states is not False)
     return replace(
         config, fsdp_config=fsdp, parallelism_config=_mesh(config, fsdp), precision=_precision(config, version)
     )
-
-
-def _one_worker(config: Config) -> Config:
-    """Start one worker under distributed_type NO, whatever num_processes says; accelerate does the same."""
-    if config.distributed_type != "NO" or config.num_machines > 1 or config.launch.workers_per_node is not None:
-        return config
-    return replace(config, num_processes=1)
 
 
 def _processes_of_xla(config: Config) -> Config:
@@ -116,14 +99,10 @@ def _processes_of_xla(config: Config) -> Config:
         processes_per_host=config.xla.processes_per_host or fixed,
         cpu_devices=config.xla.cpu_devices or of_cpu,
     )
-    config = replace(
-        config, xla=section, num_processes="auto", launch=replace(config.launch, workers_per_node=None)
-    )
-    if config.fsdp_config.xla:
-        return config
-    return replace(
-        config, dynamo_config=replace(config.dynamo_config, dynamo_backend="NO")
-    )  # as accelerate's TPUs
+    launch, dynamo = replace(config.launch, workers_per_node=None), config.dynamo_config
+    if not config.fsdp_config.xla:  # as accelerate's TPUs
+        dynamo = replace(dynamo, dynamo_backend="NO")
+    return replace(config, xla=section, num_processes="auto", launch=launch, dynamo_config=dynamo)
 
 
 def default_version(config: Config) -> int:
@@ -154,15 +133,14 @@ def strategy_named(reshard: bool | int | str | None) -> str | None:
 
 
 def _version_1(fsdp: FsdpConfig) -> dict[str, Any]:
-    strategy = fsdp.fsdp_sharding_strategy or strategy_named(fsdp.fsdp_reshard_after_forward) or "FULL_SHARD"
-    sync = True if fsdp.fsdp_sync_module_states is None else fsdp.fsdp_sync_module_states
     return {
-        "fsdp_sharding_strategy": strategy,
+        "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy
+        or strategy_named(fsdp.fsdp_reshard_after_forward)
+        or "FULL_SHARD",
         "fsdp_reshard_after_forward": None,
         "fsdp_backward_prefetch": fsdp.fsdp_backward_prefetch or "BACKWARD_PRE",
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "FULL_STATE_DICT",
-        "fsdp_sync_module_states": sync,
-        "fsdp_auto_wrap_policy": _wrap(fsdp),
+        "fsdp_sync_module_states": fsdp.fsdp_sync_module_states is not False,
     }
 
 
@@ -176,18 +154,11 @@ def _version_2(fsdp: FsdpConfig) -> dict[str, Any]:
         "fsdp_sharding_strategy": fsdp.fsdp_sharding_strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "fsdp_reshard_after_forward": reshard,
         "fsdp_state_dict_type": fsdp.fsdp_state_dict_type or "SHARDED_STATE_DICT",
-        "fsdp_auto_wrap_policy": _wrap(fsdp),
         # FSDP2 decides these for itself; a note says so where a file has them.
         "fsdp_backward_prefetch": None,
         "fsdp_use_orig_params": True,
         "fsdp_limit_all_gathers": True,
     }
-
-
-def _wrap(fsdp: FsdpConfig) -> WrapName:
-    """Return the wrap policy; units of at least no parameters are none, as in accelerate."""
-    policy = fsdp.fsdp_auto_wrap_policy
-    return "NO_WRAP" if policy == "SIZE_BASED_WRAP" and not fsdp.fsdp_min_num_params else policy
 
 
 def _mesh(config: Config, fsdp: FsdpConfig) -> ParallelismConfig:
@@ -239,13 +210,8 @@ def workers_per_node(config: Config) -> int | None:
     configured = config.launch.workers_per_node
     if isinstance(configured, int):
         return configured
-    if (
-        configured is None
-        and isinstance(config.num_processes, int)
-        and config.num_processes % config.num_machines == 0
-    ):
-        return config.num_processes // config.num_machines
-    return None
+    total, nodes = config.num_processes, config.num_machines
+    return total // nodes if configured is None and isinstance(total, int) and total % nodes == 0 else None
 
 
 def world_size(config: Config) -> int | None:
@@ -276,11 +242,6 @@ class AxisSizes(NamedTuple):
         """Return the workers they need, -1 counted as one."""
         return prod(max(size, 1) for size in self)
 
-    @property
-    def only_shards(self) -> bool:
-        """Return whether the mesh has the one axis that every FSDP run has."""
-        return self == (1, REST, 1, 1)
-
     def __str__(self) -> str:
         """Return the sizes as messages show them, without axes of one that plain FSDP does not have."""
         return " x ".join(map(str, (*self[:2], *(size for size in self[2:] if size != 1))))
@@ -309,11 +270,7 @@ def split_world(world: int, sizes: AxisSizes) -> AxisSizes:
 
 
 def mesh_sizes(config: Config, world: int) -> AxisSizes:
-    """Return the sizes of the mesh's axes for a number of workers; their product is `world`.
-
-    Args:
-        config: Resolved.
-        world: Number of workers over all nodes.
+    """Return the sizes of a resolved Config's axes for a number of workers over all nodes, which is their product.
 
     Raises:
         UsageError: The sizes do not fit.
@@ -349,6 +306,5 @@ def with_mesh(config: Config, world: int) -> Config:
 
 def has_one_axis(config: Config) -> bool:
     """Return whether a resolved Config names no mesh: all ranks share the shards of one replica."""
-    return (
-        config.parallelism_config.parallelism_config_dp_shard_size is None and configured_axes(config).only_shards
-    )
+    unset = config.parallelism_config.parallelism_config_dp_shard_size is None
+    return unset and configured_axes(config) == AxisSizes()

@@ -1,7 +1,8 @@
 """`FullyShardedDataParallelPlugin`: the reference's fields, filled from the environment where code is silent."""
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import Enum
@@ -133,14 +134,14 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
     _float8: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
-        given = {name: plain_or_none(name, getattr(self, name)) for name in PATHS}
-        if given["fsdp_version"] is None and not is_set("fsdp_version"):
-            given["fsdp_version"] = REFERENCE_VERSION
-        self._config = configured(given)
-        unused = check_given(given, self._config)
+        given = {name: _plain_or_none(name, getattr(self, name)) for name in PATHS}
+        if given["fsdp_version"] is None and not _is_set("fsdp_version"):
+            given["fsdp_version"] = 1  # as the reference has it
+        self._config = _configured(given)
+        unused = _unused_of(given, self._config)
         if unused:
-            self._config = configured(given | dict.fromkeys(unused))
-        self._wrap_given = given["auto_wrap_policy"] is not None or is_set("auto_wrap_policy")
+            self._config = _configured(given | dict.fromkeys(unused))
+        self._wrap_given = given["auto_wrap_policy"] is not None or _is_set("auto_wrap_policy")
         own = settings_of(self._config)
         if given["cpu_ram_efficient_loading"] is not None:
             load_on_first_ranks_only(own.ram_efficient)
@@ -150,7 +151,9 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         if isinstance(policy, Mapping) and policy.get(other) is not None:
             msg = f"fsdp_version {own.version} has no {other}"
             raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-        self._set_dtypes(dtypes_from(policy, own.dtypes), float8=is_float8(policy) or (not policy and own.float8))
+        self._set_dtypes(
+            _dtypes_from(policy, own.dtypes), float8=_is_float8(policy) or (not policy and own.float8)
+        )
 
     def _fill(self, own: Settings) -> None:
         """Give every field its final value: the configuration's, which holds what code set, as torch's object."""
@@ -167,10 +170,10 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         self.state_dict_type = StateDictType[own.state_dict_type]
         self.transformer_cls_names_to_wrap = list(own.block_classes) or None
         self.forward_methods = list(own.forward_methods)
-        self.cpu_offload = offload_policy(self.cpu_offload, on=own.offload, one=one)
+        self.cpu_offload = _offload_policy(self.cpu_offload, on=own.offload, one=one)
         given = self.ignored_modules
         self.ignored_modules = given if isinstance(given, str) else list(given) if given else own.ignored
-        if not is_function(self.auto_wrap_policy):
+        if not _is_function(self.auto_wrap_policy):
             self.auto_wrap_policy = _POLICIES[str(own.wrap)]
         if one and self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = allocate
@@ -181,10 +184,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         return timedelta(seconds=self._config.launch.process_group_timeout_seconds)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose how checkpoints hold the model, and fit torch's options to it.
-
-        Args:
-            state_dict_type: A name, a code, or `StateDictType`; the present one when left out.
+        """Choose how checkpoints hold the model, the present way when left out, and fit torch's options to it.
 
         Raises:
             UsageError: It is not such a type, or LOCAL_STATE_DICT under FSDP2.
@@ -205,30 +205,23 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             ShardingError: A class to wrap is not in the model, or the model has no blocks.
         """
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
-            classes = self._classes_of(model)
-            self.auto_wrap_policy = (
-                partial(transformer_auto_wrap_policy, transformer_layer_cls=classes) if classes else None
-            )
+            try:
+                blocks = find_blocks(model, self.transformer_cls_names_to_wrap or ())
+            except ShardingError:
+                if self._wrap_given or self.transformer_cls_names_to_wrap:
+                    raise
+                self.auto_wrap_policy = None  # the model has no blocks and nobody asked for them
+                return
+            classes = {type(block) for block in blocks.values()}
+            self.transformer_cls_names_to_wrap = sorted(
+                each.__name__ for each in classes
+            )  # accelerate looks at them
+            self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:
             least = self.min_num_params
             self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
         elif callable(self.auto_wrap_policy):
             self.auto_wrap_policy = torch_form(self.auto_wrap_policy)
-
-    def _classes_of(self, model: nn.Module) -> set[type[nn.Module]]:
-        """Return the classes of a model's blocks, and keep their names, which is what accelerate looks at.
-
-        None when the model has no blocks and nobody asked for them.
-        """
-        try:
-            blocks = find_blocks(model, self.transformer_cls_names_to_wrap or ())
-        except ShardingError:
-            if self._wrap_given or self.transformer_cls_names_to_wrap:
-                raise
-            return set()
-        classes = {type(block) for block in blocks.values()}
-        self.transformer_cls_names_to_wrap = sorted(each.__name__ for each in classes)
-        return classes
 
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
@@ -246,9 +239,9 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         if self.mixed_precision_policy is not None and not override:
             return
         name = str(plain(mixed_precision)).removeprefix("torch.")
-        dtypes = dtypes_from(name, settings_of(self._config).dtypes)
+        dtypes = _dtypes_from(name, settings_of(self._config).dtypes)
         dtypes = replace(dtypes, buffer=torch.float32) if buffer_autocast else dtypes
-        self._set_dtypes(dtypes, float8=is_float8(name))
+        self._set_dtypes(dtypes, float8=_is_float8(name))
 
     def validate_mixed_precision_policy(self) -> None:
         """Check that the policy is of the class this FSDP version uses.
@@ -277,7 +270,7 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             UsageError: A field was set to something it cannot be.
         """
         self.validate_mixed_precision_policy()
-        now = {name: plain_or_none(name, getattr(self, name)) for name, path in PATHS.items() if path in SETTINGS}
+        now = {name: _plain_or_none(name, getattr(self, name)) for name, path in PATHS.items() if path in SETTINGS}
         if self.fsdp_version == 1:
             del now["reshard_after_forward"]
         now["backward_prefetch"] = now["backward_prefetch"] or "NO_PREFETCH"
@@ -293,8 +286,8 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             settings_of(self._config),
             **values,
             float8=self._config.fp8_config if self._float8 else None,
-            dtypes=dtypes_from(
-                self.mixed_precision_policy, Dtypes(master=dtype_of(self.master_dtype, "master_dtype"))
+            dtypes=_dtypes_from(
+                self.mixed_precision_policy, Dtypes(master=_dtype_of(self.master_dtype, "master_dtype"))
             ),
             param_init_fn=None if self.param_init_fn is allocate else self.param_init_fn,
         )
@@ -314,27 +307,19 @@ def ambient_plugin() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(fsdp_version=decode().fsdp_config.fsdp_version)
 
 
-def configured(in_code: Mapping[str, Any]) -> Config:
-    """Resolve the environment's configuration with what a script sets in code on top of it.
-
-    Args:
-        in_code: Plain values by field name, None where the script sets nothing.
-
-    Raises:
-        UsageError: A value is none of its key's.
-    """
+def _configured(in_code: Mapping[str, Any]) -> Config:
+    """Resolve the environment's configuration with what a script sets in code, None for nothing, on top of it."""
     given = {name: value for name, value in in_code.items() if value is not None}
     if not given:
         return decode()
     # Two names of one thing: what code sets under one wins over both.
-    one, other = "sharding_strategy", "reshard_after_forward"
-    replaced = {PATHS[b] for a, b in ((one, other), (other, one)) if a in given and _names_strategy(given[a])}
+    replaced = set()
+    for one, other in itertools.permutations(("sharding_strategy", "reshard_after_forward")):
+        value = given.get(one)
+        if isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS:
+            replaced.add(PATHS[other])
     values = {PATHS[name]: parse_value(PATHS[name], value, name) for name, value in given.items()}
     return decode_with(values, replaced=replaced)
-
-
-def _names_strategy(value: Any) -> bool:
-    return isinstance(value, str) and not value.isdigit() and value.lower() not in TRUE_WORDS | FALSE_WORDS
 
 
 def plain(value: Any) -> Any:
@@ -347,10 +332,7 @@ def plain(value: Any) -> Any:
 
 
 def state_dict_name(given: Any) -> str:
-    """Return the configuration's name of a kind of state dict.
-
-    Args:
-        given: A name in any case, its first word (`full`), a code, or `StateDictType`.
+    """Return the configuration's name of a kind of state dict: a name or its first word, a code, `StateDictType`.
 
     Raises:
         UsageError: It is none of them.
@@ -364,41 +346,10 @@ def state_dict_name(given: Any) -> str:
         raise UsageError(msg) from None
 
 
-def dtype_of(value: Any, what: str) -> torch.dtype | None:
-    """Read a dtype: torch's object, or a name such as `bf16` or `bfloat16`.
-
-    Raises:
-        UsageError: It is neither.
-    """
+def _dtype_of(value: Any, what: str) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
-    name = parse_value(("precision", "param"), value, what)
-    return DTYPES[name]
-
-
-def dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
-    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
-
-    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
-    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
-
-    Raises:
-        UsageError: It is none of these, or a mapping with a key that means nothing.
-    """
-    if policy is None:
-        return base
-    if isinstance(policy, str):
-        return _from_name(policy, base)
-    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
-    if template is not None:
-        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
-    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
-        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
-        raise UsageError(msg)
-    dtypes = {_DTYPE_FIELDS[key]: dtype_of(value, key) for key, value in policy.items()}
-    lower = dtypes.get("param") not in (None, torch.float32)
-    master = base.master or (torch.float32 if lower else None)
-    return replace(Dtypes(master=master, template=template), **dtypes)
+    return DTYPES[parse_value(("precision", "param"), value, what)]
 
 
 _DTYPE_FIELDS = {
@@ -409,22 +360,34 @@ _DTYPE_FIELDS = {
 }
 
 
-def is_float8(policy: Any) -> bool:
-    """Return whether a policy is the name of float8."""
+def _dtypes_from(policy: Any, base: Dtypes) -> Dtypes:
+    """Read `mixed_precision_policy` in any of its forms: a name, a mapping, one of torch's two classes.
+
+    A name sets what the configuration's mixed_precision sets: computation in that dtype, gradients summed in
+    fp32, shards kept in fp32. A mapping or an object sets each dtype itself.
+    """
+    if policy is None:
+        return base
+    if isinstance(policy, str):
+        word = "bf16" if _is_float8(policy) else policy  # what float8 leaves to others is computed in bf16
+        compute = None if word.strip().lower() == "no" else _dtype_of(word, "mixed_precision_policy")
+        lower = compute not in (None, torch.float32)
+        reduce, master = (None if compute is None else torch.float32), (torch.float32 if lower else base.master)
+        return replace(base, param=compute, reduce=reduce, buffer=compute, master=master)
+    template = policy if isinstance(policy, MixedPrecision | MixedPrecisionPolicy) else None
+    if template is not None:
+        policy = {name: getattr(policy, name, None) for name in _DTYPE_FIELDS}
+    if not isinstance(policy, Mapping) or set(policy) - set(_DTYPE_FIELDS):
+        msg = f"mixed_precision_policy must be a name, or a mapping of {', '.join(_DTYPE_FIELDS)}, got {policy!r}"
+        raise UsageError(msg)
+    dtypes = {_DTYPE_FIELDS[key]: _dtype_of(value, key) for key, value in policy.items()}
+    lower = dtypes.get("param") not in (None, torch.float32)
+    master = base.master or (torch.float32 if lower else None)
+    return replace(Dtypes(master=master, template=template), **dtypes)
+
+
+def _is_float8(policy: Any) -> bool:
     return isinstance(policy, str) and policy.strip().lower() == "fp8"
-
-
-def _from_name(name: str, base: Dtypes) -> Dtypes:
-    word = "bf16" if is_float8(name) else name  # what float8 leaves to others is computed in bf16
-    compute = None if word.strip().lower() == "no" else dtype_of(word, "mixed_precision_policy")
-    lower = compute not in (None, torch.float32)
-    return replace(
-        base,
-        param=compute,
-        reduce=torch.float32 if compute is not None else None,
-        buffer=compute,
-        master=torch.float32 if lower else base.master,
-    )
 
 
 def allocate(module: nn.Module) -> nn.Module:
@@ -433,36 +396,23 @@ def allocate(module: nn.Module) -> nn.Module:
     return module.to_empty(device=device, recurse=False)
 
 
-def is_function(policy: Any) -> bool:
-    """Return whether a wrap policy is a function, or an object of torch's that works as one."""
+def _is_function(policy: Any) -> bool:
     return callable(policy) or wrap_policy_runner(policy) is not None
 
 
-def plain_or_none(name: str, value: Any) -> Any:
+def _plain_or_none(name: str, value: Any) -> Any:
     """Return a field's value as the configuration would hold it; None for objects that it cannot hold."""
-    if isinstance(value, CPUOffload | OffloadPolicy):
-        return offloads_params(value)
+    if isinstance(value, CPUOffload):
+        return value.offload_params
+    if isinstance(value, OffloadPolicy):
+        return isinstance(value, CPUOffloadPolicy)
     if name == "ignored_modules" and not isinstance(value, str):
         return None
-    return None if name == "auto_wrap_policy" and is_function(value) else plain(value)
+    return None if name == "auto_wrap_policy" and _is_function(value) else plain(value)
 
 
-def offloads_params(value: Any) -> bool:
-    """Return whether torch's object, of either FSDP version, offloads parameters."""
-    return value.offload_params if isinstance(value, CPUOffload) else isinstance(value, CPUOffloadPolicy)
-
-
-def offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
-    """Return torch's object for offloading: the one given, or one made.
-
-    Args:
-        given: What the field holds.
-        on: Whether to offload, where an object is made.
-        one: Whether it is for FSDP1.
-
-    Raises:
-        UsageError: An object of the other FSDP version is given.
-    """
+def _offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPolicy:
+    """Return torch's object for offloading, for FSDP1 if `one`: what the field holds, or one made as `on` says."""
     if isinstance(given, CPUOffload if one else OffloadPolicy):
         kept: CPUOffload | OffloadPolicy = given
         return kept
@@ -474,65 +424,40 @@ def offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadPo
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on else OffloadPolicy()
 
 
-REFERENCE_VERSION = 1
-"""The FSDP version of a plugin that a script builds where neither it nor the environment names one."""
 _OBSOLETE = ("backward_prefetch", "use_orig_params", "limit_all_gathers")
 """Fields of FSDP1 that change nothing under FSDP2; scripts set them for both."""
 _FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}
 """What FSDP2 always does, by the field that asks FSDP1 for it."""
 
 
-def is_set(field: str) -> bool:
-    """Return whether the environment has a value for a field of the plugin."""
+def _is_set(field: str) -> bool:
     return bool(os.environ.get(keys_by_path()[PATHS[field]].env))
 
 
-def check_given(given: Mapping[str, Any], config: Config) -> list[str]:
-    """Raise for what code sets and this FSDP version cannot do, and name what changes nothing under it.
-
-    Args:
-        given: Plain values by field, None where code sets nothing.
-        config: What they were resolved to.
-
-    Returns:
-        The fields that change nothing.
-
-    Raises:
-        UsageError: A value would be lost.
-    """
-    version = config.fsdp_config.fsdp_version
-    for what in _missing(given, config):
-        msg = f"fsdp_version {version} has no {what}"
-        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
-    _check_checkpointing(config)
-    shown = {name: _shown(name, given[name], version) for name in _OBSOLETE}
-    unused = {name: what for name, what in shown.items() if what}
-    for what in unused.values():
-        messages.say(f"{what} changes nothing under fsdp_version {version}")
-    return list(unused)
-
-
-def _missing(given: Mapping[str, Any], config: Config) -> Iterator[str]:
-    one = config.fsdp_config.fsdp_version == 1
-    reshard = config.fsdp_config.fsdp_reshard_after_forward
-    for name in PATHS:
-        if name not in _OBSOLETE and (what := _shown(name, given[name], config.fsdp_config.fsdp_version)):
-            yield what
+def _unused_of(given: Mapping[str, Any], config: Config) -> list[str]:
+    """Name the fields that change nothing under this FSDP version; raise for a value that would be lost."""
+    fsdp, one = config.fsdp_config, config.fsdp_config.fsdp_version == 1
+    shown = {name: _shown(name, given[name], fsdp.fsdp_version) for name in PATHS}
+    missing = [what for name, what in shown.items() if what and name not in _OBSOLETE]
     if one and isinstance(given["reshard_after_forward"], bool):
-        yield "flag for reshard_after_forward"
-    if not one and isinstance(reshard, str):
-        yield f"reshard_after_forward {reshard}"
-
-
-def _check_checkpointing(config: Config) -> None:
+        missing.append("flag for reshard_after_forward")
+    if not one and isinstance(fsdp.fsdp_reshard_after_forward, str):
+        missing.append(f"reshard_after_forward {fsdp.fsdp_reshard_after_forward}")
+    if missing:
+        msg = f"fsdp_version {fsdp.fsdp_version} has no {missing[0]}"
+        raise UsageError(msg, hint="leave it out, or set the other fsdp_version")
     needing = {
-        "activation_checkpointing_offload": config.fsdp_config.fsdp_activation_checkpointing_offload,
+        "activation_checkpointing_offload": fsdp.fsdp_activation_checkpointing_offload,
         "activation_checkpointing_every": config.sharding.checkpoint_every > 1,
     }
     for name, wanted in needing.items():
-        if wanted and not config.fsdp_config.fsdp_activation_checkpointing:
+        if wanted and not fsdp.fsdp_activation_checkpointing:
             msg = f"{name} needs activation_checkpointing"
             raise UsageError(msg)
+    unused = {name: shown[name] for name in _OBSOLETE if shown[name]}
+    for what in unused.values():
+        messages.say(f"{what} changes nothing under fsdp_version {fsdp.fsdp_version}")
+    return list(unused)
 
 
 def _shown(name: str, given: Any, version: int | None) -> str | None:
@@ -547,8 +472,7 @@ def _shown(name: str, given: Any, version: int | None) -> str | None:
 def load_on_first_ranks_only(on: bool) -> None:
     """Set whether transformers loads pretrained weights on each node's first rank only.
 
-    `from_pretrained` reads this from the environment and takes it no other way. This package reads the same
-    variable, so both do the same.
+    `from_pretrained` and this package read the same variable; it takes this no other way.
     """
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true" if on else "false"
 

@@ -1,14 +1,14 @@
 """From questions to values: answers that need no asking, what all together write, the rules they break."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from fsdplaunch.config.layers import Layer, file_layer, flag_layer
-from fsdplaunch.config.load import check, leaders, read_file
-from fsdplaunch.config.problems import ConfigError, Problem
-from fsdplaunch.config.rules.base import find_violations, rule_context
+from fsdplaunch.config.layers import file_layer
+from fsdplaunch.config.load import leaders, read_file
+from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.rules.base import RULES, find, rule_context
 from fsdplaunch.config.schema.config import KeyPath, build_config
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.question import KEEP, Question
@@ -28,19 +28,7 @@ def read_source(path: FilePath) -> dict[KeyPath, Any]:
     Raises:
         ConfigError: It says something that cannot be understood.
     """
-    return _values(file_layer(read_file(path, FilePath.cwd())))
-
-
-def read_overrides(overrides: Sequence[str]) -> dict[KeyPath, Any]:
-    """Return the values that `KEY=VALUE` texts set, by path; None takes a key back.
-
-    Raises:
-        ConfigError: One of them names no key or gives it none of its values.
-    """
-    return _values(flag_layer(overrides))
-
-
-def _values(layer: Layer) -> dict[KeyPath, Any]:
+    layer = file_layer(read_file(path, FilePath.cwd()))
     if layer.problems:
         raise ConfigError(layer.problems)
     return {path: one.value for path, one in layer.values.items()}
@@ -102,17 +90,12 @@ def _answers_of_file(state: WizardState) -> WizardState:
     return found
 
 
-def find_problems(state: WizardState) -> tuple[Problem, ...]:
-    """Return the rules broken by the values that would be written."""
-    return check(build_config(compose(state)))
-
-
 def broken_rule(question: Question, state: WizardState) -> str | None:
     """Return which rule the last answer, to `question`, breaks; rules about what is asked later stay silent."""
     place = QUESTIONS.index(question) + 1
     answered = {path for one in QUESTIONS[:place] for path in one.keys} | {*state.settings} | {VERSION}
     open_ones = {path for one in QUESTIONS[place:] for path in one.keys} - answered
-    for _, violation in find_violations(rule_context(build_config(compose(state)))):
+    for _, violation in find(RULES, rule_context(build_config(compose(state)))):
         about = {*violation.about}
         if about & {*question.keys} and not about & open_ones:
             return violation.message + (f" ({violation.hint})" if violation.hint else "")
@@ -135,7 +118,11 @@ def answer_automatically(question: Question, given: Mapping[str, str], state: Wi
         if by_key is not None:
             msg = f"{question.flag} and --set {'.'.join(by_key)} decide the same"
             raise UsageError(msg, hint="keep one of them")
-        return state.answering(question.name, _read_flag(question, given[question.name], state))
+        try:
+            return state.answering(question.name, question.accept(given[question.name], state))
+        except ValueError as error:
+            msg = f"{question.flag} {error}"
+            raise UsageError(msg, hint=f"{question.flag} {question.metavar}: {question.help}") from None
     if by_key is not None:
         answer = question.answer_in(build_config(compose(state)), state)
         fits = question.is_answer(answer, state)
@@ -143,23 +130,8 @@ def answer_automatically(question: Question, given: Mapping[str, str], state: Wi
     return None if question.asked(state) else state.answering(question.name, question.proposed(state))
 
 
-def _read_flag(question: Question, text: str, state: WizardState) -> str:
-    try:
-        return question.accept(text, state)
-    except UsageError:
-        raise
-    except ValueError as error:
-        msg = f"{question.flag} {error}"
-        raise UsageError(msg, hint=f"{question.flag} {question.metavar}: {question.help}") from None
-
-
 def answer_all(state: WizardState, given: Mapping[str, str], *, yes: bool) -> WizardState:
-    """Answer every question without asking.
-
-    Args:
-        state: Without answers.
-        given: Answers by question name, as typed.
-        yes: Take every suggestion, also those that nobody has seen.
+    """Answer every question without asking, from `given` as typed; `yes` takes suggestions that nobody has seen.
 
     Raises:
         UsageError: A given answer is none or has no meaning here; or a question has no safe answer.
@@ -168,9 +140,8 @@ def answer_all(state: WizardState, given: Mapping[str, str], *, yes: bool) -> Wi
     for question in QUESTIONS:
         if not question.applies(state):
             if question.name in given:  # nothing is accepted and ignored
-                decided_by = question.decided_by(state)
-                msg = f"{question.flag} has no meaning with --{decided_by} {state.answers.get(decided_by)}"
-                raise UsageError(msg, hint=f"leave {question.flag} out, or choose another --{decided_by}")
+                msg = f"{question.flag} has no meaning with --where {state.answers.get('where')}"
+                raise UsageError(msg, hint=f"leave {question.flag} out, or choose another --where")
             continue
         after = answer_automatically(question, given, state)
         if after is None:

@@ -9,20 +9,21 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path as FilePath
-from typing import Any
 
 import questionary
 from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 
-from fsdplaunch.config.layers import flag_layer
-from fsdplaunch.config.names import closest
+from fsdplaunch.config.layers import read_assignments
+from fsdplaunch.config.load import check
+from fsdplaunch.config.names import key_named
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render
-from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, build_config, keys_by_path
+from fsdplaunch.config.schema.config import KeySpec, all_keys, build_config, keys_by_path
 from fsdplaunch.display_text import one_line, printable
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_files import describe_model, find_model
@@ -32,7 +33,6 @@ from fsdplaunch.wizard.answers import (
     compose,
     drop_stale_answers,
     earlier,
-    find_problems,
     read_source,
 )
 from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, UserMessages
@@ -45,15 +45,11 @@ _EDGE = 8
 _WIDEST = 100
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
+class PromptRequest(Enum):
     """Something else than an answer that a prompt was left with."""
 
-    name: str
-
-
-BACK = PromptRequest("back")
-EXPLAIN = PromptRequest("explain")
+    BACK = "back"
+    EXPLAIN = "explain"
 
 
 class Prompts:
@@ -74,14 +70,7 @@ class Prompts:
         default: str | None = None,
         marks: dict[str, str] | None = None,
     ) -> str | PromptRequest:
-        """Let one of the choices be chosen.
-
-        Args:
-            text: The question.
-            choices: At least one of them not disabled.
-            default: Where the cursor starts.
-            marks: Words behind a choice's title, by its value.
-        """
+        """Let one of the choices be chosen; the cursor starts at `default`, `marks` stand behind titles."""
         shown = [self._shown(choice, (marks or {}).get(choice.value, "")) for choice in choices]
         start = next((choice for choice in shown if choice.value == default and not choice.disabled), None)
         question = questionary.select(
@@ -103,11 +92,11 @@ class Prompts:
         problem: Callable[[str], str | None],
         words: Sequence[str] = (),
     ) -> str | PromptRequest:
-        """Let a line be typed.
+        """Let a line be typed; an empty one means `default`.
 
         Args:
             text: The question.
-            default: What an empty line means; shown behind the question.
+            default: Shown behind the question.
             remark: Shown behind the question.
             problem: What is wrong with a line, or None; `?` alone always asks for the explanation.
             words: What the line can be completed to.
@@ -127,7 +116,7 @@ class Prompts:
             output=self._output,
         )
         answer = self._ask(question, explains=False)
-        return EXPLAIN if answer == "?" else answer or default
+        return PromptRequest.EXPLAIN if answer == "?" else answer or default
 
     def wrapped(self, text: str) -> str:
         """Return text for people in lines that fit the terminal, each further one indented as the first."""
@@ -145,8 +134,11 @@ class Prompts:
         return text if len(text) + len(instruction) + _EDGE <= self._output.get_size().columns else f"{text}\n "
 
     def _ask(self, question: questionary.Question, *, explains: bool) -> str | PromptRequest:
-        own = question.application.key_bindings
-        question.application.key_bindings = merge_key_bindings([*([own] if own else []), _ways_out(explains)])
+        own, more = question.application.key_bindings, KeyBindings()
+        wishes = {Keys.BackTab: PromptRequest.BACK, Keys.ControlB: PromptRequest.BACK}
+        for key, wish in (wishes | ({"?": PromptRequest.EXPLAIN} if explains else {})).items():
+            more.add(key, eager=True)(lambda event, wish=wish: event.app.exit(result=wish))
+        question.application.key_bindings = merge_key_bindings([*([own] if own else []), more])
         question.application.ttimeoutlen = 0.05
         try:
             # Its own answer to a Ctrl-C loses one that comes just before it listens, or just after.
@@ -172,19 +164,6 @@ class Prompts:
             disabled=choice.disabled,
             description=printable("\n    ".join(lines)) or None,
         )
-
-
-def _ways_out(explains: bool) -> KeyBindings:
-    bindings = KeyBindings()
-
-    def leave(wish: PromptRequest) -> Callable[[KeyPressEvent], None]:
-        return lambda event: event.app.exit(result=wish)
-
-    bindings.add(Keys.BackTab, eager=True)(leave(BACK))
-    bindings.add(Keys.ControlB, eager=True)(leave(BACK))
-    if explains:
-        bindings.add("?", eager=True)(leave(EXPLAIN))
-    return bindings
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,32 +209,25 @@ class Conversation:
 
     def _ask_about_file(self) -> None:
         """Ask what to do about the file that is there."""
-        values = self._values_of_file()
-        unread = "it cannot be read" if values is None else None
-        choices = (
-            Choice(value="edit", title=f"Edit {self.path}", disabled=unread),
-            Choice(value="new", title="Start over", consequence="replaces it when you choose to write"),
-            Choice(value="other", title="Write to another file"),
-        )
-        while True:
-            answer = self.prompts.select(f"{self.path} exists. What now?", choices)
-            if answer == "other":
-                name = self.prompts.line("Which file?", problem=_file_problem)
-                if isinstance(name, str):
-                    self.path = FilePath(name)
-                    return
-            elif isinstance(answer, str):
-                break
-        if answer == "edit" and values is not None:
-            self.state = replace(self.state, base=values, editing=True)
-            self.edited = self.path.read_text(encoding="utf-8")
-
-    def _values_of_file(self) -> dict[KeyPath, Any] | None:
         try:
-            return read_source(self.path)
+            values, unread = read_source(self.path), None
         except ConfigError as error:
             self.out.say(str(error))
-        return None
+            values, unread = {}, "it cannot be read"
+        choices = (
+            Choice("edit", f"Edit {self.path}", disabled=unread),
+            Choice("new", "Start over", "replaces it when you choose to write"),
+            Choice("other", "Write to another file"),
+        )
+        answer: str | PromptRequest = PromptRequest.BACK
+        while isinstance(answer, PromptRequest):
+            answer = self.prompts.select(f"{self.path} exists. What now?", choices)
+            if answer == "other":
+                answer = self.prompts.line("Which file?", problem=_file_problem)
+                self.path = FilePath(answer) if isinstance(answer, str) else self.path
+            elif answer == "edit":
+                self.state = replace(self.state, base=values, editing=True)
+                self.edited = self.path.read_text(encoding="utf-8")
 
     def _walk(self, at: int = 0, *, step: int = 1, again: bool = True) -> None:
         """Go through the questions to the last, from number `at` on, first in the direction of `step`.
@@ -269,7 +241,9 @@ class Conversation:
                 answer = self._ask(question, before)
                 step = -1 if isinstance(answer, PromptRequest) else 1
                 if isinstance(answer, str):
-                    self._store(question, answer)
+                    self.state = self.state.answering(question.name, answer)
+                    if question is MODEL and answer and (model := self.state.run_facts.model):
+                        self.out.say(f"  {describe_model(model)}")
             elif at == 0:
                 step = 1
             at = max(0, at + step)
@@ -284,23 +258,14 @@ class Conversation:
             after = answer_automatically(question, self.given, before)
         except UsageError as error:
             self.out.say(f"  {error.message}")
-            self._forget_option(question)
+            self.given = {name: text for name, text in self.given.items() if name != question.name}
             return True
         if after is None:
             return True
         answer = after.answers.get(question.name)
-        self.state = self.state.without(question.name)
-        if answer is not None:
-            self.state = self.state.answering(question.name, answer)
+        left = self.state.without(question.name)
+        self.state = left if answer is None else left.answering(question.name, answer)
         return False
-
-    def _forget_option(self, question: Question) -> None:
-        self.given = {name: text for name, text in self.given.items() if name != question.name}
-
-    def _store(self, question: Question, answer: str) -> None:
-        self.state = self.state.answering(question.name, answer)
-        if question is MODEL and answer and (model := self.state.run_facts.model):
-            self.out.say(f"  {describe_model(model)}")
 
     def _ask(self, question: Question, before: WizardState) -> str | PromptRequest:
         """Ask until there is an answer the rules agree with, or the user wants to go back."""
@@ -310,22 +275,14 @@ class Conversation:
             default = str(find_model(FilePath()) or "") if question is MODEL else question.proposed(before)
         while True:
             answer = self._prompt(question, before, default)
-            if answer == EXPLAIN:
+            if answer == PromptRequest.EXPLAIN:
                 self.out.say(self.prompts.wrapped(explanation(question)))
             elif isinstance(answer, PromptRequest):
                 return answer
             elif problem := self._problem(question, before, answer):
                 self.out.say(f"  {problem}")
             else:
-                answer = question.accept(answer, before)
-                if self._is_sure(question, before, answer):
-                    return answer
-
-    def _is_sure(self, question: Question, before: WizardState, answer: str) -> bool:
-        """Ask again about an answer that something speaks against."""
-        doubt = None if answer == question.proposed(before) else question.doubt(answer, before)
-        choices = (Choice(value="no", title="No, another answer"), Choice(value="yes", title="Yes"))
-        return doubt is None or self.prompts.select(f"{doubt}. Is that meant?", choices) == "yes"
+                return question.accept(answer, before)
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
         choices = list(question.choices(before))
@@ -333,13 +290,17 @@ class Conversation:
             return self._line(question, before, question.words, default)
         if question.can_keep(before):
             in_file = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
-            choices.insert(0, Choice(value=KEEP, title="As the file says", consequence=", ".join(in_file)))
+            choices.insert(0, Choice(KEEP, "As the file says", ", ".join(in_file)))
         if default not in {choice.value for choice in choices}:
             # Something that was typed: offered as a choice of its own.
-            choices.insert(0, Choice(value=default, title=default))
+            choices.insert(0, Choice(default, default))
         marks = {question.proposed(before): "in the file" if before.editing else "suggested"}
         answer = self.prompts.select(question.words, choices, default=default, marks=marks)
-        return self._line(question, before, question.typed, "") if answer == TYPE_IT else answer
+        return (
+            self._line(question, before, f"{question.words} {question.metavar}", "")
+            if answer == TYPE_IT
+            else answer
+        )
 
     def _line(self, question: Question, before: WizardState, text: str, default: str) -> str | PromptRequest:
         return self.prompts.line(
@@ -353,95 +314,62 @@ class Conversation:
         """Return what is wrong with a line: not an answer, or against a rule that no later answer satisfies."""
         try:
             answer = question.accept(line, before)
-        except UsageError:
-            raise
         except ValueError as error:
             return str(error)
         return broken_rule(question, before.answering(question.name, answer))
 
     def _more_settings(self) -> bool:
-        """Let any further key be set; False when the last question is wanted again."""
-        settings = dict(self.state.settings)
-        so_far = ", ".join(f"{path[-1]} {_shown(path, value)}" for path, value in settings.items())
-        choices = (
-            Choice(value="no", title="No", consequence=so_far and f"set so far: {so_far}"),
-            Choice(value="yes", title="Yes, choose from all keys"),
-        )
-        while (first := self.prompts.select("Any other setting?", choices, default="no")) != "no":
-            if first == BACK:
-                return False
-            if first == EXPLAIN:
-                text = "Every key that no question above decides; fsdplaunch config explain KEY describes one."
-                self.out.say(f"  {text}")
-                continue
-            while isinstance(spec := self._ask_for_key(), KeySpec):
-                now = (compose(self.state) | settings).get(spec.path, spec.default)
-                self.out.say(self.prompts.wrapped(f"  {spec.key.text} Now: {_shown(spec.path, now)}"))
-                answer = self._ask_value(spec)
-                if isinstance(answer, str):
-                    settings[spec.path] = read_setting(spec, answer)
-            if spec is None:
-                break
-        self.state = replace(self.state, settings=settings)
-        return True
-
-    def _ask_for_key(self) -> KeySpec | PromptRequest | None:
-        """Ask which key is to be set; None when no further one is."""
-        keys = {spec.dotted: spec for spec in further_keys(self.state)}
-
-        def named(text: str) -> list[str]:
-            exact = [name for name, spec in keys.items() if text in (name, spec.name)]
-            return exact or [name for name in keys if text in name]
+        """Take any further keys, one KEY=VALUE a line; False when the last question is wanted again."""
 
         def problem(text: str) -> str | None:
-            found = named(text) if text else []
-            if text and not found:
-                near = closest(text, [spec.name for spec in keys.values()])
-                return f"no key has {text} in its name" + (f"; is {near[0]} meant?" if near else "")
-            return f"{len(found)} keys have it in their names, such as {found[0]}" if len(found) > 1 else None
-
-        remark = "(a part of its name, Tab completes; Enter: that is all)"
-        name = self.prompts.line("Which key?", remark=remark, problem=problem, words=[*keys])
-        if isinstance(name, str):
-            return keys[named(name)[0]] if name else None
-        return name
-
-    def _ask_value(self, spec: KeySpec) -> str | PromptRequest:
-        """Ask for a key's value, straight from the schema: a choice of its names, or a line."""
-
-        def problem(text: str) -> str | None:
+            if not text or ("=" not in text and isinstance(key_named(text), KeySpec)):
+                return None
             try:
-                read_setting(spec, text)
-            except ValueError as error:
-                return str(error)
+                read_assignments([text])
+            except ConfigError as error:
+                first = error.problems[0]
+                return ": ".join(filter(None, [first.key, first.message, first.hint]))
             return None
 
-        kind = spec.key.kind
-        names = kind.choices or (("true", "false") if isinstance(spec.default, bool) else ())
-        if not names:
-            return self.prompts.line(f"{spec.dotted}:", remark=f"({kind.expects})", problem=problem)
-        choices = [*(Choice(value=name, title=name) for name in names), Choice(value="", title="not set")]
-        return self.prompts.select(spec.dotted, choices, default=names[0])
+        remark = "(KEY=VALUE; KEY alone explains it; Tab completes; Enter: no)"
+        words = [f"{spec.dotted}=" for spec in further_keys(self.state)]
+        while answer := self.prompts.line("Any other setting?", remark=remark, problem=problem, words=words):
+            spec = key_named(answer) if isinstance(answer, str) and "=" not in answer else None
+            if answer == PromptRequest.BACK:
+                return False
+            if isinstance(answer, PromptRequest):
+                self.out.say("  Every key that no question decides; fsdplaunch config explain lists them.")
+            elif isinstance(spec, KeySpec):
+                self.out.say(
+                    self.prompts.wrapped(f"  {spec.dotted}: {spec.key.text} It must be {spec.key.kind.expects}.")
+                )
+            else:
+                changes = {spec.path: value for spec, value in read_assignments([answer])}
+                self.state = replace(self.state, settings={**self.state.settings, **changes})
+        return True
 
     def _reviewed(self) -> bool:
         """Show what would be written and ask; True when it is to be written."""
         old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else None
-        problems = find_problems(self.state)
-        for line in (
-            "",
-            preview(old, new_text(self.state, self.edited), self.path),
-            *remarks(self.state),
-            *map(str, problems),
-        ):
+        problems = check(build_config(compose(self.state)))
+        shown = preview(old, new_text(self.state, self.edited), self.path)
+        for line in ("", shown, *remarks(self.state), *map(str, problems)):
             self.out.say(line)
-        answer = self.prompts.select("Write it?", _endings(self.path, len(problems)), default="write")
+        wrong = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "") if problems else None
+        endings = (
+            Choice("write", f"Write {self.path}", disabled=wrong),
+            Choice("change", "Change an answer"),
+            Choice("all", "Show every key"),
+            Choice("cancel", "Cancel: write nothing"),
+        )
+        answer = self.prompts.select("Write it?", endings, default="write")
         if answer == "cancel":
             raise KeyboardInterrupt
-        if answer in ("change", BACK):
+        if answer in ("change", PromptRequest.BACK):
             self._change_one()
         elif answer == "all":
             self.out.say(render(build_config(compose(self.state)), full=True))
-        elif answer == EXPLAIN:
+        elif answer == PromptRequest.EXPLAIN:
             self.out.say("  Until you choose to write, nothing on disk changes.")
         return answer == "write"
 
@@ -449,18 +377,18 @@ class Conversation:
         """Ask one question again, then those that the new answer brings up."""
         answers = {one.name: one for one in QUESTIONS if one.name in self.state.answers}
         choices = [
-            Choice(value=name, title=question.words, consequence=self.state.answers[name] or "-")
-            for name, question in answers.items()
+            Choice(name, question.words, self.state.answers[name] or "-") for name, question in answers.items()
         ]
-        chosen = self.prompts.select("Which answer?", [*choices, Choice(value="set", title="Any other key")])
+        chosen = self.prompts.select("Which answer?", [*choices, Choice("set", "Any other key")])
         if chosen == "set":
             self._more_settings()
-        question = answers.get(chosen) if isinstance(chosen, str) else None
-        answer = BACK if question is None else self._ask(question, earlier(question, self.state))
-        if question is not None and isinstance(answer, str):
-            self._forget_option(question)
-            self.state = drop_stale_answers(self.state.answering(question.name, answer))
-            self._walk(again=False)
+        elif isinstance(chosen, str):
+            question = answers[chosen]
+            answer = self._ask(question, earlier(question, self.state))
+            if isinstance(answer, str):
+                self.given = {name: text for name, text in self.given.items() if name != question.name}
+                self.state = drop_stale_answers(self.state.answering(question.name, answer))
+                self._walk(again=False)
 
 
 def explanation(question: Question) -> str:
@@ -479,37 +407,6 @@ def further_keys(state: WizardState) -> tuple[KeySpec, ...]:
         if spec.path not in decided
         and not spec.key.unread
         and (state.version in spec.key.versions or spec.path == VERSION)
-    )
-
-
-def read_setting(spec: KeySpec, text: str) -> Any:
-    """Return the canonical value of a key; None for an empty text, which takes the key back.
-
-    Args:
-        spec: The key.
-        text: As `--set` takes it.
-
-    Raises:
-        ValueError: It is none of the key's values.
-    """
-    layer = flag_layer([f"{spec.dotted}={text}"])
-    if layer.problems:
-        problem = layer.problems[0]
-        raise ValueError(problem.message + (f" ({problem.hint})" if problem.hint else ""))
-    return layer.values[spec.path].value
-
-
-def _shown(path: KeyPath, value: Any) -> str:
-    return "not set" if value in (None, (), {}) else keys_by_path()[path].key.kind.write(value)
-
-
-def _endings(path: FilePath, problems: int) -> Sequence[Choice]:
-    wrong = f"{problems} problem" + ("s" if problems > 1 else "") if problems else None
-    return (
-        Choice(value="write", title=f"Write {path}", disabled=wrong),
-        Choice(value="change", title="Change an answer"),
-        Choice(value="all", title="Show every key"),
-        Choice(value="cancel", title="Cancel: write nothing"),
     )
 
 

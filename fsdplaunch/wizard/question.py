@@ -1,7 +1,7 @@
 """What a question is: data and pure functions. Who asks it, and how, is the matter of `wizard.conversation`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
@@ -21,7 +21,7 @@ class UserMessages(Protocol):
         """Print something, on stderr."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One answer to choose.
 
@@ -50,17 +50,13 @@ class Question:
         metavar: What the flag takes, for its help.
         keys: The configuration keys it decides; no other part of the wizard writes them.
         text: What is asked.
-        means: The first key's value for each answer, where answers are not the key's own words.
         write: The keys' values for an answer.
         read: The answer that a configuration holds; None when no answer says it.
         check: Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
-        doubt: What speaks against an answer that is possible, or None; a person is then asked again.
         applies: Whether the answer matters.
         asked: Whether it is asked when it matters; otherwise the suggestion is taken.
         choices: What can be chosen; none for a line of text.
-        typed: What the line that `TYPE_IT` opens asks for.
-        remark: Shown behind the text.
-        decided_by: The name of the earlier question whose answer leaves this one without a meaning.
+        remark: Shown behind a line of text.
         certain: Whether the suggestion may be taken without anybody having seen it.
     """
 
@@ -69,17 +65,13 @@ class Question:
     metavar: str
     keys: tuple[KeyPath, ...]
     text: str = ""
-    means: Mapping[str, Any] = field(default_factory=dict)
     write: Callable[[str, WizardState], Mapping[KeyPath, Any]] | None = None
     read: Callable[[Config, WizardState], str | None] | None = None
     check: Callable[[str, WizardState], str] | None = None
-    doubt: Callable[[str, WizardState], str | None] = lambda answer, state: None  # noqa: ARG005
     applies: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
     asked: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
     choices: Callable[[WizardState], tuple[Choice, ...]] = lambda state: ()  # noqa: ARG005
-    typed: str = ""
     remark: Callable[[WizardState], str] = lambda state: ""  # noqa: ARG005
-    decided_by: Callable[[WizardState], str] = lambda state: "where"  # noqa: ARG005
     certain: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
 
     @property
@@ -97,26 +89,19 @@ class Question:
         if self.write is not None:
             return self.write(answer, state)
         path = self.keys[0]
-        return {path: self.means[answer] if self.means else keys_by_path()[path].key.kind.parse(answer)}
+        return {path: keys_by_path()[path].key.kind.parse(answer)}
 
     def answer_in(self, config: Config, state: WizardState) -> str | None:
         """Return the answer that a configuration holds; None when no answer says it."""
         if self.read is not None:
             return self.read(config, state)
-        value = value_at(config, self.keys[0])
-        if self.means:
-            return next((answer for answer, meant in self.means.items() if meant == value), None)
-        return keys_by_path()[self.keys[0]].key.kind.write(value)
+        return keys_by_path()[self.keys[0]].key.kind.write(value_at(config, self.keys[0]))
 
     def accept(self, text: str, state: WizardState) -> str:
-        """Return the canonical answer.
-
-        Args:
-            text: As typed, chosen or given by flag.
-            state: The answers to earlier questions.
+        """Return the canonical answer of a text that was typed, chosen or given by flag.
 
         Raises:
-            ValueError: It is not an answer; the text says why.
+            ValueError: It is not an answer after those to earlier questions; the text says why.
         """
         text = text.strip()
         if text == KEEP and self.can_keep(state):

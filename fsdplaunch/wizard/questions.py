@@ -40,22 +40,14 @@ def _where_choices(state: WizardState) -> tuple[Choice, ...]:
     gpus, job = len(state.facts.hardware.gpus), state.facts.cluster
     seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU was found"
     in_job = f"job {job.job_id}" if job.kind == "slurm" else "inside an allocation"
+    over_gloo = "The same sharding, checkpoints and merging, over gloo."
+    pods = "Hosts of a pod find each other by its variables; without a TPU it computes on the CPU."
     return (
-        Choice(value="here", title="On this machine's GPUs", consequence=seen),
-        Choice(value="machines", title="On several nodes", detail="Each one runs the same launch command."),
-        Choice(value="slurm", title="In a SLURM job", consequence=in_job, detail="Start it with srun."),
-        Choice(
-            value="cpu",
-            title="On this machine's CPUs",
-            consequence="to try things out",
-            detail="The same sharding, checkpoints and merging, over gloo.",
-        ),
-        Choice(
-            value="tpu",
-            title="On TPUs",
-            consequence="with PyTorch/XLA",
-            detail="Hosts of a pod find each other by its variables; without a TPU it computes on the CPU.",
-        ),
+        Choice("here", "On this machine's GPUs", seen),
+        Choice("machines", "On several nodes", detail="Each one runs the same launch command."),
+        Choice("slurm", "In a SLURM job", in_job, "Start it with srun."),
+        Choice("cpu", "On this machine's CPUs", "to try things out", over_gloo),
+        Choice("tpu", "On TPUs", "with PyTorch/XLA", pods),
     )
 
 
@@ -70,17 +62,13 @@ def _read_where(config: Config, state: WizardState) -> str:
     return "here"
 
 
-def _write_where(answer: str, _: WizardState) -> Values:
-    return {"cpu": {_USE_CPU: True}, "tpu": {_XLA: True}}.get(answer, {})
-
-
 WHERE = Question(
     name="where",
     text="Where will this run?",
     help="Where the run will be: here, machines (several, reached by address), slurm, cpu, or tpu (PyTorch/XLA).",
     metavar="here|machines|slurm|cpu|tpu",
     keys=(_USE_CPU, _XLA),
-    write=_write_where,
+    write=lambda answer, _: {"cpu": {_USE_CPU: True}, "tpu": {_XLA: True}}.get(answer, {}),
     read=_read_where,
     choices=_where_choices,
     certain=lambda state: state.facts.gpus_per_node > 0 or state.facts.on_tpus,
@@ -94,8 +82,8 @@ def _whole_number(text: str, *, least: int, more: str = "") -> int:
     return int(text)
 
 
-def _read_nodes(config: Config, state: WizardState) -> str:
-    return str(config.num_machines if state.answers.get("where") == "slurm" else max(2, config.num_machines))
+def _fewest_nodes(state: WizardState) -> int:
+    return 1 if state.answers.get("where") == "slurm" else 2
 
 
 NODES = Question(
@@ -103,8 +91,8 @@ NODES = Question(
     help="Nodes that take part.",
     metavar="N",
     keys=(("num_machines",),),
-    read=_read_nodes,
-    check=lambda text, state: str(_whole_number(text, least=1 if state.answers.get("where") == "slurm" else 2)),
+    read=lambda config, state: str(max(config.num_machines, _fewest_nodes(state))),
+    check=lambda text, state: str(_whole_number(text, least=_fewest_nodes(state))),
     applies=lambda state: state.answers.get("where") in ("machines", "slurm"),
     asked=lambda state: state.answers.get("where") != "slurm" or state.facts.cluster.num_nodes is None,
     certain=lambda state: state.editing or state.facts.cluster.num_nodes is not None,
@@ -166,13 +154,6 @@ def _check_workers(text: str, state: WizardState) -> str:
     return str(number)
 
 
-def _doubt_workers(answer: str, state: WizardState) -> str | None:
-    processors = state.facts.hardware.cpu_count
-    if state.answers.get("where") in ("here", "cpu") and answer.isdecimal() and int(answer) > processors:
-        return f"{answer} workers share {processors} processors here"
-    return None
-
-
 def _read_workers(config: Config, state: WizardState) -> str | None:
     if config.launch.workers_per_node is not None:
         return str(config.launch.workers_per_node)
@@ -197,48 +178,9 @@ WORKERS = Question(
     write=_write_workers,
     read=_read_workers,
     check=_check_workers,
-    doubt=_doubt_workers,
     applies=lambda state: not state.on_tpus,  # PyTorch/XLA has one process per chip or per host
     asked=lambda state: state.facts.gpus_per_node != 1 or state.answers.get("where") != "here",
     remark=_workers_remark,
-)
-
-_CLASSES_OF_XLA = (
-    Choice(
-        value="wrapper",
-        title="One process per chip",
-        consequence="XlaFullyShardedDataParallel",
-        detail="xla_fsdp_settings are its arguments; checkpoints are written by each process.",
-    ),
-    Choice(
-        value="spmd",
-        title="One process per host (SPMD)",
-        consequence="xla_fsdp_v2",
-        detail="It has the whole batch, and the compiler splits batch and parameters over all devices.",
-    ),
-)
-XLA = Question(
-    name="xla",
-    text="Which of PyTorch/XLA's ways to shard?",
-    help="On TPUs: wrapper (XlaFullyShardedDataParallel, a process per chip) or spmd (xla_fsdp_v2, one per host).",
-    metavar="wrapper|spmd",
-    keys=(("fsdp_config", "xla_fsdp_v2"),),
-    means={"wrapper": False, "spmd": True},
-    choices=lambda state: _CLASSES_OF_XLA,  # noqa: ARG005
-    applies=lambda state: state.on_tpus,
-)
-XLA_GRAD_CKPT = Question(
-    name="xla-grad-ckpt",
-    text="Activations?",
-    help="On TPUs: yes computes each unit's activations again in backward (xla_fsdp_grad_ckpt).",
-    metavar="yes|no",
-    keys=(("fsdp_config", "xla_fsdp_grad_ckpt"),),
-    means={"no": False, "yes": True},
-    choices=lambda state: (  # noqa: ARG005
-        Choice(value="no", title="Keep activations", consequence="the faster step"),
-        Choice(value="yes", title="Compute them again in backward", consequence="less memory"),
-    ),
-    applies=lambda state: state.on_tpus,
 )
 
 
@@ -269,8 +211,8 @@ MODEL = Question(
     help="Folder of the model, its hub name, or its size such as 8b; not stored, it only feeds the numbers shown.",
     metavar="FOLDER|ORG/MODEL|SIZE",
     keys=(),
-    write=lambda answer, state: {},  # noqa: ARG005
-    read=lambda config, state: "",  # noqa: ARG005
+    write=lambda *_: {},
+    read=lambda *_: "",
     check=_check_model,
     remark=_model_remark,
 )
@@ -318,9 +260,9 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
 
 def _possible_goals(state: WizardState) -> list[str]:
-    """Return the goals that there are; PyTorch/XLA shards over all devices, and SPMD in one way only."""
+    """Return the goals that there are; PyTorch/XLA shards over all devices."""
     if state.on_tpus:
-        return ["balanced"] if state.answers.get("xla") == "spmd" else ["balanced", "fastest"]
+        return ["balanced", "fastest"]
     return [goal for goal in _GOALS if goal != "hybrid" or state.num_nodes > 1]
 
 
@@ -331,7 +273,7 @@ def _goal_choices(state: WizardState) -> tuple[Choice, ...]:
         need, too_big = memory_words(goal, state)
         # The biggest stays possible whatever the numbers say: nothing else would be left to choose.
         disabled = too_big if goal != "biggest" else None
-        choices.append(Choice(value=goal, title=title, consequence=need, detail=detail, disabled=disabled))
+        choices.append(Choice(goal, title, need, detail, disabled))
     return tuple(choices)
 
 
@@ -385,20 +327,20 @@ def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
     usual = "slow on most CPUs" if on_cpu else "TPUs compute in it" if on_tpus else usual
     return (
         Choice(
-            value="bf16",
-            title="bf16",
-            consequence=usual,
-            detail="Parameters and optimizer state are kept in fp32; blocks are gathered and computed in bf16.",
-            disabled="a GPU here does not compute it" if hardware.gpus and not hardware.all_have_bf16 else None,
+            "bf16",
+            "bf16",
+            usual,
+            "Parameters and optimizer state are kept in fp32; blocks are gathered and computed in bf16.",
+            "a GPU here does not compute it" if hardware.gpus and not hardware.all_have_bf16 else None,
         ),
         Choice(
-            value="fp16",
-            title="fp16",
-            consequence="the script must scale its loss",
-            detail="Its narrow range lets small gradients vanish unless the loss is scaled.",
-            disabled=f"{'TPUs' if on_tpus else 'CPUs'} do not train in it" if on_cpu or on_tpus else None,
+            "fp16",
+            "fp16",
+            "the script must scale its loss",
+            "Its narrow range lets small gradients vanish unless the loss is scaled.",
+            f"{'TPUs' if on_tpus else 'CPUs'} do not train in it" if on_cpu or on_tpus else None,
         ),
-        Choice(value="no", title="no", consequence="the model's own dtype; nothing is cast"),
+        Choice("no", "no", "the model's own dtype; nothing is cast"),
     )
 
 
@@ -407,7 +349,6 @@ PRECISION = Question(
     help="Dtype of forward and backward: bf16, fp16 or no.",
     metavar="bf16|fp16|no",
     keys=(("mixed_precision",),),
-    means={"bf16": "bf16", "fp16": "fp16", "no": "no"},
     choices=_precision_choices,
 )
 
@@ -419,20 +360,12 @@ _MIN_SIZE: KeyPath = ("fsdp_config", "fsdp_min_num_params")
 def _wrap_choices(state: WizardState) -> tuple[Choice, ...]:
     model = state.run_facts.model
     found = [f"{group.prefix}.* x {group.count}" for group in model.blocks[:2]] if model else []
+    own = "The classes in the model's own _no_split_modules, else the blocks it repeats."
+    whole = "Everything is gathered at once, and stays gathered from forward to backward."
     return (
-        Choice(
-            value="auto",
-            title="Each repeated block",
-            consequence=", ".join(found),
-            detail="The classes in the model's own _no_split_modules, else the blocks it repeats.",
-        ),
-        Choice(value=TYPE_IT, title="Classes or a size that I type", consequence="such as LlamaDecoderLayer"),
-        Choice(
-            value="none",
-            title="The whole model",
-            consequence="for small models",
-            detail="Everything is gathered at once, and stays gathered from forward to backward.",
-        ),
+        Choice("auto", "Each repeated block", ", ".join(found), own),
+        Choice(TYPE_IT, "Classes or a size that I type", "such as LlamaDecoderLayer"),
+        Choice("none", "The whole model", "for small models", whole),
     )
 
 
@@ -477,7 +410,6 @@ WRAP = Question(
     read=_read_wrap,
     check=_check_wrap,
     choices=_wrap_choices,
-    typed="Class names separated by commas, or size:N",
 )
 
 
@@ -500,8 +432,5 @@ CHECKPOINTS = Question(
     check=_check_folder,
 )
 
-QUESTIONS = (
-    *(WHERE, NODES, RENDEZVOUS, WORKERS, XLA, XLA_GRAD_CKPT),
-    *(MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS),
-)
+QUESTIONS = (WHERE, NODES, RENDEZVOUS, WORKERS, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
 """Everything that may be asked, besides one for all further keys."""

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
-from fsdplaunch.config.load import DEFAULT_FILE
+from fsdplaunch.config.layers import read_assignments
+from fsdplaunch.config.load import DEFAULT_FILE, check
 from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
 from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
-from fsdplaunch.wizard.answers import answer_all, find_problems, read_overrides, read_source
+from fsdplaunch.wizard.answers import answer_all, compose, read_source
 from fsdplaunch.wizard.question import UserMessages
 from fsdplaunch.wizard.review import WizardResult, conclude
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
@@ -47,12 +49,8 @@ def run_wizard(
     """
     given = dict(answers or {})
     source = read_source(start_from) if start_from else None
-    state = WizardState(
-        facts=facts,
-        settings=read_overrides(overrides),
-        base=source or {},
-        editing=source is not None,
-    )
+    settings = {spec.path: value for spec, value in read_assignments(overrides)}
+    state = WizardState(facts=facts, settings=settings, base=source or {}, editing=source is not None)
     if interactive and not yes:
         from fsdplaunch.wizard.conversation import Conversation  # imports questionary, 100 ms
 
@@ -61,29 +59,20 @@ def run_wizard(
         msg = f"{path} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --output FILE writes another one")
     state = answer_all(state, given, yes=yes)
-    problems = find_problems(state)
-    if problems:
+    if problems := check(build_config(compose(state))):
         raise ConfigError(problems)
     return conclude(state, path=path, overwrite=overwrite)
 
 
 def read_facts(environ: Mapping[str, str]) -> SuggestionFacts:
-    """Look at this machine and at the job it runs in.
-
-    Args:
-        environ: The process's variables.
-    """
+    """Look at this machine and, in the process's variables, at the job it runs in."""
     hardware = read_hardware(environ)
     on_tpus = not hardware.gpus and count_tpu_chips() > 0
     return SuggestionFacts(hardware=hardware, cluster=read_cluster(environ), on_tpus=on_tpus)
 
 
 def describe_facts(facts: SuggestionFacts) -> str:
-    """Return what was found, one line per thing.
-
-    Args:
-        facts: What was found.
-    """
+    """Return what was found, one line per thing."""
     lines = [("This machine", describe_hardware(facts.hardware))]
     job = describe_cluster(facts.cluster)
     lines += [("Job", job)] if job else []

@@ -10,7 +10,7 @@ from fsdplaunch.config.resolve import CPU_WORKERS, default_version
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.display_text import GIB
 from fsdplaunch.probe.hardware import Hardware
-from fsdplaunch.probe.memory_plan import Sharding, plan_memory
+from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.probe.model_files import ModelFacts, hub_folder, is_hub_name, parse_count, read_model, sized_model
 from fsdplaunch.probe.scheduler import Cluster
 
@@ -73,11 +73,7 @@ _Reasoned = dict[KeyPath, tuple[Any, str]]
 
 
 def suggest_for(facts: SuggestionFacts) -> Suggestion:
-    """Return the configuration that suits what is known.
-
-    Args:
-        facts: The nodes of the run, their job and the model.
-    """
+    """Return the configuration that suits the nodes of a run, their job and the model, as far as known."""
     chosen = _layout(facts) | _mixed_precision(facts) | _sharding(facts)
     return Suggestion(
         values={path: value for path, (value, _) in chosen.items()},
@@ -116,7 +112,7 @@ def _mixed_precision(facts: SuggestionFacts) -> _Reasoned:
 
 
 def _sharding(facts: SuggestionFacts) -> _Reasoned:
-    section = "fsdp_config"
+    section, memory = "fsdp_config", facts.hardware.memory_bytes
     chosen: _Reasoned = {
         ("distributed_type",): ("FSDP", "shard the model"),
         (section, "fsdp_sharding_strategy"): ("FULL_SHARD", "least memory per worker"),
@@ -126,35 +122,27 @@ def _sharding(facts: SuggestionFacts) -> _Reasoned:
     if facts.on_tpus:
         return chosen
     chosen[section, "fsdp_version"] = 2, "the implementation torch develops"
-    if _needs_offload(facts):
+    if _offloaded(facts) is not None:
         for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
             chosen[section, name] = True, "the model does not fit the GPUs otherwise"
-    if _loads_too_often(facts):
+    workers = facts.gpus_per_node or CPU_WORKERS
+    loaded = workers * facts.model.size_bytes if facts.model and workers > 1 else 0
+    if memory is not None and loaded > _HOST_SPARE * memory:
         reason = "every worker loading the full model would fill this machine's memory"
         chosen[section, "fsdp_cpu_ram_efficient_loading"] = True, reason
     return chosen
 
 
-def _full_shard(facts: SuggestionFacts, *, offload: bool = False) -> Sharding:
-    """Return the default way of sharding here, as far as memory depends on it."""
-    ranks = max(1, facts.gpus_per_node * facts.num_nodes)
-    compute = "bf16" if facts.hardware.all_have_bf16 else "no"
-    return Sharding(ranks=ranks, compute=compute, offload=offload)
-
-
-def _needs_offload(facts: SuggestionFacts) -> bool:
+def _offloaded(facts: SuggestionFacts) -> MemoryPlan | None:
+    """Return what offloading leaves in use, where the GPUs do not hold the model otherwise; else None."""
     memory = facts.hardware.gpu_memory_bytes
     if memory is None or facts.model is None or facts.model.parameters is None:
-        return False
-    return plan_memory(facts.model, _full_shard(facts)).gpu > SPARE * memory
-
-
-def _loads_too_often(facts: SuggestionFacts) -> bool:
-    memory = facts.hardware.memory_bytes
-    if memory is None or facts.model is None:
-        return False
-    workers = facts.gpus_per_node or CPU_WORKERS
-    return workers > 1 and workers * facts.model.size_bytes > _HOST_SPARE * memory
+        return None
+    ranks = max(1, facts.gpus_per_node * facts.num_nodes)
+    sharding = Sharding(ranks=ranks, compute="bf16" if facts.hardware.all_have_bf16 else "no")
+    if plan_memory(facts.model, sharding).gpu <= SPARE * memory:
+        return None
+    return plan_memory(facts.model, replace(sharding, offload=True))
 
 
 def _notes(facts: SuggestionFacts) -> list[str]:
@@ -164,29 +152,16 @@ def _notes(facts: SuggestionFacts) -> list[str]:
         notes.append(f"the scheduler gave {given} GPUs to this node, {seen} are visible")
     if facts.gpus_per_node == 1 and facts.num_nodes == 1:
         notes.append("with one GPU nothing is sharded; sharding starts to save memory at two")
-    if _needs_offload(facts):
-        notes += _offload_notes(facts)
-    return notes
-
-
-def _offload_notes(facts: SuggestionFacts) -> list[str]:
-    """Return whether offloading is enough, on the GPU and on the host."""
-    model, memory, host = facts.model, facts.hardware.gpu_memory_bytes, facts.hardware.memory_bytes
-    if model is None or memory is None:
-        return []
-    plan = plan_memory(model, _full_shard(facts, offload=True))
-    notes = []
-    if plan.gpu > SPARE * memory:
+    plan, memory, host = _offloaded(facts), facts.hardware.gpu_memory_bytes or 0, facts.hardware.memory_bytes
+    if plan is not None and plan.gpu > SPARE * memory:
         notes.append(f"even offloaded, {plan.gpu / GIB:.1f} of {memory / GIB:.0f} GiB per GPU would be in use")
-    need = plan.host * facts.gpus_per_node
+    need = plan.host * facts.gpus_per_node if plan is not None else 0
     if host is not None and need > host:
         notes.append(f"offloading needs {need / GIB:.0f} GiB of host memory here, there are {host / GIB:.0f}")
     return notes
 
 
 VERSION: KeyPath = ("fsdp_config", "fsdp_version")
-NEWEST = 2
-"""The FSDP version of new files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +193,11 @@ class WizardState:
     @property
     def version(self) -> int:
         """Return the FSDP version the answers will be written for."""
-        return int(self.settings.get(VERSION) or self.base.get(VERSION) or (1 if self._is_old else NEWEST))
-
-    @property
-    def _is_old(self) -> bool:
-        """Return whether the edited file means FSDP1 without setting fsdp_version."""
-        if not self.editing:
-            return False
-        versions = [keys_by_path()[path].key.versions for path in self.base]
-        return (1,) in versions or default_version(build_config(self.base)) == 1
+        said = self.settings.get(VERSION) or self.base.get(VERSION)
+        if said or not self.editing:
+            return int(said or 2)  # new files are for FSDP2
+        of_fsdp1 = (1,) in [keys_by_path()[path].key.versions for path in self.base]
+        return 1 if of_fsdp1 else default_version(build_config(self.base))
 
     @property
     def num_nodes(self) -> int:
@@ -275,11 +246,7 @@ class WizardState:
 
 @cache
 def named_model(answer: str) -> ModelFacts | None:
-    """Return the model that an answer names: a size such as 8b, a folder, or none.
-
-    Args:
-        answer: A checked answer.
-    """
+    """Return the model that a checked answer names: a size such as 8b, a folder, or none."""
     if not answer:
         return None
     try:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdplaunch.config.resolve import AxisSizes, configured_axes, resolve, shards_on_xla, uses_xla
-from fsdplaunch.config.schema.config import Config, FsdpConfig, KeyPath, KeySpec, all_keys, keys_by_path, value_at
+from fsdplaunch.config.resolve import AxisSizes, configured_axes, resolve, uses_xla
+from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, keys_by_path, value_at
+from fsdplaunch.config.schema.sharding_sections import FsdpConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +53,6 @@ class RuleContext:
         """Return whether torch's FSDP is configured at all."""
         return self.config.distributed_type == "FSDP" and not uses_xla(self.config)
 
-    @property
-    def shards_on_xla(self) -> bool:
-        """Return whether PyTorch/XLA shards."""
-        return shards_on_xla(self.config)
-
     def sets(self, path: KeyPath) -> bool:
         """Return whether a key is set to another value than its default."""
         return path in self.set_paths and value_at(self.given, path) != keys_by_path()[path].default
@@ -85,7 +81,7 @@ RULES: dict[str, Check] = {}
 NOTES: dict[str, Check] = {}
 SHARDING_SECTIONS = ("fsdp_config", "sharding", "parallelism_config")
 """Sections that have a meaning only where something is sharded."""
-_ALWAYS = {"not-supported-yet", "other-engine", "nothing-sharded", "unused-block-names", "unused-block-size"}
+_ALWAYS = {"other-engine", "nothing-sharded", "unused-unit-keys"}
 """Rules that look at how to shard where torch's FSDP does not shard, too; so do those with xla in their name."""
 
 
@@ -97,11 +93,6 @@ def rule(rule_id: str, table: dict[str, Check] = RULES) -> Callable[[Check], Che
         return check
 
     return register
-
-
-def note_rule(rule_id: str) -> Callable[[Check], Check]:
-    """Register a rule whose violations are notes under its stable id."""
-    return rule(rule_id, NOTES)
 
 
 def rule_context(config: Config) -> RuleContext:
@@ -125,26 +116,8 @@ def shown_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@rule("not-supported-yet")
-def _pending(context: RuleContext) -> Iterator[Violation]:
-    """Refuse a value of a key that accelerate honours and this cannot, now or ever."""
-    for spec in context.keys_set(lambda spec: spec.key.pending):
-        if context.shards or spec.path[0] != "fsdp_config":
-            yield Violation((spec.path,), spec.key.pending or "", "remove the key")
-
-
-def find_violations(context: RuleContext) -> Iterator[tuple[str, Violation]]:
-    """Yield every violation with the id of its rule, in the rules' order."""
-    return _find(RULES, context)
-
-
-def find_notes(context: RuleContext) -> Iterator[tuple[str, Violation]]:
-    """Yield what is set and changes nothing of this run, with the id of its rule, in the rules' order."""
-    return _find(NOTES, context)
-
-
-def _find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[str, Violation]]:
-    """Look with all rules; how to shard is nobody's concern where nothing is sharded."""
+def find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[str, Violation]]:
+    """Yield what rules find, with their ids; how to shard is nobody's concern where nothing is sharded."""
     for rule_id, check in rules.items():
         always = context.shards or rule_id in _ALWAYS or "xla" in rule_id
         for violation in check(context):
@@ -152,15 +125,8 @@ def _find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[st
                 yield rule_id, violation
 
 
-def all_rules() -> dict[str, str]:
-    """Return every rule's id and what it refuses."""
-    return _texts(RULES, "Refuse ")
-
-
-def all_notes() -> dict[str, str]:
-    """Return the id of every rule that notes something, and what it notes."""
-    return _texts(NOTES, "Name ")
-
-
-def _texts(rules: Mapping[str, Check], verb: str) -> dict[str, str]:
-    return {rule_id: (check.__doc__ or "").removeprefix(verb) for rule_id, check in rules.items()}
+def rule_texts(rules: Mapping[str, Check]) -> dict[str, str]:
+    """Return every rule's id and what it refuses or notes."""
+    return {
+        name: (check.__doc__ or "").removeprefix("Refuse ").removeprefix("Name ") for name, check in rules.items()
+    }

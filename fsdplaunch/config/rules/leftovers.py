@@ -2,8 +2,15 @@
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.resolve import converts_to_bf16, node_range, uses_xla, workers_per_node
-from fsdplaunch.config.rules.base import SHARDING_SECTIONS, RuleContext, Violation, fsdp, mesh, note_rule
+from fsdplaunch.config.resolve import (
+    converts_to_bf16,
+    node_range,
+    shards_models,
+    shards_on_xla,
+    uses_xla,
+    workers_per_node,
+)
+from fsdplaunch.config.rules.base import NOTES, SHARDING_SECTIONS, RuleContext, Violation, fsdp, mesh, rule
 from fsdplaunch.config.rules.nodes import starts_by_mpirun
 from fsdplaunch.config.rules.sharding import leaves_float8_to_script
 from fsdplaunch.config.schema.config import KeyPath, all_keys
@@ -18,7 +25,7 @@ def _first_set(context: RuleContext, section: str) -> KeyPath | None:
     return found[0].path if found else None
 
 
-@note_rule("other-engine")
+@rule("other-engine", NOTES)
 def _other_engine(context: RuleContext) -> Iterator[Violation]:
     """Name a key of an engine or a library that this run does not use."""
     for spec in context.keys_set(lambda spec: spec.key.leftover):
@@ -28,10 +35,10 @@ def _other_engine(context: RuleContext) -> Iterator[Violation]:
             yield Violation((spec.path, _TYPE), spec.key.leftover)
 
 
-@note_rule("nothing-sharded")
+@rule("nothing-sharded", NOTES)
 def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
     """Name keys of fsdp_config, sharding or parallelism_config without distributed_type: FSDP."""
-    for section in () if context.shards or context.shards_on_xla else SHARDING_SECTIONS:
+    for section in () if context.shards or shards_on_xla(context.config) else SHARDING_SECTIONS:
         first, kind = _first_set(context, section), context.config.distributed_type
         # Under MULTI_GPU accelerate's variables of the mesh are set, too.
         by_script = section == "parallelism_config" and kind == "MULTI_GPU"
@@ -40,7 +47,7 @@ def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
             yield Violation((first, _TYPE), f"{unused}: distributed_type {kind} shards nothing")
 
 
-@note_rule("one-worker")
+@rule("one-worker", NOTES)
 def _one_worker(context: RuleContext) -> Iterator[Violation]:
     """Name num_processes of more than one under distributed_type: NO, which starts one worker."""
     given = context.given
@@ -49,7 +56,7 @@ def _one_worker(context: RuleContext) -> Iterator[Violation]:
         yield Violation((("num_processes",), _TYPE), message)
 
 
-@note_rule("one-replica")
+@rule("one-replica", NOTES)
 def _one_replica(context: RuleContext) -> Iterator[Violation]:
     """Name HYBRID_SHARD or HYBRID_SHARD_ZERO2 where there is one replica only."""
     sizes, strategy = context.config.parallelism_config, context.strategy
@@ -61,7 +68,7 @@ def _one_replica(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, message)
 
 
-@note_rule("layers-split-across-nodes")
+@rule("layers-split-across-nodes", NOTES)
 def _across_nodes(context: RuleContext) -> Iterator[Violation]:
     """Name tp_size that does not divide the workers of a node."""
     tensor, workers, nodes = context.axes.tensor, workers_per_node(context.config), node_range(context.config)[1]
@@ -70,7 +77,7 @@ def _across_nodes(context: RuleContext) -> Iterator[Violation]:
         yield Violation((mesh("tp"), ("num_machines",)), f"{message}: some split layers over the network")
 
 
-@note_rule("unused-context-parallel")
+@rule("unused-context-parallel", NOTES)
 def _unused_context(context: RuleContext) -> Iterator[Violation]:
     """Name cp_comm_strategy without cp_size."""
     path = ("parallelism_config", "parallelism_config_cp_comm_strategy")
@@ -78,34 +85,24 @@ def _unused_context(context: RuleContext) -> Iterator[Violation]:
         yield Violation((path, mesh("cp")), "is not used: nothing splits the sequence in this run")
 
 
-@note_rule("unused-block-names")
-def _unused_names(context: RuleContext) -> Iterator[Violation]:
-    """Name block names under a wrap policy that does not look at them."""
-    names, policy = fsdp("transformer_layer_cls_to_wrap"), context.given.fsdp_config.fsdp_auto_wrap_policy
-    if _makes_units(context) and context.sets(names) and policy != "TRANSFORMER_BASED_WRAP":
+@rule("unused-unit-keys", NOTES)
+def _unused_unit_keys(context: RuleContext) -> Iterator[Violation]:
+    """Name block names or fsdp_min_num_params under a wrap policy that does not look at them, or 0, no units."""
+    names, size, given = fsdp("transformer_layer_cls_to_wrap"), fsdp("min_num_params"), context.given.fsdp_config
+    policy, least = given.fsdp_auto_wrap_policy, given.fsdp_min_num_params
+    if not shards_models(context.config):
+        return
+    if context.sets(names) and policy != "TRANSFORMER_BASED_WRAP":
         message = f"is not used: fsdp_auto_wrap_policy {policy} does not look at names"
         yield Violation((names, _POLICY), message)
+    if policy == "SIZE_BASED_WRAP" and not least:
+        yield Violation((size, _POLICY), "0 makes no units: the whole model is one, as under NO_WRAP")
+    elif policy != "SIZE_BASED_WRAP" and least and context.sets(size):
+        message = f"{least} is not used: fsdp_auto_wrap_policy {policy} does not look at sizes"
+        yield Violation((size, _POLICY), message)
 
 
-@note_rule("unused-block-size")
-def _unused_size(context: RuleContext) -> Iterator[Violation]:
-    """Name fsdp_min_num_params under a wrap policy that does not look at it, or 0, which makes no units."""
-    path, given = fsdp("min_num_params"), context.given.fsdp_config
-    size, policy = given.fsdp_min_num_params, given.fsdp_auto_wrap_policy
-    if not _makes_units(context):
-        return
-    if policy == "SIZE_BASED_WRAP" and not size:
-        yield Violation((path, _POLICY), "0 makes no units: the whole model is one, as under NO_WRAP")
-    elif policy != "SIZE_BASED_WRAP" and size and context.sets(path):
-        message = f"{size} is not used: fsdp_auto_wrap_policy {policy} does not look at sizes"
-        yield Violation((path, _POLICY), message)
-
-
-def _makes_units(context: RuleContext) -> bool:
-    return context.shards or context.shards_on_xla
-
-
-@note_rule("unused-fp8")
+@rule("unused-fp8", NOTES)
 def _unused_fp8(context: RuleContext) -> Iterator[Violation]:
     """Name keys of fp8_config without mixed_precision: fp8."""
     first, precision = _first_set(context, "fp8_config"), context.config.mixed_precision
@@ -113,7 +110,7 @@ def _unused_fp8(context: RuleContext) -> Iterator[Violation]:
         yield Violation((first, ("mixed_precision",)), f"fp8_config is not used: mixed_precision is {precision}")
 
 
-@note_rule("unused-compile")
+@rule("unused-compile", NOTES)
 def _unused_compile(context: RuleContext) -> Iterator[Violation]:
     """Name keys of dynamo_config without a backend."""
     first = _first_set(context, "dynamo_config")
@@ -124,7 +121,7 @@ def _unused_compile(context: RuleContext) -> Iterator[Violation]:
         yield Violation((first, ("dynamo_config", "dynamo_backend")), message)
 
 
-@note_rule("written-by-accelerate")
+@rule("written-by-accelerate", NOTES)
 def _noise(context: RuleContext) -> Iterator[Violation]:
     """Name keys that accelerate writes for other hardware than this, or reads nowhere; all in one note."""
     taken = {("downcast_bf16",)} if converts_to_bf16(context.config) else set()

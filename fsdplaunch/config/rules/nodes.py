@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fsdplaunch.config.resolve import REST, node_range, workers_per_node, world_size
-from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, note_rule, rule
+from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys
 from fsdplaunch.display_text import counted
 
@@ -120,30 +120,18 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
 
 @rule("shown-rank")
 def _shown_rank(context: RuleContext) -> Iterator[Violation]:
-    """Refuse a rank in launch.show_ranks that does not exist."""
-    world, rank = world_size(context.config), max(_ranks(context.config.launch.show_ranks), default=0)
-    if world is not None and rank >= world:
-        message = f"rank {rank} does not exist among {counted(world, 'worker')}; ranks count from 0"
-        yield Violation((("launch", "show_ranks"), _PROCESSES, _PER_NODE), message, "use all, or ranks that exist")
-
-
-@rule("local-rank")
-def _local_rank(context: RuleContext) -> Iterator[Violation]:
-    """Refuse a worker in launch.redirects, tee or show_local_ranks that a node does not have."""
-    workers, launch = workers_per_node(context.config), context.config.launch
-    for name in ("redirects", "tee", "show_local_ranks"):
-        text = getattr(launch, name)
-        if name != "show_local_ranks" and ":" not in (text or ""):
+    """Refuse a rank in launch.show_ranks, show_local_ranks, redirects or tee that does not exist."""
+    launch, world, workers = context.config.launch, world_size(context.config), workers_per_node(context.config)
+    for name in ("show_ranks", "show_local_ranks", "redirects", "tee"):
+        text = getattr(launch, name) or "all"
+        if text == "all" or (name in ("redirects", "tee") and ":" not in text):
             continue  # one number says which streams, of all ranks
-        rank = max(_ranks(text), default=0)
-        if workers is not None and rank >= workers:
-            message = f"local rank {rank} does not exist among {counted(workers, 'worker')} on each node"
-            yield Violation((("launch", name), _PROCESSES, _PER_NODE), message, "count from 0")
-
-
-def _ranks(text: str | None) -> list[int]:
-    """Return the ranks of `0,1` or of `0:3,1:2`; none of all."""
-    return [int(part.partition(":")[0]) for part in text.split(",")] if text and text != "all" else []
+        rank, local = max(int(part.partition(":")[0]) for part in text.split(",")), name != "show_ranks"
+        number = workers if local else world
+        if number is not None and rank >= number:
+            among = f"{counted(number, 'worker')}{' on each node' if local else ''}"
+            message = f"{'local ' if local else ''}rank {rank} does not exist among {among}; ranks count from 0"
+            yield Violation((("launch", name), _PROCESSES, _PER_NODE), message, "use all, or ranks that exist")
 
 
 @rule("variable-of-a-key")
@@ -181,7 +169,7 @@ def _not_a_number(context: RuleContext) -> Iterator[Violation]:
             yield Violation((_OPTIONS,), f"{name} must be a whole number of seconds, got {text or 'nothing'}")
 
 
-@note_rule("unused-rendezvous-options")
+@rule("unused-rendezvous-options", NOTES)
 def _unused_options(context: RuleContext) -> Iterator[Violation]:
     """Name settings of torch's rendezvous that the rendezvous of this run does not have."""
     least, most = node_range(context.config)
@@ -195,7 +183,7 @@ def _unused_options(context: RuleContext) -> Iterator[Violation]:
         yield Violation((_OPTIONS, _MACHINES), f"{', '.join(unread)} {verb} not read: {why}")
 
 
-@note_rule("one-node")
+@rule("one-node", NOTES)
 def _one_node(context: RuleContext) -> Iterator[Violation]:
     """Name keys about how several nodes meet, in a run on one node."""
     for path in () if _may_be_several(context) else _FOR_SEVERAL:

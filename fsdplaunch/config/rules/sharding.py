@@ -1,7 +1,6 @@
 """Rules about how the model is sharded, computed and loaded, by torch's FSDP and by PyTorch/XLA's."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from fsdplaunch.config.resolve import (
     KEEPS_GATHERED,
@@ -10,12 +9,13 @@ from fsdplaunch.config.resolve import (
     node_range,
     runs_spmd,
     shards_models,
+    shards_on_xla,
     split_world,
     strategy_named,
     uses_xla,
     world_size,
 )
-from fsdplaunch.config.rules.base import RuleContext, Violation, fsdp, mesh, note_rule, rule, shown_value
+from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule, shown_value
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, value_at
 
 _PRECISION: KeyPath = ("mixed_precision",)
@@ -26,87 +26,37 @@ _STRATEGY, _RESHARD, _STATE_DICT = (
     fsdp("reshard_after_forward"),
     fsdp("state_dict_type"),
 )
+_RECOMPUTE = fsdp("activation_checkpointing")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, as parallelism_config names them."""
 
 
-class _Need(NamedTuple):
-    """A key that has no meaning without another one: `says` is the docstring of its rule."""
-
-    says: str
-    key: KeyPath
-    without: KeyPath
-    is_missing: Callable[[RuleContext], bool]
-    message: str
-    hint: str
-
-
-def _no_checkpointing(context: RuleContext) -> bool:
-    return not context.fsdp.fsdp_activation_checkpointing
-
-
-_NEEDS = {
-    "plan-without-tensor-parallel": _Need(
-        "Refuse sharding.tensor_parallel_plan without tp_size.",
-        ("sharding", "tensor_parallel_plan"),
-        mesh("tp"),
-        lambda context: context.axes.tensor == 1,
-        "there are no ranks to split layers: tp_size is 1",
-        "set parallelism_config_tp_size as well",
-    ),
-    "attention-without-context-parallel": _Need(
-        "Refuse sharding.context_parallel_attention without cp_size.",
-        ("sharding", "context_parallel_attention"),
-        mesh("cp"),
-        lambda context: context.axes.context == 1,
-        "there are no ranks to split sequences: cp_size is 1",
-        "set parallelism_config_cp_size as well",
-    ),
-    "offload-without-checkpointing": _Need(
-        "Refuse fsdp_activation_checkpointing_offload without fsdp_activation_checkpointing.",
-        fsdp("activation_checkpointing_offload"),
-        fsdp("activation_checkpointing"),
-        _no_checkpointing,
-        "there is nothing to offload without fsdp_activation_checkpointing",
-        "set fsdp_activation_checkpointing: true as well",
-    ),
-    "every-without-checkpointing": _Need(
-        "Refuse sharding.checkpoint_every without fsdp_activation_checkpointing.",
-        ("sharding", "checkpoint_every"),
-        fsdp("activation_checkpointing"),
-        _no_checkpointing,
-        "there is nothing to recompute without fsdp_activation_checkpointing",
-        "set fsdp_activation_checkpointing: true as well",
-    ),
-}
-
-
-def _register_need(rule_id: str, need: _Need) -> None:
-    def check(context: RuleContext) -> Iterator[Violation]:
-        if context.sets(need.key) and need.is_missing(context):
-            yield Violation((need.key, need.without), need.message, need.hint)
-
-    check.__doc__ = need.says
-    rule(rule_id)(check)
-
-
-for _rule_id, _need in _NEEDS.items():
-    _register_need(_rule_id, _need)
+@rule("needs-another-key")
+def _needs(context: RuleContext) -> Iterator[Violation]:
+    """Refuse a key about split layers, split sequences or recomputed blocks where there are none."""
+    whole, kept = context.axes, not context.fsdp.fsdp_activation_checkpointing
+    plan, attention = ("sharding", "tensor_parallel_plan"), ("sharding", "context_parallel_attention")
+    offload, every = fsdp("activation_checkpointing_offload"), ("sharding", "checkpoint_every")
+    for missing, key, other, message in (
+        (whole.tensor == 1, plan, mesh("tp"), "there are no ranks to split layers: tp_size is 1"),
+        (whole.context == 1, attention, mesh("cp"), "there are no ranks to split sequences: cp_size is 1"),
+        (kept, offload, _RECOMPUTE, "there is nothing to offload without fsdp_activation_checkpointing"),
+        (kept, every, _RECOMPUTE, "there is nothing to recompute without fsdp_activation_checkpointing"),
+    ):
+        if missing and context.sets(key):
+            yield Violation((key, other), message, f"set {other[-1]} as well")
 
 
 @rule("local-state-dict")
 def _local_state_dict(context: RuleContext) -> Iterator[Violation]:
-    """Refuse LOCAL_STATE_DICT under FSDP2."""
-    if context.version != 1 and context.fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+    """Refuse LOCAL_STATE_DICT under FSDP2, or with a strategy that makes replicas, which torch cannot write."""
+    replicas = context.strategy.startswith("HYBRID") or context.strategy == "NO_SHARD"
+    if context.fsdp.fsdp_state_dict_type != "LOCAL_STATE_DICT":
+        return
+    if context.version != 1:
         message = "LOCAL_STATE_DICT exists only under FSDP1"
         yield Violation((_STATE_DICT, _VERSION), message, "use SHARDED_STATE_DICT")
-
-
-@rule("local-state-dict-copies")
-def _local_copies(context: RuleContext) -> Iterator[Violation]:
-    """Refuse LOCAL_STATE_DICT with a strategy that makes replicas: torch cannot write their flat shards."""
-    replicas = context.strategy.startswith("HYBRID") or context.strategy == "NO_SHARD"
-    if context.version == 1 and replicas and context.fsdp.fsdp_state_dict_type == "LOCAL_STATE_DICT":
+    elif replicas:
         message = f"LOCAL_STATE_DICT cannot hold a model with replicas, as {context.strategy} makes them"
         yield Violation((_STATE_DICT, _STRATEGY), message, "use SHARDED_STATE_DICT")
 
@@ -170,20 +120,15 @@ def _mesh_size(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, message, "the sizes must multiply to the number of workers")
 
 
-@rule("split-layers-of-fsdp1")
-def _not_under_fsdp1(context: RuleContext) -> Iterator[Violation]:
-    """Refuse tp_size or cp_size of more than one under FSDP1."""
-    splits = (("tp", context.axes.tensor, "tensor"), ("cp", context.axes.context, "context"))
-    for axis, size, what in splits if context.version == 1 and context.shards else ():
-        if size != 1:
+@rule("split-layers")
+def _split_layers(context: RuleContext) -> Iterator[Violation]:
+    """Refuse tp_size or cp_size of more than one under FSDP1, and tp_size with mixed_precision: fp8."""
+    axes = context.axes
+    for axis, size, what in (("tp", axes.tensor, "tensor"), ("cp", axes.context, "context")):
+        if context.version == 1 and context.shards and size != 1:
             message = f"{size} needs FSDP2: FSDP1 joins parameters and cannot be combined with {what} parallelism"
             yield Violation((mesh(axis), _VERSION), message, "set fsdp_version: 2")
-
-
-@rule("split-layers-in-fp8")
-def _not_in_fp8(context: RuleContext) -> Iterator[Violation]:
-    """Refuse tp_size of more than one with mixed_precision: fp8."""
-    if context.axes.tensor != 1 and context.config.mixed_precision == "fp8" and context.shards:
+    if axes.tensor != 1 and context.config.mixed_precision == "fp8" and context.shards:
         message = "float8 layers cannot be split by tensor parallelism here"
         yield Violation((mesh("tp"), _PRECISION), message, "use bf16, or leave tp_size out")
 
@@ -266,18 +211,13 @@ def _wrong_version(context: RuleContext) -> Iterator[Violation]:
             yield Violation((spec.path, _VERSION), message, _INSTEAD.get(spec.path))
 
 
-@note_rule("key-of-fsdp1")
-def _key_of_fsdp1(context: RuleContext) -> Iterator[Violation]:
-    """Name a key of FSDP1 in a file for FSDP2, which decides for itself; accelerate drops it as well."""
+@rule("key-of-other-version", NOTES)
+def _other_version(context: RuleContext) -> Iterator[Violation]:
+    """Name a key of FSDP1 in a file for FSDP2, or fsdp_reshard_after_forward: true or false under FSDP1."""
     for path, what in LEFT_OVER.items():
         value = value_at(context.given, path)
         if context.version != 1 and path in context.set_paths and value is not None:
             yield Violation((path, _VERSION), f"{shown_value(value)} is left out: {what}")
-
-
-@note_rule("reshard-under-fsdp1")
-def _reshard_under_fsdp1(context: RuleContext) -> Iterator[Violation]:
-    """Name fsdp_reshard_after_forward: true or false under FSDP1, which goes by the strategy, like accelerate."""
     reshard = context.given.fsdp_config.fsdp_reshard_after_forward
     if context.version == 1 and isinstance(reshard, bool):
         goes_by = f"FSDP1 goes by fsdp_sharding_strategy, here {context.strategy}"
@@ -291,13 +231,13 @@ _XLA: KeyPath = ("fsdp_config", "xla")
 def _cannot(context: RuleContext) -> Iterator[Violation]:
     """Refuse a key that asks for what there is not under PyTorch/XLA."""
     if uses_xla(context.config):
-        for about, message, hint in _impossible(context):
+        for about, message, hint in _impossible_on_xla(context):
             yield Violation((about, _XLA, _TYPE), message, hint)
 
 
-def _impossible(context: RuleContext) -> Iterator[tuple[KeyPath, str, str]]:
+def _impossible_on_xla(context: RuleContext) -> Iterator[tuple[KeyPath, str, str]]:
     """Yield the keys of what there is not: where they stand, what is wrong, and what to do."""
-    config = context.config
+    config, given = context.config, context.given
     least, most = node_range(config)
     if config.launch.shard == "always":
         message = "always is not possible under PyTorch/XLA: the script calls what shards"
@@ -312,17 +252,16 @@ def _impossible(context: RuleContext) -> Iterator[tuple[KeyPath, str, str]]:
         yield _PRECISION, "fp8 is not possible under PyTorch/XLA", "use bf16"
     if config.dynamo_config.dynamo_backend != "NO":
         yield ("dynamo_config", "dynamo_backend"), "PyTorch/XLA compiles by itself", "leave it out"
-    devices = context.given.xla.cpu_devices
-    if devices not in (None, 1) and not runs_spmd(config):
-        message = f"{devices}: without xla_fsdp_v2 a process has one device of a CPU"
+    if given.xla.cpu_devices not in (None, 1) and not runs_spmd(config):
+        message = f"{given.xla.cpu_devices}: without xla_fsdp_v2 a process has one device of a CPU"
         yield ("xla", "cpu_devices"), message, "set xla_fsdp_v2: true, or leave it out"
-    if context.shards_on_xla:
+    if shards_on_xla(config):
         yield from _impossible_ways_to_shard(context)
 
 
 def _impossible_ways_to_shard(context: RuleContext) -> Iterator[tuple[KeyPath, str, str]]:
     given = context.given.fsdp_config
-    strategy = given.fsdp_sharding_strategy or ""
+    strategy, weights = given.fsdp_sharding_strategy or "", context.config.checkpoint.weights
     if strategy == "NO_SHARD" or strategy.startswith("HYBRID"):
         hint = "use FULL_SHARD or SHARD_GRAD_OP"
         yield _STRATEGY, f"{strategy} is not possible: PyTorch/XLA shards over all devices", hint
@@ -333,12 +272,12 @@ def _impossible_ways_to_shard(context: RuleContext) -> Iterator[tuple[KeyPath, s
     for axis, size in (("tp", context.axes.tensor), ("cp", context.axes.context)):
         if size > 1:
             yield mesh(axis), "layers and sequences are not split under PyTorch/XLA", "leave it out"
-    if context.config.checkpoint.weights is not None:
-        message = f"{context.config.checkpoint.weights} is not read under PyTorch/XLA"
+    if weights is not None:
+        message = f"{weights} is not read under PyTorch/XLA"
         yield ("checkpoint", "weights"), message, "load the weights in the script, before prepare"
 
 
-@note_rule("unread-by-xla")
+@rule("unread-by-xla", NOTES)
 def _unread(context: RuleContext) -> Iterator[Violation]:
     """Name keys of torch's FSDP that PyTorch/XLA does not read; all in one note."""
     unread = [
@@ -348,13 +287,13 @@ def _unread(context: RuleContext) -> Iterator[Violation]:
         and value_at(context.given, spec.path) is not None
         and not is_read_by_xla(spec.path)
     ]
-    if unread and context.shards_on_xla:
+    if unread and shards_on_xla(context.config):
         others = ", ".join(spec.name for spec in unread[1:])
         message = "PyTorch/XLA decides this by itself" + (f", and {others}" if others else "")
         yield Violation((unread[0].path, _XLA), message)
 
 
-@note_rule("unused-xla-settings")
+@rule("unused-xla-settings", NOTES)
 def _settings(context: RuleContext) -> Iterator[Violation]:
     """Name xla_fsdp_settings under xla_fsdp_v2, which is another class; keys and section without PyTorch/XLA."""
     for spec in context.keys_set(lambda spec: spec.path[0] == "xla" and not uses_xla(context.config)):
@@ -372,7 +311,7 @@ def _settings(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, f"{' and '.join(alone)} {verb} not used: without sharding_groups all shard")
 
 
-@note_rule("xla-processes")
+@rule("xla-processes", NOTES)
 def _processes(context: RuleContext) -> Iterator[Violation]:
     """Name num_processes under PyTorch/XLA, which starts as many as there are hosts or devices."""
     number = context.given.num_processes

@@ -14,7 +14,7 @@ from keyword import iskeyword
 from typing import Any
 
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import FormerPlace, Key, Tunable, key
+from fsdplaunch.config.schema.key import Key, Tunable, key
 from fsdplaunch.config.schema.launch_sections import (
     CheckpointSection,
     KubernetesSection,
@@ -32,24 +32,6 @@ from fsdplaunch.config.schema.sharding_sections import (
     XlaSection,
 )
 
-__all__ = [
-    "CheckpointSection",
-    "Config",
-    "DynamoConfig",
-    "FormerPlace",
-    "Fp8Config",
-    "FsdpConfig",
-    "Key",
-    "KubernetesSection",
-    "LaunchSection",
-    "ParallelismConfig",
-    "PrecisionSection",
-    "ShardingSection",
-    "SlurmSection",
-    "SshSection",
-    "XlaSection",
-]
-
 _TPU = "Written by accelerate for TPUs; without effect here."
 _SAGEMAKER = "Written by accelerate for SageMaker; without effect here."
 
@@ -62,135 +44,78 @@ def _unused(engine: str) -> str:
 class Config:
     """A whole file, every key at its place."""
 
-    compute_environment: v.EnvironmentName | None = key(
-        v.ENVIRONMENT,
-        None,
-        "Written by accelerate. A file with this key means FSDP1 where it sets no fsdp_version.",
-    )
-    distributed_type: v.DistributedName = key(
-        v.DISTRIBUTED,
-        "FSDP",
-        """FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does. XLA (or
-        TPU) starts them for PyTorch/XLA, and shards where fsdp_config says xla.""",
-        pinned=(1, 2),
-    )
+    compute_environment: v.EnvironmentName | None = key(v.ENVIRONMENT, None)("""
+        Written by accelerate. A file with this key means FSDP1 where it sets no fsdp_version.""")
+    distributed_type: v.DistributedName = key(v.DISTRIBUTED, "FSDP", pinned=(1, 2))("""
+        FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does. XLA (or TPU)
+        starts them for PyTorch/XLA, and shards where fsdp_config says xla.""")
     num_processes: v.Workers = key(
-        v.WORKERS,
-        "auto",
-        "Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).",
-        question="How many workers in all?",
-        per_node=True,
-        follows=("launch.workers_per_node",),
-    )
-    num_machines: int = key(v.COUNT, 1, "Nodes that take part.", question="How many nodes?", aliases=("nnodes",))
-    machine_rank: int | None = key(
-        v.WHOLE,
-        None,
-        "This node's number, from 0. Best left out: the same file then serves every node.",
-        aliases=("node_rank",),
-        per_node=True,
-    )
+        v.WORKERS, "auto", question="How many workers in all?", per_node=True, follows=("launch.workers_per_node",)
+    )("Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).")
+    num_machines: int = key(v.COUNT, 1, question="How many nodes?", aliases=("nnodes",))("Nodes that take part.")
+    machine_rank: int | None = key(v.WHOLE, None, aliases=("node_rank",), per_node=True)("""
+        This node's number, from 0. Best left out: the same file then serves every node.""")
     main_process_ip: str | None = key(
-        v.TEXT,
-        None,
-        "Address of node 0.",
-        aliases=("master_addr",),
-        per_node=True,
-        follows=("launch.rendezvous_endpoint",),
-    )
+        v.TEXT, None, aliases=("master_addr",), per_node=True, follows=("launch.rendezvous_endpoint",)
+    )("Address of node 0.")
     main_process_port: int | None = key(
-        v.PORT,
-        None,
-        "Port of node 0. Left out or 0 on one node, a free one.",
-        aliases=("master_port",),
-        per_node=True,
-        follows=("launch.rendezvous_endpoint",),
-    )
-    rdzv_backend: v.RendezvousName = key(
-        v.RENDEZVOUS,
-        "c10d",
-        "How nodes find each other: c10d, or static, which numbers them by machine_rank.",
-    )
-    same_network: bool = key(
-        v.FLAG, True, "Written by accelerate; addresses are used the same way whatever it says.", noise=True
-    )
+        v.PORT, None, aliases=("master_port",), per_node=True, follows=("launch.rendezvous_endpoint",)
+    )("Port of node 0. Left out or 0 on one node, a free one.")
+    rdzv_backend: v.RendezvousName = key(v.RENDEZVOUS, "c10d")("""
+        How nodes find each other: c10d, or static, which numbers them by machine_rank.""")
+    same_network: bool = key(v.FLAG, True, noise=True)("""
+        Written by accelerate; addresses are used the same way whatever it says.""")
     mixed_precision: v.PrecisionName = key(
         v.PRECISION,
         "no",
-        "Dtype of forward and backward: no (the model's own), bf16, fp16, fp8.",
         env="ACCELERATE_MIXED_PRECISION",
-        former=(
-            FormerPlace(path=("fp16",), means="fp16"),
-            FormerPlace(path=("bf16",), means="bf16"),
-            FormerPlace(path=("fsdp_config", "fsdp_mixed_precision")),
-        ),
+        former={"fp16": "fp16", "bf16": "bf16", "fsdp_config.fsdp_mixed_precision": None},
         question="Which dtype computes?",
         pinned=(1, 2),
         tunable=Tunable(values=("no", "bf16"), when="precision"),
-    )
-    downcast_bf16: bool = key(
-        v.FLAG,
-        False,
-        """On a TPU that distributed_type XLA uses without sharding, under mixed_precision bf16: floats become bf16
-        and doubles floats. False: both become bf16. Without effect elsewhere.""",
-        noise=True,
-    )
-    debug: bool = key(
-        v.FLAG,
-        False,
-        "Check the shapes and order of collectives on all ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL); slower.",
-        env="ACCELERATE_DEBUG_MODE",
-    )
-    use_cpu: bool = key(v.FLAG, False, "Run on CPU with gloo even where there are GPUs.", env="ACCELERATE_USE_CPU")
-    gpu_ids: str | None = key(v.DEVICES, None, "GPUs to use, numbers separated by commas, or all.", per_node=True)
+    )("Dtype of forward and backward: no (the model's own), bf16, fp16, fp8.")
+    downcast_bf16: bool = key(v.FLAG, False, noise=True)("""
+        On a TPU that distributed_type XLA uses without sharding, under mixed_precision bf16: floats become bf16
+        and doubles floats. False: both become bf16. Without effect elsewhere.""")
+    debug: bool = key(v.FLAG, False, env="ACCELERATE_DEBUG_MODE")("""
+        Check the shapes and order of collectives on all ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL); slower.""")
+    use_cpu: bool = key(v.FLAG, False, env="ACCELERATE_USE_CPU")("Run on CPU with gloo even where there are GPUs.")
+    gpu_ids: str | None = key(v.DEVICES, None, per_node=True)("GPUs to use, numbers separated by commas, or all.")
     enable_cpu_affinity: bool = key(
-        v.FLAG,
-        False,
-        "accelerate's word for launch.numa_binding: node.",
-        env="ACCELERATE_CPU_AFFINITY",
-        follows=("launch.numa_binding",),
+        v.FLAG, False, env="ACCELERATE_CPU_AFFINITY", follows=("launch.numa_binding",)
+    )("accelerate's word for launch.numa_binding: node.")
+    main_training_function: str = key(v.TEXT, "main", noise=True)("""
+        Under PyTorch/XLA, a function that is called where a script defines it and does not name it again. Without
+        effect elsewhere.""")
+    tpu_name: str | None = key(v.TEXT, None, noise=True)(_TPU)
+    tpu_zone: str | None = key(v.TEXT, None, noise=True)(_TPU)
+    tpu_use_cluster: bool = key(v.FLAG, False, noise=True)(_TPU)
+    tpu_use_sudo: bool = key(v.FLAG, False, noise=True)(_TPU)
+    tpu_vm: tuple[str, ...] = key(v.LINES, (), noise=True)(_TPU)
+    tpu_env: tuple[str, ...] = key(v.LINES, (), noise=True)(_TPU)
+    commands: tuple[str, ...] = key(v.LINES, (), noise=True)(_TPU)
+    command_file: str | None = key(v.TEXT, None, noise=True)(_TPU)
+    deepspeed_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("DeepSpeed"))("Settings of DeepSpeed.")
+    megatron_lm_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("Megatron-LM"))("""
+        Settings of Megatron-LM.""")
+    tp_config: dict[str, Any] = key(v.TABLE, {}, leftover="is not used: parallelism_config_tp_size splits layers")(
+        "Settings of distributed_type TP, of accelerate 1.4 to 1.6."
     )
-    main_training_function: str = key(
-        v.TEXT,
-        "main",
-        """Under PyTorch/XLA, a function that is called where a script defines it and does not name it again.
-        Without effect elsewhere.""",
-        noise=True,
-    )
-    tpu_name: str | None = key(v.TEXT, None, _TPU, noise=True)
-    tpu_zone: str | None = key(v.TEXT, None, _TPU, noise=True)
-    tpu_use_cluster: bool = key(v.FLAG, False, _TPU, noise=True)
-    tpu_use_sudo: bool = key(v.FLAG, False, _TPU, noise=True)
-    tpu_vm: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
-    tpu_env: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
-    commands: tuple[str, ...] = key(v.LINES, (), _TPU, noise=True)
-    command_file: str | None = key(v.TEXT, None, _TPU, noise=True)
-    deepspeed_config: dict[str, Any] = key(v.TABLE, {}, "Settings of DeepSpeed.", leftover=_unused("DeepSpeed"))
-    megatron_lm_config: dict[str, Any] = key(
-        v.TABLE, {}, "Settings of Megatron-LM.", leftover=_unused("Megatron-LM")
-    )
-    tp_config: dict[str, Any] = key(
-        v.TABLE,
-        {},
-        "Settings of distributed_type TP, of accelerate 1.4 to 1.6.",
-        leftover="is not used: parallelism_config_tp_size splits layers",
-    )
-    mpirun_config: dict[str, Any] = key(v.TABLE, {}, "Settings of mpirun.", leftover=_unused("mpirun"))
-    ipex_config: dict[str, Any] = key(
-        v.TABLE, {}, "Settings of Intel's extension of torch.", leftover=_unused("Intel's extension of torch")
-    )
-    ec2_instance_type: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    iam_role_name: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    image_uri: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    profile: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    region: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    base_job_name: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    pytorch_version: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    transformers_version: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    py_version: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    sagemaker_inputs_file: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    sagemaker_metrics_file: str | None = key(v.TEXT, None, _SAGEMAKER, noise=True)
-    additional_args: dict[str, Any] = key(v.TABLE, {}, _SAGEMAKER, noise=True)
+    mpirun_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("mpirun"))("Settings of mpirun.")
+    ipex_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("Intel's extension of torch"))("""
+        Settings of Intel's extension of torch.""")
+    ec2_instance_type: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    iam_role_name: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    image_uri: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    profile: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    region: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    base_job_name: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    pytorch_version: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    transformers_version: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    py_version: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    sagemaker_inputs_file: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    sagemaker_metrics_file: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
+    additional_args: dict[str, Any] = key(v.TABLE, {}, noise=True)(_SAGEMAKER)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     parallelism_config: ParallelismConfig = field(default_factory=ParallelismConfig)
     launch: LaunchSection = field(default_factory=LaunchSection)
@@ -242,7 +167,7 @@ class KeySpec:
     @property
     def env(self) -> str:
         """Return the environment variable that carries the key."""
-        prefix = _ACCELERATE_PREFIXES.get(self.path[0])
+        prefix = None if self.name.startswith("xla") else _ACCELERATE_PREFIXES.get(self.path[0])
         derived = "FSDPLAUNCH_" + "_".join(self.path) if prefix is None else prefix + self.name
         return self.key.env or derived.upper()
 

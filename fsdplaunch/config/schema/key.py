@@ -1,23 +1,10 @@
 """What the schema says about one configuration key beside its Python type and its default."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdplaunch.config.schema.kinds import Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormerPlace:
-    """Where older or published files say a key.
-
-    Attributes:
-        path: Section and name there, or the name alone at the top level.
-        means: The key's value when a flag there is true; None where the value itself stands there.
-    """
-
-    path: tuple[str, ...]
-    means: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +45,10 @@ class Key:
         versions: The FSDP versions the key has a meaning in.
         aliases: Other spellings that are honoured and name this one.
         question: What the wizard asks, or None when it does not ask.
-        former: Other places where files say it; it moves, with a note.
+        former: Other places where older or published files say it, with a note, dotted; and the value that a true
+            flag there stands for, or None where the value itself stands there.
         noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
         leftover: Why it changes nothing of any run here, in the words of its note; "": it does.
-        pending: Why a value other than the default is refused for now, or None.
         pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
         per_node: Whether the nodes of one run may set it differently.
         follows: Other keys, dotted, that it is derived from or that say the same in other words. Set on a higher
@@ -74,11 +61,10 @@ class Key:
     env: str = ""
     versions: tuple[int, ...] = (1, 2)
     aliases: tuple[str, ...] = ()
-    former: tuple[FormerPlace, ...] = ()
+    former: Mapping[str, Any] = field(default_factory=dict)
     question: str | None = None
     noise: bool = False
     leftover: str = ""
-    pending: str | None = None
     pinned: tuple[int, ...] = ()
     per_node: bool = False
     follows: tuple[str, ...] = ()
@@ -91,13 +77,17 @@ class Key:
 
     @property
     def unread(self) -> bool:
-        """Return whether no run reads it: a value is noted or refused."""
-        return self.noise or bool(self.leftover or self.pending)
+        """Return whether no run reads it: a value is noted."""
+        return self.noise or bool(self.leftover)
 
 
-def key(kind: Kind, default: Any, text: str, **remarks: Any) -> Any:
-    """Declare a key. Typed Any so that the class below can give the precise type."""
-    metadata = {"key": Key(kind=kind, text=" ".join(text.split()), **remarks)}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+def key(kind: Kind, default: Any, **remarks: Any) -> Callable[[str], Any]:
+    """Return what declares a key, given its text. Typed Any so that the class below can give the precise type."""
+
+    def declare(text: str) -> Any:
+        metadata = {"key": Key(kind=kind, text=" ".join(text.split()), **remarks)}
+        if isinstance(default, dict):
+            return field(default_factory=lambda: dict(default), metadata=metadata)
+        return field(default=default, metadata=metadata)
+
+    return declare

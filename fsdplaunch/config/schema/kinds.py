@@ -25,7 +25,7 @@ class NotedValueError(ValueError):
     """A wrong value that the parser itself can describe best; its words are for the user."""
 
 
-def plain_name(value: Any) -> str:
+def _plain_name(value: Any) -> str:
     """Return the one spelling of a name: upper case, words joined by underscores."""
     return str(value).strip().upper().replace(" ", "_").replace("-", "_")
 
@@ -55,16 +55,15 @@ def parse_flag(value: Any) -> bool:
     raise ValueError(value)
 
 
-def check_digits(text: str) -> None:
+def _check_digits(text: str) -> None:
     """Refuse with a ValueError what Python alone reads as a number: `1_0`, digits of other scripts."""
     if not text.isascii() or "_" in text:
         raise ValueError(text)
 
 
-def parse_whole(value: Any) -> int:
-    """Read a whole number; `1e8` is one."""
+def _parse_whole(value: Any) -> int:
     if isinstance(value, str):
-        check_digits(value)
+        _check_digits(value)
         value = float(value) if any(mark in value for mark in ".eE") else int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -78,14 +77,14 @@ def parse_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(value)
     if isinstance(value, str):
-        check_digits(value)
+        _check_digits(value)
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(value)
     return number
 
 
-def parse_text(value: Any) -> str:
+def _parse_text(value: Any) -> str:
     """Read a text that an environment variable can carry: not blank, no NUL, encodable."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(value)
@@ -96,12 +95,12 @@ def parse_text(value: Any) -> str:
     return text
 
 
-def parse_pattern(value: Any) -> str:
+def _parse_pattern(value: Any) -> str:
     """Read a regular expression; several are joined to one, which `alternatives` takes apart again."""
     if isinstance(value, list | tuple) and value:
-        each = [parse_pattern(item) for item in value]
+        each = [_parse_pattern(item) for item in value]
         return each[0] if len(each) == 1 else "|".join(f"(?:{pattern})" for pattern in each)
-    text = parse_text(value)
+    text = _parse_text(value)
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
@@ -123,31 +122,30 @@ def alternatives(pattern: str) -> list[str]:
     return parts
 
 
-def parse_names(value: Any) -> tuple[str, ...]:
+def _parse_names(value: Any) -> tuple[str, ...]:
     """Read names; none holds a comma, so that a comma list can always carry them."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise ValueError(value)
     names = [name.strip() for item in items for name in item.split(",")]
-    return tuple(parse_text(name) for name in names if name)
+    return tuple(_parse_text(name) for name in names if name)
 
 
-def parse_hosts(value: Any) -> tuple[str, ...]:
+def _parse_hosts(value: Any) -> tuple[str, ...]:
     """Read names of nodes; a missing one between commas is a shell variable that was not set."""
     names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
     if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
         msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} lacks one"
         raise NotedValueError(msg)
-    return parse_names(value)
+    return _parse_names(value)
 
 
-def parse_lines(value: Any) -> tuple[str, ...]:
-    """Read texts: a list, one text, or a list in JSON."""
+def _parse_lines(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = json.loads(value) if value.startswith("[") else [value]
     if not isinstance(value, list | tuple):
         raise ValueError(value)
-    return tuple(parse_text(item) for item in value)
+    return tuple(_parse_text(item) for item in value)
 
 
 def parse_table(value: Any) -> dict[str, Any]:
@@ -162,7 +160,7 @@ def parse_table(value: Any) -> dict[str, Any]:
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def parse_variables(value: Any) -> dict[str, str]:
+def _parse_variables(value: Any) -> dict[str, str]:
     """Read environment variables; true and false become lower-case words, an empty text is allowed."""
     variables = {}
     for name, item in parse_table(value).items():
@@ -170,31 +168,29 @@ def parse_variables(value: Any) -> dict[str, str]:
             msg = f"{name} cannot name an environment variable"
             raise NotedValueError(msg)
         try:
-            variables[name] = item if item == "" else parse_text(write(item) if isinstance(item, bool) else item)
+            variables[name] = item if item == "" else _parse_text(write(item) if isinstance(item, bool) else item)
         except ValueError:
             msg = f"{name} must be a text; '' is the empty one"
             raise NotedValueError(msg) from None
     return variables
 
 
-def parse_plan(value: Any) -> dict[str, str]:
-    """Read names of modules, with `*` for any one part, and a style for each."""
+def _parse_plan(value: Any) -> dict[str, str]:
     plan = parse_table(value)
     if not all(isinstance(item, str) and item.strip() and name.strip() for name, item in plan.items()):
         raise ValueError(value)
     return {name.strip(): item.strip() for name, item in plan.items()}
 
 
-def parse_modules(value: Any) -> tuple[str, ...]:
+def _parse_modules(value: Any) -> tuple[str, ...]:
     """Read module names; `none` carries the empty list through an environment variable."""
-    names = () if value == "none" else parse_names(value)
+    names = () if value == "none" else _parse_names(value)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError(value)
     return names
 
 
-def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
-    """Read three flags, or one for all three."""
+def _parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     value = value.strip().strip("()[]") if isinstance(value, str) else value  # accelerate writes a tuple as text
     items = value.split(",") if isinstance(value, str) else [value] * 3 if isinstance(value, bool) else value
     if not isinstance(items, list | tuple):
@@ -203,40 +199,27 @@ def parse_three_flags(value: Any) -> tuple[bool, bool, bool]:
     return parse_flag(first), parse_flag(second), parse_flag(third)
 
 
-_DEVICE = re.compile(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+")
+def _all_or_listed(pattern: str) -> Callable[[Any], str]:
+    """Return what reads `all`, or items that are separated by commas or listed, in the given order."""
+
+    def parse(value: Any) -> str:
+        if isinstance(value, str) and value.strip().lower() == "all":
+            return "all"
+        items = str(value).split(",") if isinstance(value, str | int) else value
+        if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
+            raise ValueError(value)
+        names = [str(item).strip() for item in items]
+        names = names[:-1] if len(names) > 1 and not names[-1] else names  # CUDA reads `0,` as one GPU
+        if not all(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(value)
+        return ",".join(names)
+
+    return parse
 
 
-def _all_or_listed(value: Any, read: Callable[[Any], str]) -> str:
-    """Read `all`, or items that are separated by commas or listed."""
-    if isinstance(value, str) and value.strip().lower() == "all":
-        return "all"
-    items = str(value).split(",") if isinstance(value, str | int) else value
-    if not isinstance(items, list | tuple) or not items or isinstance(value, bool):
-        raise ValueError(value)
-    items = items[:-1] if len(items) > 1 and not str(items[-1]).strip() else items  # CUDA reads `0,` as one GPU
-    return ",".join(read(item) for item in items)
-
-
-def parse_ranks(value: Any) -> str:
-    """Read `all`, or numbers separated by commas."""
-    return _all_or_listed(value, lambda item: str(WHOLE.parse(item)))
-
-
-def parse_devices(value: Any) -> str:
-    """Read `all`, or indices or NVML names separated by commas, in the given order."""
-
-    def read(item: Any) -> str:
-        if not _DEVICE.fullmatch(name := str(item).strip()):
-            raise ValueError(item)
-        return name
-
-    return _all_or_listed(value, read)
-
-
-def parse_node_range(value: Any) -> str:
-    """Read MIN:MAX, or one number for both."""
+def _parse_node_range(value: Any) -> str:
     low, _, high = str(value).partition(":")
-    first, last = parse_whole(low), parse_whole(high or low)
+    first, last = _parse_whole(low), _parse_whole(high or low)
     if not 1 <= first <= last:
         raise ValueError(value)
     return f"{first}:{last}"
@@ -245,20 +228,19 @@ def parse_node_range(value: Any) -> str:
 _SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
 
 
-def parse_settings(value: Any) -> dict[str, str]:
-    """Read a mapping of names to values, or torchrun's `name=value,name=value`."""
+def _parse_settings(value: Any) -> dict[str, str]:
     if isinstance(value, str) and not value.startswith("{"):
         parts = [part.strip() for part in value.split(",")]
         if not all(_SETTING.fullmatch(part) for part in parts):
             raise ValueError(value)
         value = dict(part.split("=", 1) for part in parts)
-    return parse_variables(value)
+    return _parse_variables(value)
 
 
 _STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
 
 
-def parse_streams(value: Any) -> str:
+def _parse_streams(value: Any) -> str:
     """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
     text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
     text = text.replace(" ", "")
@@ -270,9 +252,8 @@ def parse_streams(value: Any) -> str:
 _UNHANDLED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 
 
-def parse_signals(value: Any) -> tuple[str, ...]:
-    """Read names of signals that a process can pass on, with or without SIG."""
-    names = [name.upper() for name in parse_names(value)]
+def _parse_signals(value: Any) -> tuple[str, ...]:
+    names = [name.upper() for name in _parse_names(value)]
     full = tuple(name if name.startswith("SIG") else f"SIG{name}" for name in names)
     if not full or not all(name in signal.Signals.__members__ and name not in _UNHANDLED for name in full):
         raise ValueError(value)
@@ -283,18 +264,18 @@ MAX_PORT, RENDEZVOUS_PORT = 65535, 29400
 """The second: where nodes meet when an endpoint names no port, as torchrun has it."""
 
 
-def parse_endpoint(value: Any) -> str:
+def _parse_endpoint(value: Any) -> str:
     """Read HOST:PORT; a host with colons stands in brackets. Without a port, the one that torchrun takes."""
-    text = parse_text(value)
+    text = _parse_text(value)
     if ":" not in text or text.endswith("]"):
         text = f"{text}:{RENDEZVOUS_PORT}"
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not bare or any(mark in host for mark in " /") or (":" in bare and bare == host):
         raise ValueError(value)
-    if not 0 <= parse_whole(port) <= MAX_PORT:
+    if not 0 <= _parse_whole(port) <= MAX_PORT:
         raise ValueError(value)
-    return f"{host}:{parse_whole(port)}"
+    return f"{host}:{_parse_whole(port)}"
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -313,7 +294,7 @@ class Kind:
         choices: The canonical names, for kinds that have a list of them.
         write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
         verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
-        refused: Known values that cannot be honoured, upper case, and why.
+        refused: Known values that cannot be honoured, upper case, or `*` for any other, and why.
     """
 
     expects: str
@@ -326,7 +307,8 @@ class Kind:
 
     def refusal(self, value: Any) -> str | None:
         """Return why a value that accelerate knows cannot be honoured, or None when it is not such a value."""
-        return self.refused.get(plain_name(value)) if isinstance(value, str) else None
+        known = self.refused.get(_plain_name(value), self.refused.get("*"))
+        return known if isinstance(value, str | int) else None
 
 
 def whole(
@@ -349,7 +331,7 @@ def whole(
         word = value.strip().lower() if isinstance(value, str) else ""
         if word in words:
             return word
-        number = parse_whole(value)
+        number = _parse_whole(value)
         if meaning and number in meaning:
             return meaning[number]
         if number < minimum or (maximum is not None and number > maximum):
@@ -378,16 +360,16 @@ def one_of(
         refused: Known values that cannot be honoured, upper case, and why.
     """
     allowed = get_args(names)
-    table = {plain_name(name): name for name in allowed} | dict(aliases or {})
+    table = {_plain_name(name): name for name in allowed} | dict(aliases or {})
     if all(isinstance(name, str) for name in allowed):
         table = {str(code): name for code, name in enumerate(allowed, start=1)} | table
 
     def parse(value: Any) -> Any:
         if value is False and "NO" in table:
             return table["NO"]  # YAML 1.1 writers turn a bare no into false
-        if isinstance(value, bool) or not isinstance(value, str | int) or plain_name(value) not in table:
+        if isinstance(value, bool) or not isinstance(value, str | int) or _plain_name(value) not in table:
             raise ValueError(value)
-        return table[plain_name(value)]
+        return table[_plain_name(value)]
 
     words = tuple(str(name) for name in allowed)
     schema: dict[str, Any] = {"enum": list(allowed)}
@@ -420,37 +402,37 @@ def _seconds(*, may_be_zero: bool) -> Kind:
 
 
 SECONDS, WAIT = _seconds(may_be_zero=False), _seconds(may_be_zero=True)
-TEXT = Kind("text, not empty", parse_text, _TEXT_SCHEMA, verbatim=True)
+TEXT = Kind("text, not empty", _parse_text, _TEXT_SCHEMA, verbatim=True)
 PATTERN = Kind(
     "a regular expression that Python can compile, or a list of them",
-    parse_pattern,
+    _parse_pattern,
     {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": {"type": "string"}}]},
     verbatim=True,
 )
 NAMES = Kind(
     "names separated by commas, or a list of names",
-    parse_names,
+    _parse_names,
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     write=",".join,
     verbatim=True,
 )
-HOSTS = replace(NAMES, expects="names of nodes separated by commas, or a list of them", parse=parse_hosts)
+HOSTS = replace(NAMES, expects="names of nodes separated by commas, or a list of them", parse=_parse_hosts)
 MODULES = replace(
     NAMES,
     expects="module names separated by commas, or a list of them",
-    parse=parse_modules,
+    parse=_parse_modules,
     write=lambda value: ",".join(value) or "none",
 )
 SIGNALS = replace(
-    NAMES, expects="signal names separated by commas, or a list of them", parse=parse_signals, verbatim=False
+    NAMES, expects="signal names separated by commas, or a list of them", parse=_parse_signals, verbatim=False
 )
 LINES = Kind(
-    "a list of texts", parse_lines, _LIST_SCHEMA, write=lambda value: write_json(list(value)), verbatim=True
+    "a list of texts", _parse_lines, _LIST_SCHEMA, write=lambda value: write_json(list(value)), verbatim=True
 )
 TABLE = Kind("a mapping of names to values", parse_table, {"type": "object"}, write=write_json)
 VARIABLES = Kind(
     "a mapping of variable names to texts",
-    parse_variables,
+    _parse_variables,
     {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
     write=write_json,
     verbatim=True,
@@ -458,34 +440,40 @@ VARIABLES = Kind(
 PLAN = replace(
     VARIABLES,
     expects="a mapping of names, with * for any one part, to styles such as colwise",
-    parse=parse_plan,
+    parse=_parse_plan,
     schema={"type": "object", "additionalProperties": {"type": "string"}},
 )
 _NUMBERS_SCHEMA = {"type": ["string", "integer"]}
-RANKS = Kind("all, or rank numbers separated by commas", parse_ranks, _NUMBERS_SCHEMA, verbatim=True)
-DEVICES = Kind("all, or GPU numbers separated by commas", parse_devices, _NUMBERS_SCHEMA, verbatim=True)
+RANKS = Kind(
+    "all, or rank numbers separated by commas", _all_or_listed(r"[0-9]{1,6}"), _NUMBERS_SCHEMA, verbatim=True
+)
+DEVICES = replace(
+    RANKS,
+    expects="all, or GPU numbers separated by commas",
+    parse=_all_or_listed(r"[0-9]{1,6}|(GPU|MIG)-[0-9A-Za-z/-]+"),
+)
 THREE_FLAGS = Kind(
     "true or false for each of forward, data gradient and weight gradient",
-    parse_three_flags,
+    _parse_three_flags,
     {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3},
     write=lambda value: ",".join(map(write, value)),
 )
-NODE_RANGE = Kind("MIN:MAX, two whole numbers", parse_node_range, _NUMBERS_SCHEMA, verbatim=True)
-ENDPOINT = Kind("HOST:PORT", parse_endpoint, {"type": "string"}, verbatim=True)
+NODE_RANGE = Kind("MIN:MAX, two whole numbers", _parse_node_range, _NUMBERS_SCHEMA, verbatim=True)
+ENDPOINT = Kind("HOST:PORT", _parse_endpoint, {"type": "string"}, verbatim=True)
 # accelerate writes -1 where it does not know.
 WORKERS = whole(1, words=("auto",), meaning={-1: "auto"})
 LOCAL_WORKERS = whole(1, words=("auto", "gpu", "cpu"), meaning={-1: "auto"})
 MESH_SIZE = replace(whole(1, meaning={-1: -1}), expects="a whole number, at least 1, or -1 for the rest")
 SETTINGS = Kind(
     "name=value pairs separated by commas, or a mapping",
-    parse_settings,
+    _parse_settings,
     {"anyOf": [{"type": "string"}, VARIABLES.schema]},
     write=write_json,
     verbatim=True,
 )
 STREAMS = Kind(
     "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
-    parse_streams,
+    _parse_streams,
     {"type": ["string", "integer", "object"]},
     verbatim=True,
 )
@@ -535,8 +523,8 @@ Reshard = bool | int | StrategyName
 _LONG_DTYPES = {"FLOAT32": "fp32", "BFLOAT16": "bf16", "FLOAT16": "fp16", "HALF": "fp16"}
 VERSION = one_of(Literal[1, 2])
 STRATEGY = one_of(StrategyName)
+OPT_LEVEL = one_of(OptLevelName)
 WRAP = one_of(WrapName, aliases={"SIZED_BASED_WRAP": "SIZE_BASED_WRAP"})
-PREFETCH = one_of(PrefetchName)
 STATE_DICT = one_of(StateDictName)
 PRECISION = one_of(PrecisionName, aliases=_LONG_DTYPES | {"FP32": "no", "FLOAT32": "no"})
 DTYPE = one_of(DtypeName, aliases=_LONG_DTYPES)
@@ -560,25 +548,15 @@ RENDEZVOUS = one_of(
         ("ETCD", "ETCD_V2"), "etcd needs a server of its own; c10d needs none, and does the same"
     ),
 )
-NUMA = one_of(NumaName)
-EVENT_LOG = one_of(EventLogName)
-SHARD = one_of(ShardName)
-CONTEXT = one_of(ContextName)
 CONTEXT_BACKEND = one_of(
     ContextBackendName, refused={"DEEPSPEED": "DeepSpeed needs accelerate launch; torch splits sequences here"}
 )
-SEQUENCE_ATTENTION = one_of(SequenceAttentionName)
-SEQUENCE_BACKEND = one_of(SequenceBackendName)
 FP8_BACKEND = one_of(Fp8BackendName, refused={"NO": "AO computes float8 here; leave the key out"})
-FP8_FORMAT = one_of(Fp8FormatName)
-AMAX = one_of(AmaxName)
-OPT_LEVEL = one_of(OptLevelName)
 DYNAMO = one_of(
     DynamoName,
     aliases={"TORHCHXLA_TRACE_ONCE": "TORCHXLA_TRACE_ONCE"},  # so spelt by accelerate's option
     refused={"NEURON": RUNS_ON} | dict.fromkeys(("NVFUSER", "AOT_NVFUSER", "AOT_CUDAGRAPHS"), _GONE),
 )
-DYNAMO_MODE = one_of(DynamoModeName)
 
 
 def _parse_reshard(value: Any) -> bool | int | str:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdplaunch.config.resolve import node_range
-from fsdplaunch.config.schema.config import Config, KubernetesSection, variable_of
+from fsdplaunch.config.schema.config import Config, variable_of
+from fsdplaunch.config.schema.launch_sections import KubernetesSection
 from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, UsageError
 from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, ask, stream_for

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.layers import ValueOrigin
+from fsdplaunch.config.layers import SetValue
 from fsdplaunch.config.resolve import node_range
-from fsdplaunch.config.schema.config import Config, KeyPath, SshSection
+from fsdplaunch.config.schema.config import Config, KeyPath
+from fsdplaunch.config.schema.launch_sections import SshSection
 from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
@@ -169,7 +170,7 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
     return (f"the launcher did not start: {words}", "try the same ssh command by hand")
 
 
-def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, ValueOrigin]) -> None:
+def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, SetValue]) -> None:
     """Refuse what would otherwise be overruled by the list of nodes in silence.
 
     Args:
@@ -185,7 +186,7 @@ def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPat
 
 
 def _contradictions(
-    config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, ValueOrigin]
+    config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, SetValue]
 ) -> Iterator[tuple[str, str]]:
     def set_by(*path: str) -> str | None:
         """Return who sets a key, when it is set for this run."""

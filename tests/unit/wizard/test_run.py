@@ -130,15 +130,8 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
         ),
         (
             "laptop",
-            {"where": "tpu", "precision": "no", "xla": "spmd", "xla-grad-ckpt": "yes", "wrap": "Block"},
-            {
-                "xla": True,
-                "xla_fsdp_v2": True,
-                "xla_fsdp_grad_ckpt": True,
-                "fsdp_transformer_layer_cls_to_wrap": ("Block",),
-                "processes_per_host": 1,
-                "cpu_devices": 2,
-            },
+            {"where": "tpu", "precision": "no", "wrap": "Block"},
+            {"xla": True, "fsdp_transformer_layer_cls_to_wrap": ("Block",), "cpu_devices": 1},
         ),
     ],
 )
@@ -158,13 +151,13 @@ CASES = [
     ("small_container", {"model": "70b"}, ("fsdp_ignored_modules=.*[.]head", "show_ranks=0,1")),
     ("eight_h100", {}, ("num_processes=4", "mixed_precision=fp16")),
     ("slurm_2x8", {"where": "tpu", "goal": "fastest"}, ("xla_fsdp_settings={sharding_groups: [[0], [1]]}",)),
-    ("eight_h100", {"where": "tpu", "xla": "spmd", "model": "8b"}, ("xla.cpu_devices=3",)),
+    ("eight_h100", {"where": "tpu", "model": "8b"}, ("xla_fsdp_v2=true", "xla.cpu_devices=3")),
 ]
 
 
 def test_run_wizard_on_tpus_prints_its_flags_and_leaves_no_note(machines):
-    result = write(machines["eight_h100"], {"where": "tpu", "xla-grad-ckpt": "yes"})
-    assert "--where tpu --xla wrapper --xla-grad-ckpt yes " in result.command
+    result = write(machines["eight_h100"], {"where": "tpu"}, overrides=["xla_fsdp_v2=true"])
+    assert "--where tpu --goal balanced " in result.command
     assert "--workers-per-node" not in result.command
     Path("f.yaml").write_text(result.text)
     assert load_config(Path("f.yaml"), environ={}).notes == ()  # config validate --strict passes it
@@ -203,7 +196,7 @@ def test_run_wizard_command_names_another_file_and_says_overwrite(machines):
 def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
     answers = write(machines[machine]).answers
     several = machine == "slurm_2x8"
-    skipped = {"rendezvous", "xla", "xla-grad-ckpt"} | (set() if several else {"nodes"})
+    skipped = {"rendezvous"} | (set() if several else {"nodes"})
     assert set(answers) == {question.name for question in QUESTIONS} - skipped
 
 
@@ -212,7 +205,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
     [
         ("laptop", {"where": "moon"}, "--where must be one of here, machines, slurm, cpu, tpu, got 'moon'"),
         ("laptop", {"nodes": "2"}, "--nodes has no meaning with --where cpu"),
-        ("laptop", {"xla": "spmd"}, "--xla has no meaning with --where cpu"),
         (
             "laptop",
             {"where": "tpu", "workers-per-node": "4"},

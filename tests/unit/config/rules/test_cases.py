@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.config.load import load_config
 from fsdplaunch.config.problems import TEXT_PROBLEMS, ConfigError
-from fsdplaunch.config.rules.base import all_rules
+from fsdplaunch.config.rules.base import RULES
 
 CASES = Path(__file__).parents[3] / "cases"
 NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("bad_*.expected.txt"))
@@ -35,7 +35,7 @@ def test_a_wrong_file_is_answered_with_the_expected_words(name, monkeypatch):
 
 def test_every_problem_id_has_a_case():
     ids = {name.removeprefix("bad_") for name in NAMES}
-    assert ids == {*TEXT_PROBLEMS, *all_rules()} - {"too-large"}  # see load/test_yaml_reader.py
+    assert ids == {*TEXT_PROBLEMS, *RULES} - {"too-large"}  # see load/test_yaml_reader.py
 
 
 def test_every_case_file_is_used():

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.config.load import load_config, stack
-from fsdplaunch.config.problems import NOTES_AT_LAUNCH, TEXT_NOTES, ConfigError, note_lines
-from fsdplaunch.config.rules.base import all_notes
+from fsdplaunch.config.problems import TEXT_NOTES, ConfigError
+from fsdplaunch.config.rules.base import NOTES
 from fsdplaunch.config.yaml_text import read_text
 
 CASES = Path(__file__).parents[3] / "cases"
@@ -33,7 +33,7 @@ def test_a_leftover_is_noted_with_the_expected_words(name, monkeypatch):
 
 def test_every_note_of_a_file_has_a_case():
     ids = {name.removeprefix("note_") for name in NAMES}
-    assert ids == {*TEXT_NOTES, *all_notes()} - NOT_IN_FILES
+    assert ids == {*TEXT_NOTES, *NOTES} - NOT_IN_FILES
     assert {path.stem for path in CASES.glob("note_*.yaml")} == set(NAMES)
 
 
@@ -107,13 +107,12 @@ def test_a_launch_prints_five_notes_and_counts_the_rest():
     names = [f"fsdp_{name}" for name in ("offload_params", "forward_prefetch", "use_orig_params")]
     text = FSDP1 + "".join(f"  {name.removeprefix('fsdp_')}: true\n" for name in names)
     more = "  wrap_policy: 1\n  cpu_offload: true\n"
-    assert len(note_lines(read(text).notes)) == len(read(text).notes) == 3
-    notes = read(text.replace("  offload_params: true\n", "") + more + "tpu_env: []\nfp16: true\n").notes
-    assert len(notes) == NOTES_AT_LAUNCH + 1
-    assert notes[-1].id == "written-by-accelerate"
-    lines = note_lines(notes, file="a.yaml")
-    assert len(lines) == NOTES_AT_LAUNCH + 1
-    assert lines[-1] == "1 more note: fsdplaunch config validate a.yaml"
+    assert len(read(text).note_lines()) == len(read(text).notes) == 3
+    text = text.replace("  offload_params: true\n", "") + more + "tpu_env: []\nfp16: true\n"
+    loaded = stack(read_text(text, "a.yaml"), path=Path("a.yaml"))
+    assert len(loaded.notes) == 6
+    assert loaded.notes[-1].id == "written-by-accelerate"
+    assert loaded.note_lines()[5:] == ["1 more note: fsdplaunch config validate a.yaml"]
 
 
 FSDP_JSON = """{

@@ -69,6 +69,12 @@ REFUSED = {
     "too few GPUs per machine": ("gpu-count", "gpu_ids: '0'\nnum_processes: 4\nnum_machines: 2\n"),
     "two ports": ("two-addresses", "main_process_port: 1\nlaunch: {rendezvous_endpoint: 'a:2'}\n"),
     "a rank beyond the machines": ("machine-rank", "machine_rank: 1\n"),
+    "local shards under FSDP2": ("local-state-dict", fsdp("state_dict_type: LOCAL_STATE_DICT")),
+    "split layers in float8": (
+        "split-layers",
+        "mixed_precision: fp8\n" + fsdp() + "parallelism_config: {tp_size: 2}\n",
+    ),
+    "sequences split by DeepSpeed": ("unsupported-value", "parallelism_config: {sp_size: 2}\n"),
     "a switch of the launcher": ("variable-of-a-key", "launch: {env: {ACCELERATE_USE_FSDP: 'true'}}\n"),
 }
 
@@ -97,7 +103,7 @@ ACCEPTED = {
     "size wrap without a size": fsdp("auto_wrap_policy: SIZE_BASED_WRAP"),
     "transformer wrap without names": fsdp("auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
     "empty names as accelerate writes them": fsdp("transformer_layer_cls_to_wrap: ''"),
-    "pending keys at their defaults": "dynamo_config: {dynamo_backend: 'NO'}\nenable_cpu_affinity: false\n",
+    "keys without effect at their defaults": "dynamo_config: {dynamo_backend: 'NO'}\nenable_cpu_affinity: false\n",
     "empty sections of other engines": "deepspeed_config: {}\nmegatron_lm_config: {}\nmpirun_config:\n",
     "mesh sizes of one": "parallelism_config: {parallelism_config_tp_size: 1, parallelism_config_cp_size: 1}\n",
     "unequal machines": "num_processes: 7\nnum_machines: 2\nlaunch: {workers_per_node: auto}\n",

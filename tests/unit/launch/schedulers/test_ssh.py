@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.cli import ssh_remote
-from fsdplaunch.config.layers import ValueOrigin
+from fsdplaunch.config.layers import SetValue
+from fsdplaunch.config.problems import TextPosition
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshHost, SshSession, SshSessions, check_list
@@ -138,7 +139,8 @@ def test_far_side_takes_nothing_of_the_login_shells_configuration(tmp_path: Path
     assert (tmp_path / "runs" / "r1" / "config.yaml").read_text() == "num_machines: 1\n"
 
 
-FLAG, FILE = ValueOrigin(layer="flag", text="command line"), ValueOrigin(layer="file", text="fsdp.yaml:3")
+FLAG = SetValue(value=None, layer="flag", place=TextPosition(source="command line"))
+FILE = SetValue(value=None, layer="file", place=TextPosition(source="fsdp.yaml", line=3))
 
 
 @pytest.mark.parametrize(
