@@ -31,7 +31,6 @@ from fsdplaunch.runtime.patch import (
     FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
-    PRINT_SHARDED,
     PROCESSES_END,
     RANK0_SAVES_END,
     REPORT_END,
@@ -65,7 +64,6 @@ def main(argv: list[str]) -> None:
         config = decode()
         _work(config, parse_target(argv))
     except BaseException as failure:
-        call_if_imported(PRINT_SHARDED)
         call_if_imported(ABANDON_GROUP)
         status = conclude(failure)
         flush_both()
@@ -73,7 +71,6 @@ def main(argv: list[str]) -> None:
 
 
 _ENDS = (
-    PRINT_SHARDED,
     PROCESSES_END,
     FINISH_RECORD,
     FINISH_MEASUREMENT,
@@ -220,17 +217,12 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
 
 def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
-    from torch.optim import optimizer
-
     from fsdplaunch.runtime.auto.context import context_of
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
-    from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others
 
     hook_context = context_of(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context))
-    wait_for_others()
-    before_first_step(optimizer, print_waiting)
     serve_models_of_others(hook_context)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, decode
 from fsdplaunch.errors import NeverShardedError, ShardingError
 from fsdplaunch.run_dir import SHARDED
 from fsdplaunch.runtime.device import joined_by_script
@@ -44,30 +44,21 @@ _LIGHTNING = (
     "give {} strategy='ddp', whose model is then sharded as configured, or its own FSDPStrategy(); and devices="
     " the workers of a node"
 )
+_ACCELERATOR = "give the model to accelerator.prepare, and leave distributed_type: FSDP in the file"
+_TRAINER = "leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
 _OTHER = "let {} shard in its own way and start it without FSDP, or call fsdplaunch.prepare(model) in a plain loop"
-_ACCELERATOR = Library(
-    name="Accelerator",
-    remedy="give the model to accelerator.prepare, and leave distributed_type: FSDP in the file",
-)
-_TRAINER = Library(
-    name="Trainer", remedy="leave distributed_type: FSDP in the file, and let the Trainer itself place the model"
-)
-_LIGHTNINGS, _FABRIC = (
-    Library(name=name, remedy=_LIGHTNING.format(name), replicates=True)
-    for name in ("Lightning's Trainer", "Lightning's Fabric")
-)
 _CLASSES = {
-    "accelerate.accelerator.Accelerator": _ACCELERATOR,
-    "transformers.trainer.Trainer": _TRAINER,
-    "lightning.pytorch.trainer.trainer.Trainer": _LIGHTNINGS,
-    "pytorch_lightning.trainer.trainer.Trainer": _LIGHTNINGS,
-    "lightning.fabric.fabric.Fabric": _FABRIC,
-    "lightning_fabric.fabric.Fabric": _FABRIC,
-    "deepspeed.runtime.engine.DeepSpeedEngine": None,
-    "colossalai.booster.booster.Booster": None,
-    "composer.trainer.trainer.Trainer": None,
+    "accelerate.accelerator.Accelerator": ("Accelerator", _ACCELERATOR),
+    "transformers.trainer.Trainer": ("Trainer", _TRAINER),
+    "lightning.pytorch.trainer.trainer.Trainer": ("Lightning's Trainer", _LIGHTNING),
+    "pytorch_lightning.trainer.trainer.Trainer": ("Lightning's Trainer", _LIGHTNING),
+    "lightning.fabric.fabric.Fabric": ("Lightning's Fabric", _LIGHTNING),
+    "lightning_fabric.fabric.Fabric": ("Lightning's Fabric", _LIGHTNING),
+    "deepspeed.runtime.engine.DeepSpeedEngine": ("DeepSpeedEngine", _OTHER),
+    "colossalai.booster.booster.Booster": ("Booster", _OTHER),
+    "composer.trainer.trainer.Trainer": ("Trainer", _OTHER),
 }
-"""What a class's being built means; None: a library that shards in its own way, of the class's name."""
+"""What a class is called by its users, and how to make it shard."""
 
 _built: list[Library] = []
 _listeners: list[Callable[[], None]] = []
@@ -91,16 +82,16 @@ def built_library() -> Library | None:
 
 def watch_libraries() -> None:
     """Start to notice them, in modules that are imported and in those that will be."""
-    for path, known in _CLASSES.items():
-        module, _, name = path.rpartition(".")
-        library = known or Library(name=name, remedy=_OTHER.format(name))
-        wrap_once_imported(module, f"{name}.__init__", functools.partial(_note_and_construct, library))
 
+    def note_and_construct(library: Library, construct: Any, *args: Any, **kwargs: Any) -> None:
+        _built.append(library)  # before: constructors move and wrap models
+        notify_listeners()
+        construct(*args, **kwargs)
 
-def _note_and_construct(library: Library, construct: Any, *args: Any, **kwargs: Any) -> None:
-    _built.append(library)  # before: constructors move and wrap models
-    notify_listeners()
-    construct(*args, **kwargs)
+    for path, (name, remedy) in _CLASSES.items():
+        module, _, kind = path.rpartition(".")
+        library = Library(name=name, remedy=remedy.format(name), replicates=remedy == _LIGHTNING)
+        wrap_once_imported(module, f"{kind}.__init__", functools.partial(note_and_construct, library))
 
 
 _seen: list[str] = []
@@ -149,29 +140,28 @@ def watch_sharding() -> None:
 
     if "__init_subclass__" in FSDPModule.__dict__:
         return
-    FSDPModule.__init_subclass__ = classmethod(_subclass_made)  # type: ignore[assignment]
-    for wrapper, mark in ((FullyShardedDataParallel, mark_sharded), (DistributedDataParallel, _replicated.append)):
-        wrap(wrapper, "__init__", functools.partial(_call_and_mark, mark, wrapper.__name__))
-    for name, *modules in (("parallelize_module", parallel, parallel.api), ("distribute_module", tensor)):
-        for module in modules:
-            wrap(module, name, functools.partial(_call_and_mark, mark_sharded, name))
-    stage = functools.partial(_call_and_mark, mark_sharded, "PipelineStage")
-    wrap_once_imported("torch.distributed.pipelining.stage", "PipelineStage.__init__", stage)
 
+    def subclass_made(cls: Any, /, **kwargs: Any) -> None:
+        super(FSDPModule, cls).__init_subclass__(**kwargs)
+        if issubclass(cls, nn.Module):  # torch's own helper classes are not models
+            mark_sharded("fully_shard")
 
-def _call_and_mark(mark: Callable[[str], None], name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
-    result = call(*args, **kwargs)
-    mark(name)
-    return result
+    def marking(name: str, mark: Callable[[str], None] = mark_sharded) -> Callable[..., Any]:
+        def call_and_mark(call: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            mark(name)
+            return result
 
+        return call_and_mark
 
-def _subclass_made(cls: Any, /, **kwargs: Any) -> None:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.nn import Module
-
-    super(FSDPModule, cls).__init_subclass__(**kwargs)
-    if issubclass(cls, Module):  # torch's own helper classes are not models
-        mark_sharded("fully_shard")
+    FSDPModule.__init_subclass__ = classmethod(subclass_made)  # type: ignore[assignment]
+    wrap(FullyShardedDataParallel, "__init__", marking("FullyShardedDataParallel"))
+    wrap(DistributedDataParallel, "__init__", marking("DistributedDataParallel", _replicated.append))
+    for module in (parallel, parallel.api):
+        wrap(module, "parallelize_module", marking("parallelize_module"))
+    wrap(tensor, "distribute_module", marking("distribute_module"))
+    stage = "torch.distributed.pipelining.stage"
+    wrap_once_imported(stage, "PipelineStage.__init__", marking("PipelineStage"))
 
 
 def check_sharded(name: str) -> None:
@@ -181,7 +171,13 @@ def check_sharded(name: str) -> None:
         NeverShardedError: Always then, unless FSDPLAUNCH_ALLOW_UNSHARDED=1.
         ShardingError: The configuration's weights were never read.
     """
-    _check_weights_used(name)
+    weights = decode().checkpoint.weights
+    if weights is not None and not call_if_imported(WEIGHTS_USED):
+        msg = (
+            f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
+        )
+        hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"
+        raise ShardingError(msg, hint=hint)
     if not may_stay_unsharded():
         raise never_sharded(name, "; found at its end, for no optimizer of torch made a step")
 
@@ -199,7 +195,13 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
         where: What is to be said of the place, if it is known.
         also: What else would have the model sharded.
     """
-    msg = f"{name} ended without sharding a model{_who_trained_what()}{where}"
+    workers, whole = world_size(), f" ({_replicated[0]})" if _replicated else ""
+    if workers == 1:
+        trained = f": its worker held all of it{whole}" if whole else ""
+    else:
+        trained = f": {workers} workers " + (
+            f"each held a full replica{whole}" if whole else "trained independent replicas"
+        )
     library = built_library()
     ways = "call fsdplaunch.prepare(model, ...) in the script" if library is None else library.remedy
     if library is None and _replicated:
@@ -211,27 +213,8 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
             " --shard off, which leaves all to the script"
         )
     ways = f"{ways}; {also}" if also else ways
+    msg = f"{name} ended without sharding a model{trained}{where}"
     return NeverShardedError(msg, hint=f"{ways}; or launch with --allow-unsharded, if that is meant")
-
-
-def _who_trained_what() -> str:
-    workers = world_size()
-    if workers == 1:
-        return f": its worker held all of it ({_replicated[0]})" if _replicated else ""
-    trained = f"each held a full replica ({_replicated[0]})" if _replicated else "trained independent replicas"
-    return f": {workers} workers {trained}"
-
-
-def _check_weights_used(name: str) -> None:
-    """Raise when the configuration names pretrained weights and the script never had them loaded."""
-    from fsdplaunch.config.environment import decode
-
-    weights = decode().checkpoint.weights
-    if weights is None or call_if_imported(WEIGHTS_USED):
-        return
-    msg = f"{name} ended and checkpoint.weights ({weights}) was never read: no model was prepared by fsdplaunch"
-    hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"
-    raise ShardingError(msg, hint=hint)
 
 
 def check_at_first_step(name: str) -> None:
@@ -244,7 +227,7 @@ def check_at_first_step(name: str) -> None:
     def check() -> None:
         if not may_stay_unsharded():
             raise never_sharded(name, f"; found at its first optimizer step, {script_line()}")
-        describe_others()
+        _describe_others()
 
     before_first_step(optimizers, check)
     optimizers.register_optimizer_step_pre_hook(_compare_ranks)
@@ -280,17 +263,16 @@ def _watch_updates(name: str) -> None:
 
     def call(backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal left
-        if left and may_stay_unsharded():
-            left = 0
+        left = 0 if left and may_stay_unsharded() else max(left - 1, 0)
+        param = None
         if left:
-            left -= 1
             param = _parameter_below(tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None))
-            now = 0.0 if param is None else float(param.detach().double().sum().item())
-            if param is not None and sums.setdefault(weakref.ref(param), now) != now:
+        if param is not None:
+            now = float(param.detach().double().sum().item())
+            if sums.setdefault(weakref.ref(param), now) != now:
                 where = f"; found at its second backward pass, {script_line()}"
-                raise never_sharded(
-                    name, where, "or move it to its device by model.to(device), where it is sharded"
-                )
+                also = "or move it to its device by model.to(device), where it is sharded"
+                raise never_sharded(name, where, also)
         return backward(tensors, *args, **kwargs)
 
     before_first_step(optimizers, end)
@@ -312,26 +294,17 @@ def _parameter_below(loss: Any) -> nn.Parameter | None:
     return None
 
 
-def describe_others() -> None:
+def _describe_others() -> None:
     """Print how the models are sharded that something else than this package has sharded."""
-    from fsdplaunch.runtime.inspection.units import is_sharded
+    from fsdplaunch.runtime.inspection.describe import announce, describe_seen
+    from fsdplaunch.runtime.inspection.units import is_sharded, reshard
     from fsdplaunch.runtime.sharding.registry import registered  # only now: a worker must start fast
 
-    models = [thing for thing in gc.get_objects() if _is_module(thing) and is_sharded(thing)]
+    # isinstance would ask proxies, which import what they stand for
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_sharded(thing)]
     inside = {id(part) for model in models for child in model.children() for part in child.modules()}
     for model in models:
         if id(model) not in inside and registered(model) is None:
-            _describe(model)
-
-
-def _is_module(thing: Any) -> bool:
-    return issubclass(type(thing), nn.Module)  # isinstance would ask proxies, which import what they stand for
-
-
-def _describe(model: nn.Module) -> None:
-    from fsdplaunch.runtime.inspection.describe import announce, describe_seen
-    from fsdplaunch.runtime.inspection.units import reshard
-
-    reshard(model)  # an evaluation may have left parameters gathered, which say nothing
-    library = built_library()
-    announce(describe_seen(model), f"by {sharded_by() if library is None else library.name}")
+            reshard(model)  # an evaluation may have left parameters gathered, which say nothing
+            library = built_library()
+            announce(describe_seen(model), f"by {sharded_by() if library is None else library.name}")

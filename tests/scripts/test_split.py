@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.needs import needs
 from tests.scripts.conftest import PROGRAMS, Forks
 from tests.scripts.test_programs import assert_same_files
 
@@ -87,21 +86,3 @@ def test_a_script_of_ranks_that_divides_data_by_rank_reads_alike_where_layers_ar
     done = forks.run(script, tmp_path / "run", ranks=4, **keys)
     assert done.codes == [0] * 4, done.err
     assert "the same" in done.out[0]
-
-
-ACCELERATE = """
-from accelerate import Accelerator
-Accelerator()
-"""
-
-
-@needs("accelerate", "1.13", "makes no mesh of the environment")
-@needs("transformers", "5.17", "has what accelerate splits layers by")
-def test_layers_that_accelerate_cannot_split_are_an_error(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "mesh.py"
-    script.write_text(ACCELERATE)
-    keys = {"parallelism_config__parallelism_config_dp_shard_size": 2} | LAYERS
-    run = forks.run(script, tmp_path / "run", ranks=4, **keys)
-    assert run.codes == [1] * 4
-    assert "accelerate splits layers (tp_size 2) by ReplicateParallel" in run.err[0]
-    assert "fsdplaunch.prepare" in run.err[0]

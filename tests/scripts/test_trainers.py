@@ -1,4 +1,4 @@
-"""What accelerate and its Trainer take in one process only: evaluation before training, several models at once."""
+"""What transformers' Trainer takes in one process only: evaluation before training."""
 
 from pathlib import Path
 
@@ -46,33 +46,10 @@ for evaluate in (True, False, True):
 """
 
 
-TWO_MODELS = """
-import torch
-from accelerate import Accelerator
-from torch import nn
-
-class Block(nn.Linear):
-    pass
-
-torch.manual_seed(0)
-one, other = (nn.Sequential(Block(4, 4), Block(4, 4)) for _ in range(2))
-of_one, of_other = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (one, other))
-one, other, of_one, of_other = Accelerator().prepare(one, other, of_one, of_other)
-for step in range(3):
-    loss = (other(one(torch.ones(2, 4))) - 1).pow(2).mean()
-    loss.backward()
-    for optimizer in (of_one, of_other):
-        optimizer.step()
-        optimizer.zero_grad()
-    print("loss", loss.item())
-"""
-
-
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("program", [EVALUATES_FIRST, TWO_MODELS], ids=["evaluate before train", "two models"])
-def test_losses_are_those_of_one_process(forks: Forks, tmp_path: Path, program: str, version: int) -> None:
+def test_losses_are_those_of_one_process(forks: Forks, tmp_path: Path, version: int) -> None:
     script = tmp_path / "train.py"
-    script.write_text(program)
+    script.write_text(EVALUATES_FIRST)
     plain = forks.run(script, tmp_path / "plain")
     run = forks.run(script, tmp_path / "run", ranks=2, fsdp_config__fsdp_version=version, **BLOCKS)
     assert run.codes == [0, 0], run.err

@@ -8,13 +8,11 @@ import functools
 import inspect
 import itertools
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.inspection.parameters import clean_name, unwrapped
+from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.inspection.units import fsdp_modules, is_sharded, refuse_of_xla
 from fsdplaunch.runtime.loading.load import load_full
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin, load_on_first_ranks_only
@@ -82,18 +80,15 @@ def plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelP
     """
     state = getattr(accelerator, "state", accelerator)
     found = plugin or (state if hasattr(state, "fsdp_version") else getattr(state, "fsdp_plugin", None))
-    return ambient_plugin() if found is None else as_plugin(found)
-
-
-def as_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """Return a plugin of this package with the values of accelerate's; one of ours as it is."""
-    if isinstance(plugin, FullyShardedDataParallelPlugin):
-        return plugin
+    if found is None:
+        return ambient_plugin()
+    if isinstance(found, FullyShardedDataParallelPlugin):
+        return found
     names = [each.name for each in fields(FullyShardedDataParallelPlugin) if each.init]
-    values = {name: value for name in names if (value := getattr(plugin, name, None)) is not None}
-    if plugin.auto_wrap_policy is None:
+    values = {name: value for name in names if (value := getattr(found, name, None)) is not None}
+    if found.auto_wrap_policy is None:
         values["auto_wrap_policy"] = "NO_WRAP"
-    if plugin.sync_module_states:  # its function gives storage without values, which is done here anyway
+    if found.sync_module_states:  # its function gives storage without values, which is done here anyway
         values.pop("param_init_fn", None)
     return FullyShardedDataParallelPlugin(**values)
 
@@ -102,10 +97,9 @@ def mesh_of(accelerator: Any) -> DeviceMesh | None:
     """Return the axes of an accelerator's mesh that FSDP shards and replicates over; None when it has no mesh."""
     mesh = getattr(accelerator, "torch_device_mesh", None)
     names = getattr(getattr(accelerator, "parallelism_config", None), "fsdp_dim_names", None)
-    if not isinstance(mesh, DeviceMesh) or not names:
-        return mesh if isinstance(mesh, DeviceMesh) else None
-    part: DeviceMesh = mesh[tuple(names)]
-    return part
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    return mesh[tuple(names)] if names else mesh
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -163,19 +157,17 @@ def fsdp2_switch_optimizer_parameters(
         KeyError: A parameter has no successor, and which one; trained on, it would never reach the model.
     """
     for index, group in enumerate(optimizer.param_groups):
+        new = []
         for position, param in enumerate(group["params"]):
-            if _address(param, mapping) not in mapping:
+            pointer = param.data_ptr  # the mapping may have the very method that returns the address
+            address = pointer if not callable(pointer) or pointer in mapping else pointer()
+            if address not in mapping:
                 named = group.get("param_names") or {}
                 name = named[position] if named else name_of(param) or f"parameter {position} of group {index}"
                 msg = f"no sharded parameter for {name}, of shape {tuple(param.shape)}, in the mapping"
                 raise KeyError(msg)
-        group["params"] = [mapping[_address(param, mapping)] for param in group["params"]]
-
-
-def _address(param: Any, mapping: Mapping[Any, Any]) -> Any:
-    """Return what a mapping has for a parameter: the address, or the very method that returns it."""
-    pointer = param.data_ptr
-    return pointer if not callable(pointer) or pointer in mapping else pointer()
+            new.append(mapping[address])
+        group["params"] = new
 
 
 @accelerator_optional
@@ -239,77 +231,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     return lambda module: module in units or checkpointed_module(module) in units
 
 
-@accelerator_optional
-def fsdp2_canonicalize_names(
-    named_params: Mapping[str, Any],
-    *,
-    accelerator: Any = None,  # noqa: ARG001  (accepted as by the other functions)
-) -> dict[str, Any]:
-    """Return a mapping by parameter names with the names the model had before anything was wrapped in it."""
-    return {clean_name(name): value for name, value in named_params.items()}
-
-
-def get_fsdp2_grad_scaler(*accelerator: Any, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return the scaler of losses for fp16 under FSDP2, made with torch's own arguments.
-
-    Args:
-        accelerator: Not needed.
-        kwargs: Those of `torch.amp.GradScaler`.
-    """
-    del accelerator
-    kwargs.pop("accelerator", None)
-    return torch.amp.GradScaler(**kwargs)
-
-
-def get_parameters_from_modules(
-    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
-) -> set[nn.Parameter]:
-    """Return the parameters of some modules of a model.
-
-    Args:
-        modules: Modules, or a regular expression of full names, whose modules are moved to the device.
-        model: Whose names they are.
-        device: Where to.
-    """
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {param for module in modules or () for param in module.parameters()}
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], Any],
-    model: nn.Module,
-    device: torch.device | str | None = None,  # noqa: ARG001  (accelerate's signature)
-) -> Callable[[nn.Module], Any]:
-    """Return a function that gives a module's tensors storage and keeps parameters shared that were shared before.
-
-    Args:
-        param_init_fn: Gives one module storage and returns it, as FSDP1's `param_init_fn` does.
-        model: On the meta device, with its tied parameters tied.
-        device: Not needed.
-    """
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            holders[id(param)] = holders.get(id(param), 0) + 1
-    shared = {key for key, number in holders.items() if number > 1}
-    if not shared:
-        return param_init_fn
-    first: dict[int, nn.Parameter] = {}
-
-    def init(module: nn.Module) -> Any:
-        before = {name: id(param) for name, param in module.named_parameters(recurse=False)}
-        made = param_init_fn(module)
-        for name, key in before.items():
-            if key in shared:
-                setattr(made, name, first.setdefault(key, getattr(made, name)))
-        return made
-
-    return init
-
-
-FULL = "FULL_STATE_DICT"
+_FULL = "FULL_STATE_DICT"
 
 
 @accelerator_optional
@@ -338,8 +260,7 @@ def save_fsdp_model(
         CheckpointError: It cannot be written.
         UsageError: The adapters of a PEFT model cannot be distinguished in that form.
     """
-    kind = _form(model, accelerator, fsdp_plugin)
-    folder = _made(output_dir)
+    kind, folder = _form(model, accelerator, fsdp_plugin), _made(output_dir)
     part = model_to_save(unwrapped(model), kind, model_index)
     if adapter_only and has_adapters(unwrapped(model)):
         part = only_adapters(part, unwrapped(model))
@@ -377,12 +298,23 @@ def load_fsdp_model(
 
     Raises:
         CheckpointError: There is none, or it does not fit the model.
+        UsageError: The model is not sharded yet, and only rank 0 would have its weights.
     """
     kind = _form(model, accelerator, fsdp_plugin)
     folder = _folder(input_dir, f"{MODEL}_{model_index}")
     dist.barrier()
     if not fsdp_modules(model):
-        return _load_unsharded(model, folder, model_index, plugin_of(accelerator, fsdp_plugin))
+        if dist.get_rank() == 0:  # the others get its values when the model is sharded
+            name = f"{MODEL}.bin" if model_index == 0 else f"{MODEL}_{model_index}.bin"
+            found: IncompatibleKeys = model.load_state_dict(read_plain(folder / name))
+            return found
+        plugin = plugin_of(accelerator, fsdp_plugin)
+        if plugin.fsdp_version == 1 and not plugin.sync_module_states:
+            msg = (
+                "the model is not sharded yet, and sync_module_states is false: only rank 0 would have its weights"
+            )
+            raise UsageError(msg, hint="set sync_module_states to true, or load after sharding")
+        return None
     if adapter_only and has_adapters(unwrapped(model)):
         load_adapters(unwrapped(model), folder, model_index, kind=kind, use_dcp=use_dcp)
     elif kind == "SHARDED_STATE_DICT" and not use_dcp:
@@ -403,21 +335,10 @@ def save_fsdp_optimizer(
     fsdp_plugin: Any = None,
     accelerator: Any = None,
 ) -> None:
-    """Save an optimizer of a sharded model under accelerate's file names; every rank calls this.
-
-    Args:
-        optimizer: Of the model.
-        model: Sharded.
-        output_dir: Made if it is not there.
-        optimizer_index: Its number in the folder.
-        use_dcp: As in `save_fsdp_model`.
-        fsdp_plugin: As in `save_fsdp_model`.
-        accelerator: As in `save_fsdp_model`.
-    """
-    kind = _form(model, accelerator, fsdp_plugin)
-    folder = _made(output_dir)
+    """Save an optimizer of a sharded model under accelerate's file names, as `save_fsdp_model` saves the model."""
+    kind, folder = _form(model, accelerator, fsdp_plugin), _made(output_dir)
     part = optimizer_to_save(unwrapped(model), optimizer, kind, optimizer_index)
-    if kind != FULL and not use_dcp:
+    if kind != _FULL and not use_dcp:
         write_own(part.state["optimizer"], folder, OPTIMIZER, optimizer_index)
     else:
         part.write(folder)
@@ -430,32 +351,21 @@ def load_fsdp_optimizer(
     model: nn.Module,
     input_dir: str | Path,
     optimizer_index: int = 0,
-    adapter_only: bool = False,
+    adapter_only: bool = False,  # noqa: ARG001  (an optimizer has the state of what it trains)
     use_dcp: bool = True,
     *,
     fsdp_plugin: Any = None,
     accelerator: Any = None,
 ) -> None:
-    """Load what `save_fsdp_optimizer`, accelerate's or this one, saved; every rank calls this.
-
-    Args:
-        optimizer: Of the model.
-        model: Sharded.
-        input_dir: The folder that was given to save, or the optimizer's own folder in it.
-        optimizer_index: Its number in the folder.
-        adapter_only: Not looked at: an optimizer has the state of what it trains.
-        use_dcp: As when it was saved.
-        fsdp_plugin: As in `save_fsdp_model`.
-        accelerator: As in `save_fsdp_model`.
+    """Load what `save_fsdp_optimizer`, accelerate's or this one, saved, as `load_fsdp_model` loads the model.
 
     Raises:
         CheckpointError: There is none, or it does not fit.
     """
-    del adapter_only
     kind = _form(model, accelerator, fsdp_plugin)
     folder = _folder(input_dir, f"{OPTIMIZER}_{optimizer_index}")
     dist.barrier()
-    if kind != FULL and not use_dcp:
+    if kind != _FULL and not use_dcp:
         read_own_optimizer(unwrapped(model), optimizer, folder, optimizer_index)
     else:
         load_optimizer(unwrapped(model), optimizer, folder, optimizer_index, kind=kind)
@@ -463,10 +373,10 @@ def load_fsdp_optimizer(
 
 def _form(model: nn.Module, accelerator: Any, plugin: Any) -> str:
     refuse_of_xla(model, "this function of accelerate's")
-    given = plugin_of(accelerator, plugin) if accelerator is not None or plugin is not None else None
     prepared = registered(model)
-    chosen = given or (plugin_of(None) if prepared is None else prepared.plugin)
-    return str(chosen.settings().state_dict_type)
+    if accelerator is None and plugin is None and prepared is not None:
+        return str(prepared.plugin.settings().state_dict_type)
+    return str(plugin_of(accelerator, plugin).settings().state_dict_type)
 
 
 def _made(given: str | Path) -> Path:
@@ -481,19 +391,3 @@ def _made(given: str | Path) -> Path:
 
 def _folder(given: str | Path, own: str) -> Path:
     return Path(given).parent if Path(given).name == own else Path(given)
-
-
-def _load_unsharded(
-    model: nn.Module, folder: Path, index: int, plugin: FullyShardedDataParallelPlugin
-) -> IncompatibleKeys | None:
-    """Load on rank 0, whose values the others get when the model is sharded."""
-    if dist.get_rank() != 0:
-        if plugin.fsdp_version == 1 and not plugin.sync_module_states:
-            msg = (
-                "the model is not sharded yet, and sync_module_states is false: only rank 0 would have its weights"
-            )
-            raise UsageError(msg, hint="set sync_module_states to true, or load after sharding")
-        return None
-    name = f"{MODEL}.bin" if index == 0 else f"{MODEL}_{index}.bin"
-    found: IncompatibleKeys = model.load_state_dict(read_plain(folder / name))
-    return found

@@ -99,29 +99,23 @@ def load_state_dict(
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return {}
-    state = _read(Path(checkpoint_file))
+    path = Path(checkpoint_file)
+    state: dict[str, Any]
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            state = dict(load_file(path))
+        except (SafetensorError, OSError) as error:
+            msg = f"cannot read {path}: {error}"
+            raise CheckpointError(msg, hint="the file is missing or damaged") from None
+    else:
+        state = read_plain(path)
     if device_map is None:
         return state
-    if not isinstance(device_map, Mapping):
-        return {name: tensor.to(device_map) for name, tensor in state.items()}
-    return {name: tensor.to(_device_of(name, device_map)) for name, tensor in state.items()}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.suffix != ".safetensors":
-        state: dict[str, Any] = read_plain(path)
-        return state
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        msg = f"cannot read {path}: {error}"
-        raise CheckpointError(msg, hint="the file is missing or damaged") from None
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of the longest module name that a tensor's name begins with."""
-    fitting = [module for module in device_map if not module or name == module or name.startswith(f"{module}.")]
-    return device_map[max(fitting, key=len)] if fitting else "cpu"
+    places = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    for name, tensor in state.items():
+        fitting = [module for module in places if not module or name == module or name.startswith(f"{module}.")]
+        state[name] = tensor.to(places[max(fitting, key=len)] if fitting else "cpu")
+    return state

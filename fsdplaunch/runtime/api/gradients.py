@@ -24,16 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
-from fsdplaunch.runtime.inspection.units import full_tensor, is_unit, local_tensor, outermost
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, is_unit, local_tensor, outermost
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import XLA_CLIP, XLA_NO_SYNC, call_if_imported, wrap
 from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.registry import models_of, registered
-from fsdplaunch.runtime.torch_internals.fsdp import (
-    drop_local_gradients,
-    group_refs,
-    take_local_gradients,
-)
+from fsdplaunch.runtime.torch_internals.fsdp import group_refs, take_local_gradients
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor
 
@@ -67,20 +63,19 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
         return wrapped.clip_grad_norm_(max_norm, norm_type)
     params = [param for param in listed(parameters) if param.grad is not None]
     norm = total_norm([param.grad for param in params if param.grad is not None], norm_type)
-    clip_with_norm(params, max_norm, norm)
-    return norm
-
-
-def clip_with_norm(params: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale the gradients of parameters, of which some may be sharded, by a norm that is known."""
-    for kind in _kinds([param for param in params if param.grad is not None]):
+    for kind in _kinds(params):
         clip_grads_with_norm_(kind, max_norm, norm)
+    return norm
 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every gradient element to `[-clip_value, clip_value]`; each rank limits its own shards."""
     for kind in _kinds([param for param in listed(parameters) if param.grad is not None]):
-        clip_local_values([_local_gradient(param) for param in kind], clip_value)
+        shards = [local_tensor(param.grad) for param in kind]
+        holders = [torch.empty_like(shard) for shard in shards]
+        for holder, shard in zip(holders, shards, strict=True):
+            holder.grad = shard
+        clip_local_values(holders, clip_value)
 
 
 @contextmanager
@@ -123,9 +118,7 @@ def _wrapper_of(parameters: Parameters) -> FullyShardedDataParallel | None:
     """Return the FSDP1 model that was given, itself or as its parameters."""
     if isinstance(parameters, FullyShardedDataParallel):
         return parameters
-    if isinstance(parameters, nn.Module) and any(
-        isinstance(m, FullyShardedDataParallel) for m in parameters.modules()
-    ):
+    if isinstance(parameters, nn.Module) and fsdp1_wrappers(parameters):
         msg = f"only some of {type(parameters).__name__} is sharded by FSDP1, so its norm is not known"
         raise ShardingError(msg, hint="give clip_grad_norm_ the sharded model itself")
     given = {id(param) for param in listed(parameters)}
@@ -159,7 +152,11 @@ def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     Torch raises where a rank's shards are empty, and adds up over one axis only.
     """
     axes = split_groups(kind[0])
-    norm: torch.Tensor = _local_norm(kind, norm_type) if axes else full_tensor(get_total_norm(kind, norm_type))
+    if not axes:
+        return full_tensor(get_total_norm(kind, norm_type))  # type: ignore[no-any-return]
+    shards = [local_tensor(gradient) for gradient in kind]
+    dtype = functools.reduce(torch.promote_types, (shard.dtype for shard in shards))  # the same on all ranks
+    norm = get_total_norm([shard for shard in shards if shard.numel()], norm_type).to(shards[0].device, dtype)
     for group in axes:
         if norm_type == inf:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
@@ -170,14 +167,6 @@ def _norm_of_kind(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return norm
 
 
-def _local_norm(kind: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of this rank's shards, in a dtype that is the same on all ranks."""
-    shards = [local_tensor(gradient) for gradient in kind]
-    dtype = functools.reduce(torch.promote_types, (shard.dtype for shard in shards))
-    norm = get_total_norm([shard for shard in shards if shard.numel()], norm_type)
-    return norm.to(shards[0].device, dtype)
-
-
 def _kinds(tensors: list[Any]) -> list[list[Any]]:
     """Return the tensors in groups: those split over the same axes of one mesh together, plain ones together."""
     kinds: dict[Any, list[Any]] = {}
@@ -185,17 +174,6 @@ def _kinds(tensors: list[Any]) -> list[list[Any]]:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         kinds.setdefault((mesh, tuple(map(id, split_groups(tensor)))), []).append(tensor)
     return list(kinds.values())
-
-
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose gradient is this rank's shard of the parameter's."""
-    gradient = param.grad
-    if gradient is None:
-        return torch.empty(0)
-    local = local_tensor(gradient)
-    holder = torch.empty_like(local)
-    holder.grad = local
-    return holder
 
 
 _groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
@@ -223,13 +201,17 @@ def _watch_optimizers() -> None:
 
 def _clear_both(clear: Any, self: Any, set_to_none: bool = True) -> None:
     clear(self, set_to_none)
-    shards = {id(each) for each in (_params_of(self) if isinstance(self, Optimizer) else parameters_of(self))}
-    for ref in [ref for refs in _groups.values() for ref in refs]:
-        drop_local_gradients(ref, shards)
+    _take(_params_of(self) if isinstance(self, Optimizer) else parameters_of(self))
 
 
 def _params_of(optimizer: Optimizer) -> Iterable[Any]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _take(params: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Return what passes that average nothing have added up for shards, each with its shard, and forget it."""
+    shards = {id(param) for param in params} if _groups else set()
+    return [found for refs in _groups.values() for ref in refs for found in take_local_gradients(ref, shards)]
 
 
 @torch.no_grad()
@@ -238,11 +220,11 @@ def average_local_gradients(params: Iterable[Any]) -> None:
 
     Torch's DistributedDataParallel would let each rank step with its own, so that they train apart from there on.
     """
-    shards = {id(param) for param in params} if _groups else set()
-    refs = [ref for refs in _groups.values() for ref in refs]
-    pending = [found for ref in refs for found in take_local_gradients(ref, shards)]
+    pending = _take(params)
     for shard, gradient in pending:
-        averaged = _averaged(gradient, shard)
+        mesh, parts = shard.device_mesh, [Partial()] * shard.device_mesh.ndim
+        summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, parts, run_check=False)
+        averaged = summed.redistribute(placements=shard.placements) / mesh.size()
         shard.grad = averaged if shard.grad is None else shard.grad + averaged
     if pending and not _told:
         _told.append(True)
@@ -250,13 +232,6 @@ def average_local_gradients(params: Iterable[Any]) -> None:
             f"{script_line()}: no pass outside of no_sync() has averaged these gradients: they are averaged"
             " here, where each rank would step with its own under DistributedDataParallel"
         )
-
-
-def _averaged(gradient: torch.Tensor, shard: Any) -> Any:
-    """Return the shard of the mean of all ranks' full gradients."""
-    mesh = shard.device_mesh
-    summed: Any = DTensor.from_local(gradient.to(shard.dtype), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return summed.redistribute(placements=shard.placements) / mesh.size()
 
 
 def missing_gradients_note(error: str) -> str | None:

@@ -82,7 +82,7 @@ def prepare(
         results = feature(XLA).prepare_on_xla(objects, chosen, unsupported)
     else:
         place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
-        ready = _shard_models(objects, chosen, place, weights=weights, strict=strict)
+        ready = _shard_models(_of(objects, nn.Module), chosen, place, weights, strict)
         known = known_parameters()
         for optimizer in _of(objects, Optimizer):
             repoint(optimizer, known)
@@ -92,15 +92,9 @@ def prepare(
 
 
 def _shard_models(
-    objects: tuple[Any, ...],
-    plugin: FullyShardedDataParallelPlugin,
-    place: ShardTarget,
-    *,
-    weights: Any,
-    strict: Any,
+    models: list[nn.Module], plugin: FullyShardedDataParallelPlugin, place: ShardTarget, weights: Any, strict: Any
 ) -> dict[int, nn.Module]:
-    """Shard the models among the objects, and return each one's sharded form by the identity of what was given."""
-    models = _of(objects, nn.Module)
+    """Shard models, and return each one's sharded form by the identity of what was given."""
     pretrained = pretrained_for(models, weights=weights, strict=strict)
     deferred = None
     if pretrained:
@@ -132,8 +126,7 @@ def _check_torch() -> None:
 
 
 def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
-    unique = {id(item): item for item in objects if isinstance(item, kind)}
-    return list(unique.values())
+    return list({id(item): item for item in objects if isinstance(item, kind)}.values())
 
 
 def _fit(item: Any, place: ShardTarget) -> Any:

@@ -47,40 +47,45 @@ def summon_full_params(
     if rank0_only and writeback:
         msg = "summon_full_params cannot write back what only the first rank holds"
         raise UsageError(msg, hint="set writeback=False or rank0_only=False")
+    options = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": with_grads}
     summoned = _summoned_fsdp1 if fsdp1_wrappers(module) else _summoned_fsdp2
-    with summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+    with summoned(module, **options, offload_to_cpu=offload_to_cpu):
         yield
 
 
 @contextmanager
-def _summoned_fsdp1(
-    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
-) -> Iterator[None]:
+def _summoned_fsdp1(module: nn.Module, *, with_grads: bool, **options: bool) -> Iterator[None]:
     """Summon as torch does for FSDP1; with gradients it changes views in place, which autograd must not see."""
     if next((param.device.type == "cpu" for param in module.parameters()), True):
         take_out_offload_to_cpu()
-    options = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "with_grads": grads}
-    with warnings.catch_warnings(), torch.no_grad() if grads else nullcontext():
+    with warnings.catch_warnings(), torch.no_grad() if with_grads else nullcontext():
         warnings.simplefilter("ignore", UserWarning)  # that offloading without rank0_only needs memory
-        with FullyShardedDataParallel.summon_full_params(module, **options, offload_to_cpu=offload):
+        with FullyShardedDataParallel.summon_full_params(module, with_grads=with_grads, **options):
             yield
 
 
 @contextmanager
 def _summoned_fsdp2(
-    module: nn.Module, recurse: bool, writeback: bool, rank0_only: bool, offload: bool, grads: bool
+    module: nn.Module, *, recurse: bool, writeback: bool, rank0_only: bool, with_grads: bool, offload_to_cpu: bool
 ) -> Iterator[None]:
     """Exchange the DTensors for full tensors; gathered for computing they would be in the computing dtype."""
     places = list(_sharded_places(module, recurse))
-    full = {shard: _full(shard, offload=offload, grads=grads) for shard in dict.fromkeys(p for *_, p in places)}
+    full: dict[nn.Parameter, nn.Parameter] = {}
+    with torch.no_grad():
+        for shard in dict.fromkeys(shard for *_, shard in places):
+            full[shard] = nn.Parameter(_gathered(shard, offload_to_cpu), requires_grad=shard.requires_grad)
+            if with_grads and shard.grad is not None:
+                full[shard].grad = _gathered(shard.grad, offload_to_cpu)
     try:
         if not rank0_only or dist.get_rank() == 0:
             for holder, attribute, shard in places:
                 put_tensor(holder, attribute, full[shard])
         yield
-        if writeback:
-            for shard, changed in full.items():
-                _keep(changed, shard, grads=grads)
+        with torch.no_grad():
+            for shard, changed in full.items() if writeback else ():
+                _write_back(changed, shard)
+                if with_grads and shard.grad is not None and changed.grad is not None:
+                    _write_back(changed.grad, shard.grad)
     finally:
         for place in places:
             put_tensor(*place)
@@ -102,32 +107,17 @@ def _sharded_places(root: nn.Module, recurse: bool) -> Iterator[tuple[nn.Module,
                 waiting.append((child, depth))
 
 
-def _full(param: nn.Parameter, *, offload: bool, grads: bool) -> nn.Parameter:
-    with torch.no_grad():
-        full = _gathered(param)
-        new = nn.Parameter(full.cpu() if offload else full, requires_grad=param.requires_grad)
-        if grads and param.grad is not None:
-            gradient = _gathered(param.grad)
-            new.grad = gradient.cpu() if offload else gradient
-    return new
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
     """Return a copy that changes to do not reach the shards through, also where one rank holds everything."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    full = tensor.full_tensor().detach()
-    return full.clone() if full.data_ptr() == tensor.to_local().data_ptr() else full
+    if isinstance(tensor, DTensor):
+        full = tensor.full_tensor().detach()
+        full = full.clone() if full.data_ptr() == tensor.to_local().data_ptr() else full
+    else:
+        full = tensor.detach().clone()
+    return full.cpu() if offload else full
 
 
-def _keep(full: nn.Parameter, sharded: nn.Parameter, *, grads: bool) -> None:
-    with torch.no_grad():
-        _copy(full, sharded)
-        if grads and sharded.grad is not None and full.grad is not None:
-            _copy(full.grad, sharded.grad)
-
-
-def _copy(full: torch.Tensor, sharded: torch.Tensor) -> None:
+def _write_back(full: torch.Tensor, sharded: torch.Tensor) -> None:
     if isinstance(sharded, DTensor):
         sharded.to_local().copy_(split_like(full.detach(), sharded).to_local())
 

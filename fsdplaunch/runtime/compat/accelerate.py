@@ -5,30 +5,26 @@ first, and says what goes wrong without.
 """
 
 import functools
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of
-from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
+from fsdplaunch.runtime.inspection.parameters import count, parameters_of
+from fsdplaunch.runtime.inspection.units import is_sharded
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
-from fsdplaunch.runtime.sharding.wrap import class_name
-from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, param_groups
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
@@ -43,12 +39,8 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     """
     wrap_once_imported("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_without_cache)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_and_average)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare_each_model)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", _refuse_split_layers)
-    wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
         wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", _refuse_indivisible)
@@ -78,11 +70,11 @@ def keep_accelerate_on_cpu() -> None:
     It reads ACCELERATE_USE_CPU in `Accelerator` and the Trainer only. A script's `PartialState()`, if it came
     first, would make every worker a single process.
     """
-    wrap_once_imported(_STATE, "PartialState.__init__", _construct_on_cpu)
 
+    def construct_on_cpu(construct: Any, self: Any, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001
+        construct(self, cpu=True, **kwargs)
 
-def _construct_on_cpu(construct: Any, self: Any, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001
-    construct(self, cpu=True, **kwargs)
+    wrap_once_imported(_STATE, "PartialState.__init__", construct_on_cpu)
 
 
 def shuffle_alike_of_accelerate() -> None:
@@ -123,123 +115,63 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> n
         return getattr(model.get_submodule(layer), attribute)
 
     own_find = getattr(model, "get_parameter_or_buffer", find)
-    with (
-        _out_of_states(model) as buffers,
-        own_attribute(model, "load_state_dict", load),
-        own_attribute(model, "get_parameter_or_buffer", own_find),
-    ):
-        prepared = prepare(accelerator, model)
-    values = [getattr(owner, attribute) for owner, attribute in buffers]
+    # Buffers are out of the model's state meanwhile.
+    owners = [
+        (owner, name) for owner in model.modules() for name, _ in own_buffers(owner) if is_persistent(owner, name)
+    ]
+    for owner, name in owners:
+        set_persistent(owner, name, persistent=False)
+        buffer = getattr(owner, name).contiguous()
+        put_tensor(owner, name, torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer)
+    try:
+        with (
+            own_attribute(model, "load_state_dict", load),
+            own_attribute(model, "get_parameter_or_buffer", own_find),
+        ):
+            prepared = prepare(accelerator, model)
+    finally:
+        for owner, name in owners:
+            set_persistent(owner, name, persistent=True)
+    values = [getattr(owner, name) for owner, name in owners]
     RankGroup([dist.group.WORLD], accelerator.device).send(*values)  # ranks but the first may have read none
     return prepared
 
 
-@contextmanager
-def _out_of_states(model: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Take a model's buffers out of its state meanwhile; give the modules and attributes that have them."""
-    found = [
-        (owner, attribute)
-        for owner in model.modules()
-        for attribute, _ in own_buffers(owner)
-        if is_persistent(owner, attribute)
-    ]
-    for owner, attribute in found:
-        set_persistent(owner, attribute, persistent=False)
-        buffer = getattr(owner, attribute).contiguous()
-        put_tensor(owner, attribute, torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer)
-    try:
-        yield found
-    finally:
-        for owner, attribute in found:
-            set_persistent(owner, attribute, persistent=True)
-
-
-def _prepare_without_cache(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let models of transformers train under the activation checkpointing that accelerate applies.
+def _prepare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let models of transformers train under activation checkpointing, and keep equal what is not sharded.
 
     They keep keys and values of attention, and a block that is computed again appends to them again: torch finds
-    that tensors differ. transformers' Trainer turns that off from version 5 on.
+    that tensors differ. transformers' Trainer turns that off from version 5 on. And torch leaves gradients of
+    parameters that are not sharded (`fsdp_ignored_modules`) as each rank has computed them.
     """
     if getattr(getattr(self.state, "fsdp_plugin", None), "activation_checkpointing", False):
         for model in (each for each in args if isinstance(each, nn.Module)):
             keep_no_cache(model)
-    return prepare(self, *args, **kwargs)
-
-
-def _prepare_each_model(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare models one by one, each with its own optimizers: accelerate takes one model under FSDP2."""
-    models = [each for each in args if isinstance(each, nn.Module)]
-    if len(models) < 2 or not getattr(self, "is_fsdp2", False):  # noqa: PLR2004  (one is what it takes)
-        return prepare(self, *args, **kwargs)
-    rest = [each for each in args if not isinstance(each, nn.Module)]
-    ready: dict[int, Any] = {}
-    for model in models:
-        own = set(map(id, parameters_of(model)))
-        its = [each for each in rest if isinstance(each, Optimizer) and _trains(each, own)]
-        rest = [each for each in rest if each not in its]
-        ready |= zip(map(id, (model, *its)), _as_tuple(prepare(self, model, *its)), strict=True)
-    if rest:
-        ready |= zip(map(id, rest), _as_tuple(prepare(self, *rest)), strict=True)
-    return tuple(ready[id(each)] for each in args)
-
-
-def _trains(optimizer: Optimizer, params: set[int]) -> bool:
-    return any(id(param) in params for group in optimizer.param_groups for param in group["params"])
-
-
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-
-def _prepare_and_average(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep equal on all ranks what accelerate leaves unsharded (`fsdp_ignored_modules`) and an optimizer trains.
-
-    Torch leaves such gradients as each rank has computed them, so that the ranks would train apart.
-    """
     result = prepare(self, *args, **kwargs)
-    for model in _as_tuple(result):
+    for model in result if isinstance(result, tuple | list) else (result,):
         if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
-            _check_dtypes(model)
             _keep_unsharded_equal(model)
     return result
 
 
-def _check_dtypes(model: nn.Module) -> None:
-    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name.
-
-    Raises:
-        ShardingError: There is one.
-    """
-    names = {id(param): name for name, param in named_parameters(model)}
-    for name, unit in model.named_modules():
-        for group in param_groups(unit) if is_unit(unit) else ():
-            shards = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
-            by_dtype = {str(shard.dtype).removeprefix("torch."): names.get(id(shard), "") for shard in shards}
-            if len(by_dtype) > 1:
-                found = " and ".join(f"{param} in {dtype}" for dtype, param in by_dtype.items())
-                msg = f"{script_line()}: {clean_name(name) or class_name(model)} has {found}: FSDP2 takes one"
-                hint = "set mixed_precision, convert the model to one dtype, or use fsdplaunch.prepare"
-                raise ShardingError(msg, hint=hint)
-
-
 def _keep_unsharded_equal(model: nn.Module) -> None:
-    left_out = [
+    new = [
         param
         for param in parameters_of(model)
         if param.requires_grad and not isinstance(param, DTensor) and not is_in_flat_parameter(param)
+        if not hasattr(param, _KEPT_EQUAL)
     ]
-    new = [param for param in left_out if not hasattr(param, _KEPT_EQUAL)]
     if not new:
         return
     from fsdplaunch.runtime.sharding.optimizers import step_with_local_shards
-    from fsdplaunch.runtime.sharding.registry import keep_equal
+    from fsdplaunch.runtime.sharding.registry import ReplicatedParams
 
     for param in new:
         setattr(param, _KEPT_EQUAL, True)
         sent = param.data.contiguous()
         RankGroup().send(sent)
         param.data.copy_(sent)
-    keep_equal(new, None)
+    ReplicatedParams(new, None)
     step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
     size = count(sum(param.numel() for param in new))
     messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
@@ -293,32 +225,6 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
         return not around
 
     return wraps
-
-
-_named_rates: list[bool] = []
-
-
-def _step_and_compare(step: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Print once that accelerate advances a schedule of learning rates by as many steps as there are workers."""
-    if _named_rates:
-        step(self, *args, **kwargs)
-        return
-    rates: list[float] = []
-    advance = self.scheduler.step
-
-    def note(*inner: Any, **more: Any) -> None:
-        advance(*inner, **more)
-        rates.append(self.scheduler.get_last_lr()[0])
-
-    with own_attribute(self.scheduler, "step", note):
-        step(self, *args, **kwargs)
-    if len(rates) > 1 and rates[0] != rates[-1]:
-        _named_rates.append(True)
-        messages.say_unequal(
-            f"{script_line()}: accelerate advances the schedule of learning rates {len(rates)} times for a step,"
-            f" once for each worker: to {rates[-1]:g}, where one process advances it to {rates[0]:g};"
-            " Accelerator(step_scheduler_with_optimizer=False) advances it once"
-        )
 
 
 _DIVIDES = (
@@ -394,18 +300,3 @@ def _prepare_on_cpu(prepare: Any, self: Any, model: Any, *args: Any, **kwargs: A
         messages.say("parameters are in host memory already: offloading has nothing to do here")
     with own_attribute(plugin, "sync_module_states", False), own_attribute(plugin, "cpu_offload", None):
         return prepare(self, model, *args, **kwargs)
-
-
-def _refuse_split_layers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse what accelerate cannot do with newer transformers, which lacks a name that it asks for.
-
-    Raises:
-        ShardingError: The mesh has ranks that split layers, and transformers no `ReplicateParallel`.
-    """
-    build(self, *args, **kwargs)
-    size = getattr(self.parallelism_config, "tp_size", 1)
-    if size == 1 or importlib.util.find_spec("transformers") is None:
-        return
-    if not hasattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel"):
-        msg = f"accelerate splits layers (tp_size {size}) by ReplicateParallel, which this transformers lacks"
-        raise ShardingError(msg, hint="shard by fsdplaunch.prepare, which splits layers, or take tp_size out")

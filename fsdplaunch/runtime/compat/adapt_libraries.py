@@ -9,13 +9,14 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.config.schema.config import Config
@@ -38,9 +39,17 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
         config: The worker's.
         on_cpu: Whether it computes on the CPU.
     """
-    adapt = functools.partial(_adapt_hugging_face, keeps=config.launch.keep_global_batch, on_cpu=on_cpu)
+
+    @functools.cache
+    def adapt_hugging_face_libraries() -> None:
+        from fsdplaunch.runtime.compat.accelerate import adapt_accelerate
+        from fsdplaunch.runtime.compat.hugging_face import adapt_hugging_face
+
+        adapt_hugging_face()
+        adapt_accelerate(keeps=config.launch.keep_global_batch, on_cpu=on_cpu)
+
     for package in _HUGGING_FACE:
-        before_import(package, adapt)
+        before_import(package, adapt_hugging_face_libraries)
     for package in _LIGHTNING if on_cpu else ():
         before_import(package, adapt_lightning_to_cpu)
     checkpoint_with_all_ranks()
@@ -50,48 +59,32 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     on_sharding(watch_main_thread)  # where others wait shows a call that only some ranks make
 
 
-@functools.cache
-def _adapt_hugging_face(*, keeps: bool, on_cpu: bool) -> None:
-    from fsdplaunch.runtime.compat.accelerate import adapt_accelerate
-    from fsdplaunch.runtime.compat.hugging_face import adapt_hugging_face
-
-    adapt_hugging_face()
-    adapt_accelerate(keeps=keeps, on_cpu=on_cpu)
-
-
 def _adapt_fsdp1_when_built(*, on_cpu: bool) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
-
     build = Wrapper.__init__
 
     @functools.cache
     def adapted() -> Any:
+        from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks, shard_on_cpu, take_out_offload_to_cpu
+        from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
+
         now, Wrapper.__init__ = Wrapper.__init__, build  # type: ignore[method-assign]
-        _adapt_fsdp1(on_cpu=on_cpu)
+        remember_wrappers()
+        if on_cpu:
+            take_out_offload_to_cpu()
+            shard_on_cpu()
+        gather_with_all_ranks()
         inner, Wrapper.__init__ = Wrapper.__init__, now  # type: ignore[method-assign]
         return inner
 
     wrap(Wrapper, "__init__", lambda _original, *args, **kwargs: adapted()(*args, **kwargs))
 
 
-def _adapt_fsdp1(*, on_cpu: bool) -> None:
-    from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks, shard_on_cpu, take_out_offload_to_cpu
-    from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
-
-    remember_wrappers()
-    if on_cpu:
-        take_out_offload_to_cpu()
-        shard_on_cpu()
-    gather_with_all_ranks()
-
-
-_CONNECTORS = (
-    *(
-        (f"{package}.trainer.connectors.accelerator_connector", "_AcceleratorConnector")
-        for package in ("lightning.pytorch", "pytorch_lightning")
-    ),
-    *((f"{package}.connector", "_Connector") for package in ("lightning.fabric", "lightning_fabric")),
-)
+_CONNECTORS = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
+    "lightning.fabric.connector": "_Connector",
+    "lightning_fabric.connector": "_Connector",
+}
 """Module and class of what checks a strategy, the Trainer's and Fabric's, under both names of the package."""
 
 
@@ -101,13 +94,13 @@ def adapt_lightning_to_cpu() -> None:
     `FSDPStrategy` runs there, but the connectors that choose Lightning's parts refuse it for any accelerator but
     CUDA's. For workers whose device is the CPU, before the script runs.
     """
-    for module, name in _CONNECTORS:
-        wrap_once_imported(module, f"{name}._check_strategy_and_fallback", _check_as_on_gpu)
 
+    def check_as_on_gpu(check: Any, self: Any) -> None:
+        with own_attribute(self, "_accelerator_flag", "cuda"):  # looked at for this alone
+            check(self)
 
-def _check_as_on_gpu(check: Any, self: Any) -> None:
-    with own_attribute(self, "_accelerator_flag", "cuda"):  # looked at for this alone
-        check(self)
+    for module, name in _CONNECTORS.items():
+        wrap_once_imported(module, f"{name}._check_strategy_and_fallback", check_as_on_gpu)
 
 
 _PACKAGE = "torch.distributed.checkpoint"
@@ -124,18 +117,18 @@ def checkpoint_with_all_ranks() -> None:
     `if rank == 0:` it waits for ranks that never come. Under FSDP2 they hand over their shards instead.
     """
     states = ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict")
-    for module, names, call in (
+    for name, functions, call in (
         ("state_dict", states, _get_full),
         ("state_dict_saver", ("save",), _meet_and_save),
         ("state_dict_saver", ("async_save",), _meet_and_call),
         ("state_dict_loader", ("load",), _meet_and_call),
     ):
-        once_imported(f"{_PACKAGE}.{module}", functools.partial(_wrap_functions, names=names, call=call))
+        once_imported(f"{_PACKAGE}.{name}", functools.partial(_wrap_functions, functions=functions, call=call))
 
 
-def _wrap_functions(module: Any, *, names: tuple[str, ...], call: Callable[..., Any]) -> None:
+def _wrap_functions(module: Any, *, functions: tuple[str, ...], call: Callable[..., Any]) -> None:
     package = sys.modules.get(_PACKAGE)
-    for name in names:
+    for name in functions:
         function = getattr(module, name)
         wrap(module, name, call)
         if getattr(package, name, None) is function:  # the package has it under its own name, too
@@ -182,8 +175,8 @@ def _is_of_all(group: Any) -> bool:
 
 
 def _get_full(get: Callable[..., Any], model: nn.Module, *args: Any, options: Any = None, **kwargs: Any) -> Any:
-    full = options is not None and options.full_state_dict
-    if not full or not _in_main_thread_of_several() or not _has_shards(model):
+    full = options is not None and options.full_state_dict and _in_main_thread_of_several()
+    if not full or not any(isinstance(p, DTensor) and is_over_all_ranks(p) for p in model.parameters()):
         return get(model, *args, options=options, **kwargs)
     gathering = ShardGatherer(get.__name__, keep=rank() == 0)
     gathering.call = get.__name__  # ranks may make it at different lines
@@ -195,19 +188,12 @@ def _get_full(get: Callable[..., Any], model: nn.Module, *args: Any, options: An
         return tree_map(gathering.full_or_own, get(model, *args, options=parts, **kwargs))
 
 
-def _has_shards(model: nn.Module) -> bool:
-    """Return whether FSDP2 has divided parameters of a model over all ranks."""
-    return any(isinstance(param, DTensor) and is_over_all_ranks(param) for param in model.parameters())
-
-
 def answer_fsdp1_calls() -> None:
     """Have FSDP1's calls work with a model that FSDP2 shards.
 
     Scripts written for FSDP1 gather by `FSDP.state_dict_type(model, ...)` and `FSDP.summon_full_params(model)`. Of
     a model that FSDP2 shards these do nothing, and the first ends with `KeyError: None` when its block is left.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
-
     if not hasattr(Wrapper, "fsdplaunch_answers"):
         Wrapper.fsdplaunch_answers = True  # type: ignore[attr-defined]
         wrap(Wrapper, "state_dict_type", functools.partial(_call_for, _typed))
@@ -220,26 +206,20 @@ def _call_for(units: Any, wrappers: Any, module: nn.Module, *args: Any, **kwargs
     return (units if only_units else wrappers)(module, *args, **kwargs)
 
 
-@contextmanager
 def _typed(
     module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
-) -> Iterator[None]:
-    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-
+) -> Any:
     from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type as ours
 
     if state_dict_config is None and state_dict_type is StateDictType.FULL_STATE_DICT:
         state_dict_config = FullStateDictConfig()  # torch's own: on every rank
-    with ours(module, state_dict_type, state_dict_config, optim_state_dict_config):
-        yield
+    return ours(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
 
-@contextmanager
-def _summoned(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
+def _summoned(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     from fsdplaunch.runtime.api.summon_full_params import summon_full_params as ours
 
-    with ours(module, *args, **kwargs):
-        yield
+    return ours(module, *args, **kwargs)
 
 
 def clear_gradients_of_shards() -> None:
@@ -253,8 +233,16 @@ def clear_gradients_of_shards() -> None:
 
 
 def _clear_both(clear: Any, self: nn.Module, set_to_none: bool = True) -> None:
+    from fsdplaunch.runtime.sharding.registry import models_of
+    from fsdplaunch.runtime.torch_internals.fsdp import gathered_now
+
     clear(self, set_to_none)
-    for shard in _shards_behind(self):
+    # Gathered by itself or as a part of a larger unit.
+    pairs = [
+        pair for model in (self, *models_of(nn.Module)) for ref in _groups_of(model) for pair in gathered_now(ref)
+    ]
+    own = {id(param) for param in self.parameters()} if pairs else set()
+    for shard in (shard for gathered, shard in pairs if id(gathered) in own):
         if set_to_none:
             shard.grad = None
         elif shard.grad is not None:
@@ -262,27 +250,14 @@ def _clear_both(clear: Any, self: nn.Module, set_to_none: bool = True) -> None:
                 shard.grad.detach_().zero_()
 
 
-def _shards_behind(module: nn.Module) -> Iterator[Any]:
-    """Yield the shards of the parameters that a module has gathered, by itself or as a part of a larger unit."""
-    from fsdplaunch.runtime.sharding.registry import models_of
-    from fsdplaunch.runtime.torch_internals.fsdp import gathered_now
-
-    refs = [ref for model in (module, *models_of(nn.Module)) for ref in _groups_of(model)]
-    pairs = [pair for ref in refs for pair in gathered_now(ref)]
-    own = {id(param) for param in module.parameters()} if pairs else set()
-    yield from (shard for gathered, shard in pairs if id(gathered) in own)
+_groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 
 
 def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
     """Return the groups of a model's units; looked up once, because this runs in every step."""
     from fsdplaunch.runtime.torch_internals.fsdp import group_refs
 
-    if model not in _groups:
-        found = [ref for part in model.modules() if is_unit(part) for ref in group_refs(part)]
-        if not found:
-            return []
+    found = _groups.get(model) or [ref for part in model.modules() if is_unit(part) for ref in group_refs(part)]
+    if found:
         _groups[model] = found
-    return _groups[model]
-
-
-_groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+    return found

@@ -2,7 +2,6 @@
 
 Their calls, on a model that they or the script sharded, write what `state_dict()` holds: flat shards under FSDP1,
 and under FSDP2 tensors that safetensors cannot write. Here such a call gathers on all ranks and writes on rank 0.
-And a Trainer that multiplies a loss which its model has not divided is reported.
 """
 
 import functools
@@ -15,14 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.units import without_wrappers
-from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import once_imported, own_attribute, wrap_once_imported
 from fsdplaunch.runtime.rank import rank
-from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.state_dict.full_state import (
     check_shapes,
     full_state,
@@ -50,63 +45,40 @@ def adapt_hugging_face() -> None:
     wrap_once_imported("accelerate.accelerator", "Accelerator.save", _save_full)
     wrap_once_imported("accelerate.accelerator", "Accelerator.save_model", _save_full_model)
     wrap_once_imported(_TRAINER, "Trainer.save_model", _save_model)
-    wrap_once_imported(_TRAINER, "Trainer.compute_loss", compute_loss)
     wrap_once_imported(_TRAINER, "Trainer.evaluation_loop", _evaluate)
     wrap_once_imported(_TRAINER, "Trainer.train", _train)
 
 
 def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(self, nn.Module) or not holds_shards(self) or _saves_shards(self, kwargs):
+    """Save full weights of shards: under FSDP2 gathered on all ranks one tensor at a time, written on rank 0."""
+    own = getattr(getattr(self, "config", None), "distributed_config", None) or kwargs.get(
+        "distributed_checkpoint"
+    )
+    if own or not isinstance(self, nn.Module) or not holds_shards(self):  # transformers itself shards, too
         return save(self, *args, **kwargs)
     call = inspect.signature(save).bind(self, *args, **kwargs)
-    given = _given_state(call)
-    given = known_state(self) if given is None else given  # which is what its state_dict() is, too
-    if given is None or any(isinstance(value, DTensor) for value in given.values()):
-        return _gather_and_save(save, self, given, call)
-    check_shapes(given, self, "save_pretrained")
-    if not given and rank() != 0:
-        return None
-    with without_wrappers(self):
-        return save(self, *args, **kwargs)
-
-
-def _saves_shards(model: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether transformers itself has sharded this model, or is to write its shards."""
-    native = getattr(getattr(model, "config", None), "distributed_config", None)
-    return bool(kwargs.get("distributed_checkpoint") or native)
-
-
-def _given_state(call: inspect.BoundArguments) -> Mapping[str, Any] | None:
-    """Return the state that the script gives to be saved; None when it leaves that to the model."""
     given: Mapping[str, Any] | None = call.arguments.get("state_dict")
-    return call.kwargs.get("state_dict") if given is None else given
-
-
-def _give_state(call: inspect.BoundArguments, state: Mapping[str, Any]) -> None:
-    """Let a call save this state, by whichever place the script gave its own."""
-    if "state_dict" in call.arguments:
-        call.arguments["state_dict"] = state
-        return
-    further = next(each.name for each in call.signature.parameters.values() if each.kind is each.VAR_KEYWORD)
-    call.arguments[further] = call.arguments[further] | {"state_dict": state}
-
-
-def _gather_and_save(
-    save: Callable[..., Any], model: nn.Module, given: Mapping[str, Any] | None, call: inspect.BoundArguments
-) -> Any:
-    """Gather on all ranks, save on rank 0; under FSDP2 one tensor at a time."""
+    given = call.kwargs.get("state_dict") if given is None else given
+    known = known_state(self) if given is None else given  # which is what its state_dict() is, too
+    if known is not None and not any(isinstance(value, DTensor) for value in known.values()):
+        check_shapes(known, self, "save_pretrained")
+        if not known and rank() != 0:
+            return None
+        with without_wrappers(self):
+            return save(self, *args, **kwargs)
     gathering = ShardGatherer("save_pretrained", keep=rank() == 0, spool=True)
-    if given is None:
-        full = full_state(model, "save_pretrained", gathering)
-    else:
-        full = gathered(given, gathering)
-        _give_state(call, full)
+    full = full_state(self, "save_pretrained", gathering) if known is None else gathered(known, gathering)
+    if known is not None and "state_dict" in call.arguments:
+        call.arguments["state_dict"] = full
+    elif known is not None:
+        further = next(each.name for each in call.signature.parameters.values() if each.kind is each.VAR_KEYWORD)
+        call.arguments[further] = call.arguments[further] | {"state_dict": full}
     with gathering.finish("write what save_pretrained was given"):
         if rank() != 0:
             return None
-        check_shapes(full, model, "save_pretrained")
-        given_by_model = own_attribute(model, "state_dict", lambda *_, **__: dict(full))
-        with given_by_model, without_wrappers(model):  # not every library takes a state as an argument
+        check_shapes(full, self, "save_pretrained")
+        given_by_model = own_attribute(self, "state_dict", lambda *_, **__: dict(full))
+        with given_by_model, without_wrappers(self):  # not every library takes a state as an argument
             return save(*call.args, **call.kwargs)
 
 
@@ -135,21 +107,13 @@ def _save_model(save: Any, self: Any, output_dir: Any = None, _internal_call: bo
     Checkpoints before the last stay shards, as configured.
     """
     plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or (_internal_call and not _is_last(self) and not _is_full(plugin)):
+    is_last = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+    if plugin is None or (_internal_call and not is_last and "FULL_STATE_DICT" not in str(plugin.state_dict_type)):
         return save(self, output_dir, _internal_call)
     full = StateDictType.FULL_STATE_DICT  # the plugin's kind is all that `save_model` looks at before it gathers
     write = functools.partial(_write_known, self)
     with own_attribute(plugin, "state_dict_type", full), own_attribute(self, "_save", write):
         return save(self, output_dir, _internal_call)
-
-
-def _is_last(trainer: Any) -> bool:
-    """Return whether training ends after this checkpoint."""
-    return bool(trainer.state.global_step >= trainer.state.max_steps or trainer.control.should_training_stop)
-
-
-def _is_full(plugin: Any) -> bool:
-    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
 
 
 def _write_known(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,59 +175,3 @@ def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(self.model, FullyShardedDataParallel):
         self.model_wrapped = self.model
     return train(self, *args, **kwargs)
-
-
-_COPIES = (torch.Tensor.to, torch.Tensor.detach, torch.Tensor.clone)
-_LOOKS = (torch.is_floating_point, torch.Tensor.is_floating_point, torch.is_tensor, torch.Tensor.size)
-"""What FSDP does with each tensor that a model is given; nothing is computed with it."""
-
-
-class _Reads(TorchFunctionMode):
-    """Whether something is computed with a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._same = [tensor]
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = (*args, *(kwargs or {}).values())
-        if any(value is known for value in given for known in self._same):
-            if func in _COPIES:
-                self._same.append(result)
-            elif func not in _LOOKS and getattr(func, "__name__", "") != "__get__":
-                self.found = True
-        return result
-
-
-def compute_loss(compute: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Look, at a Trainer's first loss, whether its model divides it by the number that it is given for that.
-
-    With `average_tokens_across_devices`, its default, the Trainer gives a model the number of labels of all ranks,
-    by which it is to divide its sum, and multiplies the loss by the number of ranks, to whose average gradients
-    come. It takes every model whose `forward` has `**kwargs` for one that does. Many do not (sequence
-    classification of BERT in transformers 5): their mean over the rank's rows is multiplied, and gradients are
-    larger than in one process.
-    """
-    count = kwargs.get("num_items_in_batch")
-    if not isinstance(count, torch.Tensor) or not _multiplies(self) or hasattr(self, "_fsdplaunch_looked"):
-        return compute(self, model, *args, **kwargs)
-    self._fsdplaunch_looked = True
-    with _Reads(count) as reads:
-        loss = compute(self, model, *args, **kwargs)
-    if not reads.found:
-        ranks, kind = self.accelerator.num_processes, class_name(self.accelerator.unwrap_model(self.model))
-        messages.say_unequal(
-            f"{script_line()}: the Trainer multiplies the loss by the {ranks} ranks, for the model to divide it by"
-            f" the labels of all of them, which {kind} does not: gradients are {ranks} times those of one process;"
-            " --average_tokens_across_devices False trains as one process does"
-        )
-    return loss
-
-
-def _multiplies(trainer: Any) -> bool:
-    """Return whether the Trainer multiplies losses; one of a compiled model is not looked into."""
-    ranks = trainer.accelerator.num_processes > 1 and getattr(trainer.args, "average_tokens_across_devices", False)
-    made_for = trainer.model_accepts_loss_kwargs or getattr(trainer, "compute_loss_func", None)
-    return bool(ranks and made_for and not getattr(trainer.args, "torch_compile", False))

@@ -4,9 +4,8 @@
 methods for units work on that class only: units can be given the class back that the script gave them.
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,39 +59,13 @@ def restore_classes(model: nn.Module) -> None:
     Args:
         model: Sharded by `fully_shard`.
     """
+    methods = [name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("__")]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sharded_class[module] = type(module)
-            for name in _unit_methods():
+            for name in methods:
                 module.__dict__[name] = _as_unit(weakref.ref(module), name)
             module.__class__ = original_class(module)
-
-
-@contextmanager
-def _sharded_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Show units as `fully_shard` left them, for torch's own checks of the class."""
-    changed = [(each, type(each)) for each in modules if each in _sharded_class]
-    for each, _ in changed:
-        each.__class__ = _sharded_class[each]
-    try:
-        yield
-    finally:
-        for each, own in changed:
-            each.__class__ = own
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what is gathered of a model: its parameters are the shards again."""
-    for module in model.modules():
-        if is_unit(module):
-            unit: Any = module
-            unit.reshard()
-
-
-@functools.cache
-def _unit_methods() -> tuple[str, ...]:
-    """Return the names of the methods that torch gives units, but for those that every class has."""
-    return tuple(n for n, value in vars(FSDPModule).items() if callable(value) and not n.startswith("__"))
 
 
 def _as_unit(unit: "weakref.ref[nn.Module]", name: str) -> Callable[..., Any]:
@@ -103,10 +76,26 @@ def _as_unit(unit: "weakref.ref[nn.Module]", name: str) -> Callable[..., Any]:
         module: Any = unit()
         if name != MOVE_METHOD and not inside:  # the former calls its base class's
             return getattr(_sharded_class[module], name)(module, *args, **kwargs)
-        with _sharded_classes(module.modules() if inside else (module,)):
+        shown = [
+            (each, type(each)) for each in (module.modules() if inside else (module,)) if each in _sharded_class
+        ]
+        for each, _ in shown:  # as `fully_shard` left them, for torch's own checks of the class
+            each.__class__ = _sharded_class[each]
+        try:
             return getattr(type(module), name)(module, *args, **kwargs)
+        finally:
+            for each, own in shown:
+                each.__class__ = own
 
     return call
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered of a model: its parameters are the shards again."""
+    for module in model.modules():
+        if is_unit(module):
+            unit: Any = module
+            unit.reshard()
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
@@ -179,14 +168,18 @@ def without_wrappers(root: nn.Module) -> Iterator[None]:
     Libraries compare names in a state with places of modules, and find none inside a wrapper: FSDP1's, that of
     activation checkpointing, torch.compile's.
     """
-    held = [(parent, name, child) for parent in root.modules() for name, child in own_children(parent)]
-    wrapped = [place for place in held if _innermost(place[2]) is not place[2]]
+    wrapped = [
+        (parent, name, child, inner)
+        for parent in root.modules()
+        for name, child in own_children(parent)
+        if (inner := _innermost(child)) is not child
+    ]
     try:
-        for parent, name, child in wrapped:
-            put_child(parent, name, _innermost(child))
+        for parent, name, _, inner in wrapped:
+            put_child(parent, name, inner)
         yield
     finally:
-        for parent, name, child in wrapped:
+        for parent, name, child, _ in wrapped:
             put_child(parent, name, child)
 
 

@@ -1,7 +1,7 @@
 """What must hold before a model is sharded and after: kinds of parameters, equal settings and values, no loss."""
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -49,12 +49,12 @@ def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
     mine = {entry.name: _text_of(getattr(settings, entry.name)) for entry in fields(settings)}
     ranks = RankGroup(groups_from_first(mesh))
     theirs = ranks.from_first(mine)
-    different = next((name for name, text in theirs.items() if mine.get(name) != text), None)
-    mismatch = None
-    if different is not None:
-        here = f"{mine.get(different)} on rank {dist.get_rank()}"
-        mismatch = f"{different} is {theirs[different]} on the first rank and {here}"
-    mismatch = ranks.from_any(mismatch)
+    different = (
+        f"{name} is {text} on the first rank and {mine.get(name)} on rank {dist.get_rank()}"
+        for name, text in theirs.items()
+        if mine.get(name) != text
+    )
+    mismatch = ranks.from_any(next(different, None))
     if mismatch is not None:
         msg = f"ranks would shard differently: {mismatch}"
         raise ShardingError(msg, hint="give all ranks the same configuration, and build the same plugin on each")
@@ -85,20 +85,18 @@ def unequal(
     """
     if not tensors:
         return []
-    sums = torch.stack([_checksum(tensor).to(device) for tensor in tensors.values()])
-    low, high = sums.clone(), sums.clone()
+    sums = []
+    for tensor in tensors.values():  # of bytes, eight at a time where possible; overflow does no harm
+        data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
+        data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
+        sums.append(data.sum(dtype=torch.int64).to(device))
+    low = torch.stack(sums)
+    high = low.clone()
     for group in groups:
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     differs = (low != high).tolist()
     return [name for name, differ in zip(tensors, differs, strict=True) if differ]
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bytes, eight at a time where possible; overflow does no harm."""
-    data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
-    data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
-    return data.sum(dtype=torch.int64)
 
 
 def check_trained(optimizer: Optimizer, *, first: bool) -> None:
@@ -129,17 +127,16 @@ def check_trained(optimizer: Optimizer, *, first: bool) -> None:
             {str(n): param for n, param in enumerate(same)}, groups, local_tensor(params[0]).device
         )
         if different:
-            names = listed([_name_in_a_module(same[int(number)]) for number in different], 3)
+            found = []
+            modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+            named = [pair for module in modules for pair in nn.Module.named_parameters(module)]
+            for number in different:
+                longest = max((name for name, param in named if param is same[int(number)]), key=len, default="")
+                found.append(clean_name(longest) or "a parameter")
+            names = listed(found, 3)
             msg = f"{script_line()}: ranks train different values of {names}, which is not divided over them"
             hint = "average its gradients (fsdplaunch.prepare does), or launch with --allow-unsharded"
             raise ShardingError(msg, hint=hint)
-
-
-def _name_in_a_module(param: torch.Tensor) -> str:
-    """Return the longest name that a parameter has in any module there is."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    named = (pair for module in modules for pair in nn.Module.named_parameters(module))
-    return clean_name(max((name for name, each in named if each is param), key=len, default="a parameter"))
 
 
 def check_model(model: nn.Module, version: int) -> None:
@@ -221,7 +218,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int) -> None:
-    """Check that the shards of all ranks are the model, alike in all replicas, tied and in the configured dtype.
+    """Check that the shards of all ranks are the model, alike in all replicas and tied.
 
     Args:
         model: Sharded.
@@ -231,61 +228,51 @@ def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int)
     Raises:
         ShardingError: They are not; nothing of what follows could be trusted.
     """
+    settings = prepared.settings
     named = dict(named_parameters(model))
     sharded = {name: param for name, param in named.items() if name not in prepared.left_out}
-    expected = total - sum(named[name].numel() for name in prepared.left_out)
     if not is_fake(prepared.mesh):
-        _check_sum(list(sharded.values()), prepared, expected=expected)
+        expected = total - sum(named[name].numel() for name in prepared.left_out)
+        found = _count_over_ranks(sharded.values(), prepared)
+        padded = settings.version == 1 and not settings.use_orig_params
+        if found < expected or (found > expected and not padded):
+            msg = f"the ranks hold {found} of {expected} parameters after sharding"
+            hint = "this is a defect in sharding this model; try NO_WRAP or the other fsdp_version"
+            raise ShardingError(msg, hint=hint)
         _check_replicas(named, prepared)
-    _check_ties(model, prepared)
-    _check_master(list(sharded.values()), prepared.settings.dtypes.master)
+    now = {clean_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    for names in prepared.tied if settings.version != 1 else ():  # flat parameters show one of its names only
+        if len({id(now[name]) for name in names if name in now}) > 1:
+            msg = f"{' and '.join(names)} shared one parameter and no longer do"
+            raise ShardingError(msg, hint="this is a defect in sharding this model; try NO_WRAP")
 
 
-def _check_sum(sharded: Sequence[nn.Parameter], prepared: ShardedModel, *, expected: int) -> None:
-    parts, alike = _by_split(sharded)
-    total = torch.tensor([_held(parts), _held(alike)], dtype=torch.int64, device=prepared.device)
+def _count_over_ranks(sharded: Iterable[nn.Parameter], prepared: ShardedModel) -> int:
+    held = {True: 0, False: 0}  # of layers that ranks split, and of what each of these ranks has alike
+    for param in sharded:
+        held[splits_layer(param)] += local_tensor(param).numel()
+    total = torch.tensor([held[True], held[False]], dtype=torch.int64, device=prepared.device)
     dist.all_reduce(total, group=shard_group(prepared.mesh))
     axis = tensor_mesh(prepared.mesh)
     if axis is not None:
         dist.all_reduce(total, group=axis.get_group())
         total[1] //= axis.size()
-    settings = prepared.settings
-    padded = settings.version == 1 and not settings.use_orig_params
-    replicas = prepared.mesh.size(prepared.mesh.ndim - 1) if _keeps_full(prepared) else 1
-    found = int(total.sum().item()) // replicas
-    if found < expected or (found > expected and not padded):
-        msg = f"the ranks hold {found} of {expected} parameters after sharding"
-        raise ShardingError(
-            msg, hint="this is a defect in sharding this model; try NO_WRAP or the other fsdp_version"
-        )
-
-
-def _held(params: Sequence[nn.Parameter]) -> int:
-    return sum(local_tensor(param).numel() for param in params)
-
-
-def _by_split(params: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters that ranks split layer by layer, and those that each of these ranks has alike."""
-    parts: list[nn.Parameter] = []
-    alike: list[nn.Parameter] = []
-    for param in params:
-        (parts if splits_layer(param) else alike).append(param)
-    return parts, alike
+    return int(total.sum().item()) // (prepared.mesh.size(prepared.mesh.ndim - 1) if _keeps_full(prepared) else 1)
 
 
 def _check_replicas(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
     """Compare what several ranks hold: all shards across replicas, what is left out across all ranks."""
-    mesh, data, axis = prepared.mesh, data_mesh(prepared.mesh), tensor_mesh(prepared.mesh)
-    axes = [data.get_group(dim) for dim in range(data.ndim - (0 if _keeps_full(prepared) else 1))]
+    data, axis = data_mesh(prepared.mesh), tensor_mesh(prepared.mesh)
+    replicas = [data.get_group(dim) for dim in range(data.ndim - (0 if _keeps_full(prepared) else 1))]
     stored = {name: param for name, param in named.items() if not param.is_meta}
-    across = {name: param for name, param in stored.items() if name not in prepared.left_out} if axes else {}
-    alike = {name: param for name, param in stored.items() if name in prepared.left_out}
-    different = unequal(across, list(axes), prepared.device)
-    different += unequal(alike, groups_from_first(mesh), prepared.device)
+    left_out = {name: param for name, param in stored.items() if name in prepared.left_out}
+    different = unequal(left_out, groups_from_first(prepared.mesh), prepared.device)
+    if replicas:
+        across = {name: param for name, param in stored.items() if name not in left_out}
+        different += unequal(across, list(replicas), prepared.device)
     if axis is not None:
-        both = {id(param) for param in _by_split(list(stored.values()))[1]}
-        same = {name: param for name, param in stored.items() if id(param) in both}
-        different += unequal(same, [axis.get_group()], prepared.device)
+        alike = {name: param for name, param in stored.items() if not splits_layer(param)}
+        different += unequal(alike, [axis.get_group()], prepared.device)
     if different:
         msg = f"replicas of {listed(different, 1)} differ between ranks after sharding"
         raise ShardingError(msg, hint="set fsdp_sync_module_states to true, so that all ranks start from rank 0's")
@@ -294,20 +281,3 @@ def _check_replicas(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -
 def _keeps_full(prepared: ShardedModel) -> bool:
     """Return whether every rank of the mesh's last axis holds everything: NO_SHARD under FSDP1."""
     return prepared.settings.version == 1 and prepared.settings.strategy == "NO_SHARD"
-
-
-def _check_ties(model: nn.Module, prepared: ShardedModel) -> None:
-    if prepared.settings.version == 1:
-        return  # flat parameters show a tied weight under one of its names only
-    now = {clean_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
-    for names in prepared.tied:
-        if len({id(now[name]) for name in names if name in now}) > 1:
-            msg = f"{' and '.join(names)} shared one parameter and no longer do"
-            raise ShardingError(msg, hint="this is a defect in sharding this model; try NO_WRAP")
-
-
-def _check_master(params: Sequence[nn.Parameter], master: torch.dtype | None) -> None:
-    for param in params:
-        if master is not None and param.requires_grad and param.is_floating_point() and param.dtype != master:
-            msg = f"a trained parameter is kept in {param.dtype} after sharding, not in {master}"
-            raise ShardingError(msg, hint="set precision.master to the dtype to keep parameters in")

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -39,28 +39,22 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
     offload = settings.activation_offload and device.type != "cpu"
     if settings.activation_offload and not offload:
         messages.say("fsdp_activation_checkpointing_offload changes nothing without a GPU")
-    every = settings.checkpoint_every
-    blocks = _blocks(model, units, settings)
-    if every > len(blocks):
-        msg = f"sharding.checkpoint_every is {every}, and {class_name(model)} has {len(blocks)} blocks"
-        raise ShardingError(msg, hint="set a smaller number")
-    wrappers = {block: _wrapped(block, offload=offload) for block in blocks[every - 1 :: every]}
-    replace_modules(model, wrappers)
-    return {name: wrappers.get(unit, unit) for name, unit in units.items()}
-
-
-def _blocks(model: nn.Module, units: Units, settings: Settings) -> list[nn.Module]:
     try:
-        return list(find_blocks(model, settings.block_classes).values())
+        blocks = list(find_blocks(model, settings.block_classes).values())
     except ShardingError:
         if not units or settings.wrap == "TRANSFORMER_BASED_WRAP":
             raise
-        return list(units.values())
-
-
-def _wrapped(block: nn.Module, *, offload: bool) -> nn.Module:
-    wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-    return offload_wrapper(wrapped) if offload else wrapped
+        blocks = list(units.values())
+    every = settings.checkpoint_every
+    if every > len(blocks):
+        msg = f"sharding.checkpoint_every is {every}, and {class_name(model)} has {len(blocks)} blocks"
+        raise ShardingError(msg, hint="set a smaller number")
+    wrappers: dict[nn.Module, nn.Module] = {}
+    for block in blocks[every - 1 :: every]:
+        wrapped = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        wrappers[block] = offload_wrapper(wrapped) if offload else wrapped
+    replace_modules(model, wrappers)
+    return {name: wrappers.get(unit, unit) for name, unit in units.items()}
 
 
 def keep_no_cache(model: nn.Module) -> None:
@@ -73,42 +67,34 @@ def keep_no_cache(model: nn.Module) -> None:
         messages.say("set the model's use_cache to false: it cannot be kept under activation checkpointing")
 
 
-def compile_blocks(units: Units, settings: Settings) -> None:
-    """Compile the forward of each unit, recomputation included, and nothing of the gathering around it.
+def compile_forwards(modules: Iterable[nn.Module], settings: Settings, *, regional: bool) -> None:
+    """Compile the forward of each module, recomputation included, and nothing of the gathering around it.
 
     The methods are exchanged, not the modules, so that no name in the model changes. Blocks of one class share
     what was compiled for the first.
 
+    Args:
+        modules: The units before they are sharded, or the model once they are.
+        settings: Say which of the two is compiled, and how.
+        regional: Whether these are the units.
+
     Raises:
-        ShardingError: There are no units, or this torch has no such backend.
+        ShardingError: There are none, or this torch has no such backend.
     """
     how = settings.compiling
-    if how is None or not how.dynamo_use_regional_compilation:
+    if how is None or how.dynamo_use_regional_compilation is not regional:
         return
-    if not units:
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if how.dynamo_backend.lower() not in backends:
+        msg = f"dynamo_backend {how.dynamo_backend} is not one this torch has"
+        known = [name for name in DYNAMO.choices if name.lower() in backends]
+        raise ShardingError(msg, hint=f"it has {', '.join(known)}")
+    chosen = list(modules)
+    if not chosen:
         msg = "dynamo_use_regional_compilation compiles blocks, and this model has none"
         raise ShardingError(msg, hint="leave it out, or choose a wrap policy other than NO_WRAP")
-    for unit in units.values():
-        _compile(unit, how)
-
-
-def compile_model(model: nn.Module, settings: Settings) -> None:
-    """Compile the model's own forward, once its units are sharded.
-
-    Raises:
-        ShardingError: This torch has no such backend.
-    """
-    if settings.compiling is not None and not settings.compiling.dynamo_use_regional_compilation:
-        _compile(model, settings.compiling)
-
-
-def _compile(module: nn.Module, how: DynamoConfig) -> None:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if how.dynamo_backend.lower() not in known:
-        msg = f"dynamo_backend {how.dynamo_backend} is not one this torch has"
-        names = [name for name in DYNAMO.choices if name.lower() in known]
-        raise ShardingError(msg, hint=f"it has {', '.join(names)}")
-    module.__dict__["forward"] = CompiledForward(module, how, module.__dict__.get("forward"))
+    for module in chosen:
+        module.__dict__["forward"] = CompiledForward(module, how, module.__dict__.get("forward"))
 
 
 class CompiledForward:
@@ -118,19 +104,16 @@ class CompiledForward:
         self.module = module
         self.how = how
         self.given = given
+        self.plain = given or MethodType(type(module).forward, module)
         self.run: Callable[..., Any] | None = None
-        functools.update_wrapper(self, self._plain(), updated=())
-
-    def _plain(self) -> Callable[..., Any]:
-        """Return the forward that is compiled: the class's, unless the module was given another."""
-        return self.given or MethodType(type(self.module).forward, self.module)
+        functools.update_wrapper(self, self.plain, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute; what is compiled is the plain forward."""
+        """Compute; what is compiled is the class's forward, unless the module was given another."""
         if self.run is None:
             how = self.how
             self.run = torch.compile(
-                self._plain(),
+                self.plain,
                 backend=how.dynamo_backend.lower(),
                 mode=how.dynamo_mode if how.dynamo_backend == "INDUCTOR" else None,
                 fullgraph=how.dynamo_use_fullgraph,
@@ -173,17 +156,18 @@ def convert_to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -
     ignored = out.below()
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m not in ignored}
     ends = set(list(linear)[:1] + list(linear)[-1:])
-    chosen = {name for name, m in linear.items() if name not in ends and (how.pad_inner_dim or _fits(m))}
+    chosen = {
+        name
+        for name, layer in linear.items()
+        if name not in ends
+        and (how.pad_inner_dim or (layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0))
+    }
     done = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
     if not chosen and not done:
         msg = f"mixed_precision fp8: no linear layer of {type(model).__name__} can compute in float8"
         raise ShardingError(msg, hint="use mixed_precision: bf16")
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     return len(chosen) + done
-
-
-def _fits(layer: nn.Linear) -> bool:
-    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
 def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
@@ -201,7 +185,7 @@ def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
 
 
 def register(sharded: nn.Module, model: nn.Module, names: tuple[str, ...]) -> None:
-    """Make the methods gather the root's parameters first, as forward does.
+    """Make the methods of these names gather the root's parameters first, as forward does.
 
     Args:
         sharded: What prepare returns: the model itself, or FSDP1's wrapper around it.

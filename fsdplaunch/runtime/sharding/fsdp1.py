@@ -6,12 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection.units import ModulePlaces
@@ -42,13 +37,26 @@ def shard(
     if materializer.device.type == "meta":
         msg = "fsdp_version 1 cannot lay a model out without giving it storage"
         raise ShardingError(msg, hint="use fsdp_version: 2, or prepare on a device that has memory")
-    common = _common(settings, mesh, device, out)
-    precision = _precision(settings)
+    prefetch, dtypes = settings.backward_prefetch, settings.dtypes
+    common = {
+        **_ranks(settings, mesh),
+        **_left_out(settings, out),
+        "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, device.type) else None,
+        "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
+        "forward_prefetch": settings.forward_prefetch,
+        "limit_all_gathers": settings.limit_all_gathers,
+        "use_orig_params": settings.use_orig_params,
+        "device_id": device,
+    }
+    precision = fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None
     places = ModulePlaces(model)
-    for unit in _batch_norms(model, settings):
-        materializer.materialize(unit)
-        with materializer.wrapping():
-            places.exchange(unit, FullyShardedDataParallel(unit, **common))
+    if (
+        dtypes.param is not None
+    ):  # batch norms keep their precision, in units of their own, as torch's wrapping has it
+        for norm in [module for module in model.modules() if isinstance(module, BatchNorm)]:
+            materializer.materialize(norm)
+            with materializer.wrapping():
+                places.exchange(norm, FullyShardedDataParallel(norm, **common))
     for name, unit in reversed(units.items()):
         materializer.materialize(unit)
         with naming(name), materializer.wrapping():
@@ -58,36 +66,27 @@ def shard(
         return FullyShardedDataParallel(model, **common, mixed_precision=precision)
 
 
-def _batch_norms(model: nn.Module, settings: Settings) -> list[nn.Module]:
-    """Return batch norms: they keep their precision, in units of their own, as torch's wrapping does it."""
-    if settings.dtypes.param is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, BatchNorm)]
+def _ranks(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the strategy and the ranks as it takes them: two axes for the hybrid ones, one for the others.
 
-
-def _common(settings: Settings, mesh: DeviceMesh, device: torch.device, out: IgnoredParts) -> dict[str, Any]:
-    """Return the arguments that all wrappers share."""
-    prefetch = settings.backward_prefetch
-    return (
-        _layout(settings, mesh)
-        | _left_out(settings, out)
-        | {
-            "sharding_strategy": sharding_strategy(_strategy(settings, mesh)),
-            "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, device.type) else None,
-            "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
-            "forward_prefetch": settings.forward_prefetch,
-            "limit_all_gathers": settings.limit_all_gathers,
-            "use_orig_params": settings.use_orig_params,
-            "device_id": device,
-        }
-    )
-
-
-def _strategy(settings: Settings, mesh: DeviceMesh) -> str:
-    """Return the strategy for the mesh: a hybrid one with one replica is its plain counterpart."""
-    if mesh.ndim > 1 or settings.strategy not in HYBRID:
-        return settings.strategy
-    return "SHARD_GRAD_OP" if settings.strategy == "HYBRID_SHARD_ZERO2" else "FULL_SHARD"
+    A hybrid strategy with one replica is its plain counterpart. Given as a mesh, sharded state comes as DTensors,
+    which FSDP2 reads, too. LOCAL_STATE_DICT takes no mesh.
+    """
+    name = str(settings.strategy)
+    if mesh.ndim == 1 and name in HYBRID:
+        name = "SHARD_GRAD_OP" if name == "HYBRID_SHARD_ZERO2" else "FULL_SHARD"
+    strategy = {"sharding_strategy": sharding_strategy(name)}
+    by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
+    if mesh.ndim == 1:
+        return strategy | ({"process_group": mesh.get_group()} if by_group else {"device_mesh": mesh})
+    if name == "NO_SHARD":
+        return strategy | {"process_group": mesh.get_group(0)}
+    if name in HYBRID and mesh.size(1) > 1:
+        groups = mesh.get_group(1), mesh.get_group(0)
+        return strategy | ({"process_group": groups} if by_group else {"device_mesh": mesh})
+    msg = f"{name} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
+    hint = "the hybrid strategies take replicas x shards, with more than one shard each; the others one axis"
+    raise ShardingError(msg, hint=hint)
 
 
 def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
@@ -98,26 +97,3 @@ def _left_out(settings: Settings, out: IgnoredParts) -> dict[str, Any]:
         msg = "under fsdp_version 1 a model with parameters kept in full cannot ignore modules with buffers"
         raise ShardingError(msg, hint="use fsdp_version: 2, or leave precision.buffer out")
     return {"ignored_states": out.parameters()}
-
-
-def _layout(settings: Settings, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return the ranks as the strategy takes them: two axes for the hybrid ones, one for the others.
-
-    Given as a mesh, sharded state comes as DTensors, which FSDP2 reads, too. LOCAL_STATE_DICT takes no mesh.
-    """
-    hybrid = _strategy(settings, mesh) in HYBRID
-    by_group = settings.state_dict_type == "LOCAL_STATE_DICT"
-    if mesh.ndim == 1 and not hybrid:
-        return {"process_group": mesh.get_group()} if by_group else {"device_mesh": mesh}
-    if settings.strategy == "NO_SHARD":
-        return {"process_group": mesh.get_group(0)}
-    if hybrid and mesh.ndim > 1 and mesh.size(1) > 1:
-        return {"process_group": (mesh.get_group(1), mesh.get_group(0))} if by_group else {"device_mesh": mesh}
-    msg = f"{settings.strategy} does not fit a mesh of {' x '.join(str(n) for n in mesh.shape)} ranks"
-    hint = "the hybrid strategies take replicas x shards, with more than one shard each; the others one axis"
-    raise ShardingError(msg, hint=hint)
-
-
-def _precision(settings: Settings) -> MixedPrecision | None:
-    dtypes = settings.dtypes
-    return fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None

@@ -55,34 +55,24 @@ class _Hooked:
         with _taking_hooks(shard):
             shard.register_post_accumulate_grad_hook(self.call)
         _hooked.add(self)
+        _watch_backward()
 
     def begin(self) -> None:
-        """Keep the gradient that a backward pass adds to."""
         kept = self.hooks and not self.local and self.shard.grad is not None
         self.before = torch.clone(self.shard.grad) if kept else None
 
-    def call_locally(self, when_gathered: Callable[[Callable[[Any], None]], None]) -> None:
-        """Call the hooks from now on with what a backward pass computes for the full parameter on this rank.
-
-        Args:
-            when_gathered: Calls a function with it, as soon as there is one.
-        """
-        if not self.local:
-            self.local = True
-            when_gathered(self._hook_full)
-            with _taking_hooks(self.shard):
-                self.shard.register_hook(self._changed_apart)
-
-    def _hook_full(self, full: Any) -> None:
+    def hook_full(self, full: Any) -> None:
+        """Call the hooks with what a backward pass computes for the full parameter on this rank."""
         with _taking_hooks(full):
             full.register_hook(self._changed)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
-    def _changed_apart(self, gradient: Any) -> Any:
+    def changed_apart(self, gradient: Any) -> Any:
         """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
-        line = _line(next(iter(self.hooks.values())))
+        code = getattr(next(iter(self.hooks.values())), "__code__", None)
+        line = "the script" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
         with messages.said_only_once():
             messages.say(
                 f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
@@ -111,14 +101,9 @@ class _Hooked:
 _hooked: "weakref.WeakSet[_Hooked]" = weakref.WeakSet()
 
 
-def _line(hook: Hook) -> str:
-    code = getattr(hook, "__code__", None)
-    return "the script" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-
-
 def add_hook(shard: Any, hook: Hook) -> RemovableHandle:
     """Have a hook called with each gradient that a backward pass computes for a shard."""
-    hooked = _of_shard(shard) or _new(shard)
+    hooked = _of_shard(shard) or _Hooked(shard)
     handle = RemovableHandle(hooked.hooks)
     hooked.hooks[handle.id] = hook
     return handle
@@ -134,18 +119,16 @@ def hook_local_gradients(units: Iterable[nn.Module], only: Any = None) -> None:
     for unit in units:
         for shard, when_gathered in on_first_gather(unit):
             hooked = _of_shard(shard) if only is None or shard is only else None
-            if hooked is not None:
-                hooked.call_locally(when_gathered)
+            if hooked is not None and not hooked.local:
+                hooked.local = True
+                when_gathered(hooked.hook_full)
+                with _taking_hooks(shard):
+                    shard.register_hook(hooked.changed_apart)
 
 
 def _of_shard(shard: Any) -> _Hooked | None:
     owners = (getattr(each, "__self__", None) for each in gradient_hooks(shard)[1].values())
     return next((each for each in owners if isinstance(each, _Hooked)), None)
-
-
-def _new(shard: Any, hooks: Table | None = None) -> _Hooked:
-    _watch_backward()
-    return _Hooked(shard, hooks)
 
 
 @contextmanager
@@ -160,18 +143,18 @@ def _taking_hooks(param: Any) -> Iterator[None]:
 @functools.cache
 def _watch_backward() -> None:
     """Have every backward pass from now on begin with what gradients are before it."""
-    wrap(torch.autograd, "backward", _backward)
 
-
-def _backward(backward: Any, *args: Any, **kwargs: Any) -> Any:
-    hooked = list(_hooked)
-    for each in hooked:
-        each.begin()
-    try:
-        return backward(*args, **kwargs)
-    finally:
+    def begin_and_compute(backward: Any, *args: Any, **kwargs: Any) -> Any:
+        hooked = list(_hooked)
         for each in hooked:
-            each.before = None
+            each.begin()
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            for each in hooked:
+                each.before = None
+
+    wrap(torch.autograd, "backward", begin_and_compute)
 
 
 @contextmanager
@@ -182,21 +165,20 @@ def reattach_hooks_to_shards(model: nn.Module) -> Iterator[None]:
         model: Not sharded yet.
     """
     full = {name: gradient_hooks(param) for name, param in named_parameters(model)}
+
+    def call_all(hooks: Table, shard: Any) -> None:
+        for hook in list(hooks.values()):
+            hook(shard)
+
     yield
     for name, shard in named_parameters(model):
-        if not isinstance(shard, DTensor) or name not in full:
-            continue
-        before, after = full[name]
-        if before:
-            _new(shard, before)
-        if after:
-            with _taking_hooks(shard):
-                shard.register_post_accumulate_grad_hook(functools.partial(_call_all, after))  # type: ignore[no-untyped-call]
-
-
-def _call_all(hooks: Table, shard: Any) -> None:
-    for hook in list(hooks.values()):
-        hook(shard)
+        if isinstance(shard, DTensor) and name in full:
+            before, after = full[name]
+            if before:
+                _Hooked(shard, before)
+            if after:
+                with _taking_hooks(shard):
+                    shard.register_post_accumulate_grad_hook(functools.partial(call_all, after))  # type: ignore[no-untyped-call]
 
 
 def place_gradients(model: nn.Module) -> None:
@@ -206,13 +188,12 @@ def place_gradients(model: nn.Module) -> None:
         model: Sharded by `fully_shard`.
     """
     for param in parameters_of(model):
-        if not isinstance(param, DTensor):
-            continue
-        with _taking_hooks(param):
-            if has_backward_hooks(param):
-                renew_backward_hooks(param)
-            else:
-                param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
+        if isinstance(param, DTensor):
+            with _taking_hooks(param):
+                if has_backward_hooks(param):
+                    renew_backward_hooks(param)
+                else:
+                    param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
 
 
 def _fit_to(param: DTensor) -> Any:
@@ -236,24 +217,14 @@ def agree_on_unused(model: nn.Module) -> None:
 def agree_on_alternatives(model: nn.Module) -> None:
     """Do so in units with a list or dictionary of modules, of which a pass may call some: experts, heads."""
     for unit in model.modules():
-        if is_unit(unit) and any(_are_alternatives(module) for module in _inside(unit)):
-            before_reducing_gradients(unit, _fill)
-
-
-def _inside(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a unit, without those of units inside of it."""
-    waiting = [unit]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        waiting += [child for child in module.children() if not is_unit(child)]
-
-
-def _are_alternatives(module: nn.Module) -> bool:
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return False
-    children = [child for child in module.children() if not is_unit(child)]
-    return sum(any(True for _ in parameters_of(child)) for child in children) > 1
+        waiting = [unit] if is_unit(unit) else []
+        while waiting:
+            module = waiting.pop()
+            children = [child for child in module.children() if not is_unit(child)]
+            waiting += children
+            some = sum(any(True for _ in parameters_of(child)) for child in children) > 1
+            if some and isinstance(module, nn.ModuleList | nn.ModuleDict):
+                before_reducing_gradients(unit, _fill)
 
 
 def _fill(group: Any) -> None:

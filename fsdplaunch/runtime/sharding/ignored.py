@@ -7,7 +7,7 @@ of a unit, FSDP1 one dtype among all of them.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,17 @@ def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
     Raises:
         ShardingError: An expression matches nothing, or a module given is not in the model.
     """
-    modules = _ignored(model, settings)
+    given = () if settings.ignored is None else settings.ignored
+    names = {module: clean_name(name) for name, module in model.named_modules() if name}
+    modules: dict[str, nn.Module] = {}
+    for each in alternatives(given) if isinstance(given, str) else given:
+        if isinstance(each, str):
+            modules |= _matching(each, names, model)
+        elif each in names:
+            modules[names[each]] = each
+        else:
+            msg = f"ignored_modules has a {type(each).__name__} that is not in {type(model).__name__}"
+            raise ShardingError(msg, hint="give modules of the model itself, or a regular expression")
     inside = {below for module in modules.values() for below in module.modules()}
     single = tuple(
         (module, attribute)
@@ -63,7 +73,12 @@ def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
         for attribute, param in own_parameters(module)
         if param.dim() == 0 or (is_special(param) and not param.is_floating_point())
     )
-    _warn_quantized(single)
+    kinds = Counter(type(param).__name__ for m, name in single if is_special(param := getattr(m, name)))
+    for kind, number in kinds.items():
+        messages.say(
+            f"{number} {kind} are kept in full on every rank: sharding would lose what their class keeps beside"
+            " them; with a storage dtype such as bf16 (bnb_4bit_quant_storage) they are sharded"
+        )
     return IgnoredParts(modules=modules, single=single)
 
 
@@ -76,32 +91,6 @@ def is_special(param: torch.Tensor) -> bool:
     return type(param) not in (nn.Parameter, torch.Tensor) and not param.requires_grad
 
 
-def _warn_quantized(single: Sequence[tuple[nn.Module, str]]) -> None:
-    kinds = Counter(type(param).__name__ for m, name in single if is_special(param := getattr(m, name)))
-    for kind, number in kinds.items():
-        messages.say(
-            f"{number} {kind} are kept in full on every rank: sharding would lose what their class keeps beside"
-            " them; with a storage dtype such as bf16 (bnb_4bit_quant_storage) they are sharded"
-        )
-
-
-def _ignored(model: nn.Module, settings: Settings) -> dict[str, nn.Module]:
-    if settings.ignored is None:
-        return {}
-    given = alternatives(settings.ignored) if isinstance(settings.ignored, str) else settings.ignored
-    names = {module: clean_name(name) for name, module in model.named_modules() if name}
-    found: dict[str, nn.Module] = {}
-    for each in given:
-        if isinstance(each, str):
-            found |= _matching(each, names, model)
-        elif each in names:
-            found[names[each]] = each
-        else:
-            msg = f"ignored_modules has a {type(each).__name__} that is not in {type(model).__name__}"
-            raise ShardingError(msg, hint="give modules of the model itself, or a regular expression")
-    return found
-
-
 def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose full name the expression matches."""
     try:
@@ -111,8 +100,7 @@ def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) ->
         raise ShardingError(msg, hint=f"got {expression!r}") from None
     found = {name: module for module, name in names.items() if pattern.fullmatch(name)}
     if not found:
-        first: Sequence[str] = list(names.values())[:_SHOWN]
-        shown = ", ".join(first) + (", ..." if len(names) > _SHOWN else "")
+        shown = ", ".join(list(names.values())[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         msg = f"fsdp_ignored_modules {expression!r} matches no module of {type(model).__name__}"
         raise ShardingError(msg, hint=f"the expression must match a full name; the first names are {shown}")
     return found
@@ -133,67 +121,49 @@ def separate_dtypes(model: nn.Module, units: Units, settings: Settings, skipped:
     Raises:
         ShardingError: A unit mixes dtypes in a way that no further unit can separate.
     """
-    added: set[nn.Module] = set()
     borders = set(units.values())
+    wanted = set(borders)
     for name, unit in {"": model, **units}.items():
         held = _held(unit, borders - {unit}, settings, skipped)
-        kinds: Counter[torch.dtype] = Counter()
+        sizes: Counter[torch.dtype] = Counter()
         for params in held.values():
-            for _, param in params:
-                kinds[_kept(param, settings)] += param.numel()
-        if len(kinds) > 1:
-            added |= _separable(name, unit, held, settings, most=kinds.most_common(1)[0][0])
-    if not added:
+            for _, dtype, param in params:
+                sizes[dtype] += param.numel()
+        if len(sizes) < 2:  # noqa: PLR2004  (one dtype is what a unit takes)
+            continue
+        most = sizes.most_common(1)[0][0]
+        for module, params in held.items():
+            odd = [each for each in params if each[1] != most]
+            if not odd:
+                continue
+            inside = {dtype for below in module.modules() for _, dtype, _ in held.get(below, ())}
+            users = sum(param is each[-1] for *_, param in odd for others in held.values() for each in others)
+            if module is unit or len(inside) > 1 or not runs(module) or users > len(odd):
+                short = [f"{param} in {str(dtype).removeprefix('torch.')}" for param, dtype, _ in odd]
+                kept = str(most).removeprefix("torch.")
+                msg = f"{name or type(unit).__name__} mixes parameters kept in {kept} with {listed(short, 3)}"
+                hint = "convert the model to one dtype, set precision.master, or leave modules out"
+                raise ShardingError(msg, hint=f"{hint} with fsdp_ignored_modules")
+            wanted.add(module)
+    if wanted == borders:
         return units
-    wanted = borders | added
     return {clean_name(name): module for name, module in model.named_modules() if module in wanted}
 
 
-_Held = dict[nn.Module, list[tuple[str, nn.Parameter]]]
+_Held = dict[nn.Module, list[tuple[str, torch.dtype, nn.Parameter]]]
 
 
 def _held(unit: nn.Module, borders: set[nn.Module], settings: Settings, skipped: Collection[int]) -> _Held:
-    """Return the parameters that count in a unit, by the module that holds them, without those of units inside."""
+    """Return what counts in a unit, with the dtype that it will be sharded in, by the module that holds it."""
     found: _Held = {}
-    waiting = [("", unit)]
+    master, waiting = settings.dtypes.master, [("", unit)]
     while waiting:
         prefix, module = waiting.pop()
         for name, param in module.named_parameters(recurse=False):
-            if id(param) not in skipped and (param.requires_grad or settings.version == 1):
-                found.setdefault(module, []).append((prefix + name, param))
+            counts = param.requires_grad or settings.version == 1
+            if counts and id(param) not in skipped:
+                recast = master is not None and param.is_floating_point() and not is_special(param)
+                dtype = master if recast and master is not None else param.dtype
+                found.setdefault(module, []).append((prefix + name, dtype, param))
         waiting += [(f"{prefix}{n}.", child) for n, child in module.named_children() if child not in borders]
     return found
-
-
-def _kept(param: nn.Parameter, settings: Settings) -> torch.dtype:
-    """Return the dtype a parameter will be sharded in."""
-    recast = param.is_floating_point() and not is_special(param) and (param.requires_grad or settings.version == 1)
-    return settings.dtypes.master if settings.dtypes.master is not None and recast else param.dtype
-
-
-def _separable(
-    name: str, unit: nn.Module, held: _Held, settings: Settings, *, most: torch.dtype
-) -> set[nn.Module]:
-    """Return the modules of a unit that are all of another dtype than most of it."""
-    found = set()
-    for module, params in held.items():
-        odd = [(own, param) for own, param in params if _kept(param, settings) != most]
-        if not odd:
-            continue
-        alone = {_kept(param, settings) for below in module.modules() for _, param in held.get(below, ())}
-        users = sum(param is other for _, param in odd for others in held.values() for _, other in others)
-        if module is unit or len(alone) > 1 or not runs(module) or users > len(odd):
-            where = name or type(unit).__name__
-            msg = f"{where} mixes parameters kept in {_short(most)} with {_listed(odd, settings)}"
-            hint = "convert the model to one dtype, set precision.master, or leave modules out"
-            raise ShardingError(msg, hint=f"{hint} with fsdp_ignored_modules")
-        found.add(module)
-    return found
-
-
-def _listed(odd: list[tuple[str, nn.Parameter]], settings: Settings) -> str:
-    return listed([f"{name} in {_short(_kept(param, settings))}" for name, param in odd], 3)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

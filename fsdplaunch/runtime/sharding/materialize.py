@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.parameters import ModelTensor, Spec, Specs, model_tensors
+from fsdplaunch.runtime.inspection.units import as_bytes
 from fsdplaunch.runtime.sharding.ignored import is_special
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 
 _MARK = 0xA5
+_PLAIN = (nn.Parameter, torch.Tensor)
 
 
 class Materializer:
@@ -46,11 +48,12 @@ class Materializer:
         origin: str = "values of its own",
         split: Callable[[ModelTensor], None] | None = None,
     ) -> None:
-        self.model = model
         self.device = device
         self.master = master
         self.frozen_too = frozen_too
-        self.init_fn = init_fn or _own_init(model)
+        own_init = getattr(model, "_init_weights", None)  # transformers' gives one module its values
+        takes_module = own_init is not None and len(inspect.signature(own_init).parameters) == 1
+        self.init_fn = init_fn or (own_init if takes_module else None)
         self.ranks = RankGroup(groups_from_first(mesh), device)
         self.entries = model_tensors(model)
         self.held: dict[nn.Module, list[ModelTensor]] = {}
@@ -58,27 +61,26 @@ class Materializer:
             for module, _ in entry.places:
                 self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
-        self.origin = origin
         self.split = split
-        self.sources = self._agree()
-        self.send = send or self._someone_lacks()
+        self.sources = self._agree(origin)
+        lacking = (e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2])
+        self.send = send or self.ranks.from_any(next(lacking, None)) is not None
 
-    def _agree(self) -> Specs:
+    def _agree(self, origin: str) -> Specs:
         """Return rank 0's names, shapes, dtypes and whether each has storage; raise for another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
         theirs: Specs
-        theirs, origin = self.ranks.from_first((mine, self.origin))
-        difference = self.ranks.from_any(_difference(mine, theirs))
-        other = f"the model gets {origin} on rank 0 and {self.origin} on rank {dist.get_rank()}"
-        difference = difference or self.ranks.from_any(None if origin == self.origin else other)
+        theirs, first = self.ranks.from_first((mine, origin))
+        here = f"on rank {dist.get_rank()}"
+        difference = None if first == origin else f"the model gets {first} on rank 0 and {origin} {here}"
+        for name in reversed([*theirs, *mine]):  # the first of them is told
+            if name not in mine or name not in theirs or mine[name][0] != theirs[name][0]:
+                shapes = _shape_of(theirs.get(name)), _shape_of(mine.get(name))
+                difference = f"{name} is {shapes[0]} on rank 0 and {shapes[1]} {here}"
+        difference = self.ranks.from_any(difference)
         if difference is not None:
             raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
         return theirs
-
-    def _someone_lacks(self) -> bool:
-        """Return whether a rank has no storage for a tensor that rank 0 has values of: those must be sent."""
-        lacking = [e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2]]
-        return self.ranks.from_any(lacking[0] if lacking else None) is not None
 
     def materialize(self, module: nn.Module) -> None:
         """Materialize every tensor that `module` or a module below it holds and that is not materialized yet."""
@@ -93,20 +95,20 @@ class Materializer:
     def materialize_entries(self, due: list[ModelTensor]) -> None:
         """Materialize tensors that are not materialized yet."""
         if self.device.type != "meta":  # there the layout alone is wanted, and nothing has values
-            self._fill(due)
+            for entry in due:
+                self._give_storage(entry)
+            self._initialize([entry for entry in due if not self.sources[entry.name][2]])
+            if self.send:
+                self.ranks.send(*(entry.tensor.data for entry in due if not entry.tensor.is_meta))
         for entry in due:
-            self._to_master(entry)
+            tensor = entry.tensor
+            casts = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or self.frozen_too)
+            casts = casts and tensor.is_floating_point() and not is_special(tensor)
+            if self.master is not None and casts and not any(module in self.ignored for module, _ in entry.places):
+                tensor.data = tensor.data.to(self.master)
             if self.split is not None:
                 self.split(entry)
             entry.materialized = True
-
-    def _fill(self, due: list[ModelTensor]) -> None:
-        empty = [entry for entry in due if not self.sources[entry.name][2]]
-        for entry in due:
-            self._give_storage(entry)
-        self._initialize(empty)
-        if self.send:
-            self.ranks.send(*(entry.tensor.data for entry in due if not entry.tensor.is_meta))
 
     def wrapping(self) -> AbstractContextManager[Any]:
         """Return what must be active while FSDP1's constructor runs: nothing."""
@@ -123,25 +125,29 @@ class Materializer:
         """
         shape, dtype, _ = self.sources[entry.name]
         tensor = entry.tensor
-        if tensor.device == self.device or type(tensor) not in (nn.Parameter, torch.Tensor):
+        if tensor.device == self.device or type(tensor) not in _PLAIN:
             tensor.data = tensor.data.to(self.device, dtype).contiguous()
-            return
-        if tensor.is_meta:
-            new = torch.empty(shape, dtype=dtype, device=self.device)
+        elif tensor.is_meta:
+            entry.exchange(torch.empty(shape, dtype=dtype, device=self.device))
         else:
-            new = tensor.data.to(self.device, dtype).contiguous()
-        entry.exchange(new)
+            entry.exchange(tensor.data.to(self.device, dtype).contiguous())
 
     def _initialize(self, empty: list[ModelTensor]) -> None:
+        """Have modules give tensors values, over bytes that none leaves, so that one without any is seen."""
         for entry in empty:
-            _mark(entry.tensor)
+            if type(entry.tensor) in _PLAIN:
+                as_bytes(entry.tensor.data).fill_(_MARK)
         for module in dict.fromkeys(module for entry in empty for module, _ in entry.places):
             init = self._init_of(module)
             if init is not None:
                 with torch.no_grad():
                     init(module)
         for entry in empty:
-            if _is_marked(entry.tensor) or not any(self._init_of(module) for module, _ in entry.places):
+            tensor = entry.tensor
+            readable = type(tensor) in _PLAIN and tensor.numel() and tensor.is_contiguous()
+            raw = as_bytes(tensor.data) if readable else torch.zeros(1)
+            marked = bool((raw[:64] == _MARK).all()) and bool((raw == _MARK).all())
+            if marked or not any(self._init_of(module) for module, _ in entry.places):
                 self.leave_empty(entry)
 
     def _init_of(self, module: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -150,62 +156,13 @@ class Materializer:
     def leave_empty(self, entry: ModelTensor) -> None:
         """Raise for a tensor that nothing has given values."""
         holder, attribute = entry.places[0]
-        where = f"{entry.name} has no values on any rank, and "
+        kind, where = type(holder).__name__, f"{entry.name} has no values on any rank, and "
+        msg, hint = f"{where}initializing {kind} makes none", f"set {attribute} in its reset_parameters method"
         if self._init_of(holder) is None:
-            msg = f"{where}{type(holder).__name__} cannot make them"
-            hint = "give the module a reset_parameters method"
-        else:
-            msg = f"{where}initializing {type(holder).__name__} makes none"
-            hint = _initializing_hint(holder, attribute)
+            msg, hint = f"{where}{kind} cannot make them", "give the module a reset_parameters method"
+        elif type(holder).__module__.startswith("transformers."):
+            hint = f"install transformers 5 or newer, which makes {attribute} again"
         raise ShardingError(msg, hint=f"{hint}, or pass param_init_fn to the plugin")
-
-    def _to_master(self, entry: ModelTensor) -> None:
-        tensor = entry.tensor
-        ours = any(module in self.ignored for module, _ in entry.places)  # left as they are
-        due = isinstance(tensor, nn.Parameter) and (tensor.requires_grad or self.frozen_too)
-        if self.master is not None and due and not ours and tensor.is_floating_point() and not is_special(tensor):
-            tensor.data = tensor.data.to(self.master)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor's storage that every backend can send, whatever the dtype is."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _mark(tensor: torch.Tensor) -> None:
-    """Fill a tensor with bytes that no initialization leaves behind, so that one that writes nothing is seen."""
-    if type(tensor) in (nn.Parameter, torch.Tensor):
-        _as_bytes(tensor.data).fill_(_MARK)
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.numel() or not tensor.is_contiguous():
-        return False
-    raw = _as_bytes(tensor.data)
-    return bool((raw[:64] == _MARK).all()) and bool((raw == _MARK).all())
-
-
-def _difference(mine: Specs, theirs: Specs) -> str | None:
-    for name in [*theirs, *mine]:
-        here, there = mine.get(name), theirs.get(name)
-        if here is None or there is None or here[0] != there[0]:
-            return f"{name} is {_shape_of(there)} on rank 0 and {_shape_of(here)} on rank {dist.get_rank()}"
-    return None
-
-
-def _initializing_hint(holder: nn.Module, attribute: str) -> str:
-    """Return what to do so that initializing a module makes one of its tensors."""
-    if type(holder).__module__.startswith("transformers."):
-        return f"install transformers 5 or newer, which makes {attribute} again"
-    return f"set {attribute} in its reset_parameters method"
-
-
-def _own_init(model: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Return a model's `_init_weights(module)`, as transformers has it; None without one of this form."""
-    init = getattr(model, "_init_weights", None)
-    if init is None or len(inspect.signature(init).parameters) != 1:
-        return None
-    return init  # type: ignore[no-any-return]
 
 
 def _shape_of(found: Spec | None) -> str:

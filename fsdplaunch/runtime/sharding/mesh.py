@@ -22,20 +22,17 @@ REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
 """Names of the mesh's axes."""
 
 
-def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> AxisSizes:
+def _axis_sizes(settings: Settings) -> AxisSizes:
     """Return the sizes of the axes.
 
     Explicit sizes win, -1 takes what the other leaves. Without sizes the hybrid strategies shard inside each
     node, NO_SHARD replicates everything, and the others shard over all ranks.
 
-    Args:
-        settings: Strategy and sizes.
-        world: All ranks.
-        per_node: Ranks on this node.
-
     Raises:
         ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to shard over.
     """
+    world = dist.get_world_size()
+    per_node = int(rank_variable("LOCAL_WORLD_SIZE") or world)
     tensor, context = settings.tensor_size, settings.context_size
     alike = max(tensor, 1) * max(context, 1)
     replicate, shard = settings.replicate_size, settings.shard_size or REST
@@ -52,21 +49,12 @@ def mesh_sizes(settings: Settings, *, world: int, per_node: int) -> AxisSizes:
             f"there are {world}"
         )
         raise ShardingError(msg, hint="set one of dp_replicate_size and dp_shard_size to -1 to take the rest")
-    if settings.strategy in HYBRID:
-        _check_hybrid(settings, sizes.replicas, sizes.shards)
+    # One replica is fine: it is sharded over all ranks, as torch does it on one node.
+    if settings.strategy in HYBRID and sizes.replicas > 1 and sizes.shards == 1:
+        msg = f"{settings.strategy} over {sizes.replicas} x 1 workers has only one rank per replica"
+        hint = "set fsdp_sharding_strategy to NO_SHARD, or both mesh sizes in parallelism_config"
+        raise ShardingError(msg, hint=hint)  # FSDP1 would not reduce over replicas, in silence
     return sizes
-
-
-def _check_hybrid(settings: Settings, replicate: int, shard: int) -> None:
-    """Raise for shard groups of one rank: FSDP1 would silently not reduce over replicas.
-
-    One replica is fine: it is sharded over all ranks, as torch does it on one node.
-    """
-    if replicate == 1 or shard > 1:
-        return
-    msg = f"{settings.strategy} over {replicate} x {shard} workers has only one rank per replica"
-    hint = "set fsdp_sharding_strategy to NO_SHARD, or both mesh sizes in parallelism_config"
-    raise ShardingError(msg, hint=hint)
 
 
 def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
@@ -74,26 +62,10 @@ def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
 
     Ranks that split sequences are neighbors on the axis of the shards: parameters are spread over them, too.
     """
-    sizes = _sizes_here(settings)
+    sizes = _axis_sizes(settings)
     axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}
     kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-
-
-def _sizes_here(settings: Settings) -> AxisSizes:
-    world = dist.get_world_size()
-    return mesh_sizes(settings, world=world, per_node=int(rank_variable("LOCAL_WORLD_SIZE") or world))
-
-
-def make_context_mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
-    """Return the axis of the ranks that split each sequence, this rank among them; None where none do."""
-    if settings.context_size == 1:
-        return None
-    sizes = _sizes_here(settings)
-    if sizes.context == 1:
-        return None
-    shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -167,19 +139,12 @@ def groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTarget:
-    """Where a model goes: this worker's device, and the layout of all ranks.
-
-    Attributes:
-        mesh: The ranks.
-        device: Where this worker computes.
-        layout_only: Whether nothing gets storage or values: the model is to be looked at, not run.
-        context: The ranks that split each sequence, this one among them; None where none do.
-    """
+    """Where a model goes: this worker's device, and the layout of all ranks."""
 
     mesh: DeviceMesh
     device: torch.device
-    layout_only: bool = False
-    context: DeviceMesh | None = None
+    layout_only: bool = False  # nothing gets storage or values: the model is to be looked at, not run
+    context: DeviceMesh | None = None  # the ranks that split each sequence, this one among them
 
 
 def shard_target(
@@ -195,32 +160,28 @@ def shard_target(
         ShardingError: There is no process group and nothing to make one from.
     """
     if not dist.is_initialized():
-        _join()
+        if "RANK" not in os.environ:
+            msg = "there are no workers to shard over: this process was started alone"
+            raise ShardingError(msg, hint="start the script with `fsdplaunch launch`")
+        from fsdplaunch.config.environment import decode
+        from fsdplaunch.runtime.device import choose_device, join_group
+
+        config = decode()
+        join_group(config, choose_device(config))
     layout_only = device is not None and torch.device(device).type == "meta"
     target = own_device(mesh) if device is None or layout_only else torch.device(device)
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
-    context = make_context_mesh(settings, target) if mesh is None else None
+    context = None
+    if mesh is None and settings.context_size != 1 and (sizes := _axis_sizes(settings)).context > 1:
+        shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
+        context = init_device_mesh(target.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
     made = mesh or make_mesh(settings, target)
     return ShardTarget(mesh=made, device=target, layout_only=layout_only, context=context)
 
 
-def _join() -> None:
-    if "RANK" not in os.environ:
-        msg = "there are no workers to shard over: this process was started alone"
-        raise ShardingError(msg, hint="start the script with `fsdplaunch launch`")
-    from fsdplaunch.config.environment import decode
-    from fsdplaunch.runtime.device import choose_device, join_group
-
-    config = decode()
-    join_group(config, choose_device(config))
-
-
 def own_device(mesh: DeviceMesh | None) -> torch.device:
     """Return the device of this worker that fits a mesh, or the process group where there is none."""
-    on_cpu = mesh.device_type == "cpu" if mesh is not None else not _group_has_cuda()
+    has_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    on_cpu = not has_cuda if mesh is None else mesh.device_type == "cpu"
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-def _group_has_cuda() -> bool:
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())

@@ -7,9 +7,8 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,38 +28,27 @@ ORIGIN = "fsdplaunch_origin"
 """Attribute of a full parameter that says what became of it; optimizers may be prepared later than models."""
 
 State = dict[str, Any]
+Home = list["weakref.ref[nn.Module]"]
+"""The sharded model that full parameters went to; empty until there is one."""
 
 
-@dataclass(slots=True)
-class ShardedHome:
-    """The model that holds full parameters sharded; None until it is."""
-
-    model: "weakref.ref[nn.Module] | None" = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullParameter:
-    """What a full parameter was called in which model, and its shape there."""
+class FullParameter(NamedTuple):
+    """What a full parameter was called in its model, its shape there, and where it went."""
 
     name: str
     shape: torch.Size
-    home: ShardedHome
-
-    @property
-    def model(self) -> nn.Module | None:
-        """Return the sharded model, if it is alive."""
-        return None if self.home.model is None else self.home.model()
+    home: Home
 
 
-def note_full_parameters(full: Mapping[str, torch.Tensor]) -> ShardedHome:
-    """Remember on each full parameter, given by clean name, what it is called and shaped, before it is sharded.
+def note_full_parameters(model: nn.Module) -> Home:
+    """Remember on each full parameter what it is called and shaped, before its model is sharded.
 
     Returns:
         Where to put the sharded model when there is one. The parameters themselves are not kept.
     """
-    home = ShardedHome()
-    for name, tensor in full.items():
-        setattr(tensor, ORIGIN, FullParameter(name=name, shape=tensor.shape, home=home))
+    home: Home = []
+    for name, tensor in named_parameters(model):
+        setattr(tensor, ORIGIN, FullParameter(name, tensor.shape, home))
     return home
 
 
@@ -83,7 +71,12 @@ def name_of(param: torch.Tensor) -> str | None:
 def sharded_home(param: torch.Tensor) -> nn.Module | None:
     """Return the sharded model that a full parameter was part of, if it is alive; None for any other tensor."""
     origin: FullParameter | None = getattr(param, ORIGIN, None)
-    return None if origin is None else origin.model
+    return origin.home[0]() if origin is not None and origin.home else None
+
+
+def waits_for_shards(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a full parameter of a model that is sharded by now."""
+    return any(sharded_home(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
@@ -96,76 +89,54 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     Raises:
         ShardingError: It holds a parameter of no prepared model, or groups that flat parameters cannot keep apart.
     """
-    held = {id(param): (param, state) for param, state in optimizer.state.items()}
-    moves = _Moves(optimizer, known)
+    held = [(param, state) for param, state in optimizer.state.items()]
+    named = cache(lambda model: dict(named_parameters(model)))
     for index, group in enumerate(optimizer.param_groups):
-        group["params"] = moves.exchange(group["params"], index)
-    optimizer.state.clear()
-    pending: dict[nn.Module, dict[str, State]] = {}
-    for param, state in held.values():
-        origin: FullParameter | None = getattr(param, ORIGIN, None)
-        model = None if origin is None else origin.model
-        if origin is None or model is None:
-            optimizer.state[param] = state
-        elif (isinstance(model, Wrapper) and param.shape != origin.shape) or id(param) not in known:
-            pending.setdefault(model, {})[origin.name] = state
-        else:
-            optimizer.state[param] = state
-    for model, states in pending.items():
-        _split_state(optimizer, model, states)
-
-
-def waits_for_shards(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has a full parameter of a model that is sharded by now."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    origins: list[FullParameter | None] = [getattr(param, ORIGIN, None) for param in params]
-    return any(origin is not None and origin.model is not None for origin in origins)
-
-
-class _Moves:
-    """One optimizer's parameters on their way to the sharded models."""
-
-    def __init__(self, optimizer: Optimizer, known: Mapping[int, str]) -> None:
-        self.optimizer = optimizer
-        self.known = known
-        self.now: dict[nn.Module, dict[str, nn.Parameter]] = {}
-
-    def exchange(self, params: list[Any], group: int) -> list[Any]:
-        """Return the sharded parameters for a group's full ones, in their order and each once."""
-        found: dict[int, Any] = {}
-        for position, param in enumerate(params):
-            for new in self._sharded(param, f"parameter {position} of group {group}"):
+        found: dict[int, Any] = {}  # in their order and each once
+        for position, param in enumerate(group["params"]):
+            if id(param) in known:
+                found.setdefault(id(param), param)
+                continue
+            model = sharded_home(param)
+            if model is None:
+                where = f"parameter {position} of group {index}, of shape {tuple(param.shape)}"
+                msg = f"the optimizer trains {where}, that no prepared model holds"
+                raise ShardingError(
+                    msg, hint="pass the model it belongs to to fsdplaunch.prepare, before or with it"
+                )
+            now, name = named(model), name_of(param)
+            if name not in now and len(optimizer.param_groups) > 1:
+                groups = len(optimizer.param_groups)
+                msg = f"the optimizer has {groups} parameter groups, and flat parameters mix them"
+                raise ShardingError(msg, hint="set fsdp_use_orig_params to true, or use fsdp_version 2")
+            for new in [now[name]] if name in now else parameters_of(model):  # all flat ones for any full one
                 found.setdefault(id(new), new)
-        return list(found.values())
-
-    def _sharded(self, param: Any, where: str) -> list[Any]:
-        if id(param) in self.known:
-            return [param]
-        origin: FullParameter | None = getattr(param, ORIGIN, None)
-        model = None if origin is None else origin.model
-        if origin is None or model is None:
-            msg = f"the optimizer trains {where}, of shape {tuple(param.shape)}, that no prepared model holds"
-            raise ShardingError(msg, hint="pass the model it belongs to to fsdplaunch.prepare, before or with it")
-        now = self.now.setdefault(model, dict(named_parameters(model)))
-        return [now[origin.name]] if origin.name in now else self._flat(model)
-
-    def _flat(self, model: nn.Module) -> list[Any]:
-        """Return all flat parameters of a model, in the place of its own ones."""
-        groups = len(self.optimizer.param_groups)
-        if groups > 1:
-            msg = f"the optimizer has {groups} parameter groups, and flat parameters mix them"
-            raise ShardingError(msg, hint="set fsdp_use_orig_params to true, or use fsdp_version 2")
-        return list(parameters_of(model))
+        group["params"] = list(found.values())
+    _move_state(optimizer, held, known, named)
 
 
-def _split_state(optimizer: Optimizer, model: nn.Module, states: dict[str, State]) -> None:
-    """Give the sharded parameters of a model their shards of the full state that is known by name."""
-    if isinstance(model, Wrapper):
-        _split_flat_state(optimizer, model, states)
-        return
-    now = dict(named_parameters(model))
-    for name, state in states.items():
-        optimizer.state[now[name]] = {key: _like(value, now[name]) for key, value in state.items()}
+def _move_state(
+    optimizer: Optimizer, held: list[tuple[Any, State]], known: Mapping[int, str], named: Callable[..., Any]
+) -> None:
+    """Give the sharded parameters their shards of the full state that is known by name."""
+    optimizer.state.clear()
+    flat: dict[Wrapper, dict[str, State]] = {}
+    for param, state in held:
+        model, origin = sharded_home(param), getattr(param, ORIGIN, None)
+        shape = None if origin is None else origin.shape
+        is_cut = id(param) not in known or (isinstance(model, Wrapper) and param.shape != shape)
+        if model is None or origin is None or not is_cut:
+            optimizer.state[param] = state
+        elif isinstance(model, Wrapper):
+            flat.setdefault(model, {})[origin.name] = state
+        else:
+            new = named(model)[origin.name]
+            optimizer.state[new] = {key: _like(value, new) for key, value in state.items()}
+    for wrapper, states in flat.items():  # only torch knows where flat shards begin and end
+        group = {**optimizer.param_groups[0], "params": list(states)}
+        cut = cut_to_flat(wrapper, optimizer, {"state": states, "param_groups": [group]})
+        params = [param for each in optimizer.param_groups for param in each["params"]]
+        optimizer.state.update({params[index]: state for index, state in cut["state"].items()})
 
 
 def _like(value: Any, param: nn.Parameter) -> Any:
@@ -174,15 +145,6 @@ def _like(value: Any, param: nn.Parameter) -> Any:
         return value
     dtype = param.dtype if value.is_floating_point() else value.dtype
     return distribute_tensor(value.to(param.to_local().device, dtype), param.device_mesh, param.placements)
-
-
-def _split_flat_state(optimizer: Optimizer, model: Wrapper, states: dict[str, State]) -> None:
-    """Let FSDP1 cut full state to its flat shards; only torch knows where they begin and end."""
-    group = {**optimizer.param_groups[0], "params": list(states)}
-    flat = cut_to_flat(model, optimizer, {"state": states, "param_groups": [group]})
-    params = [param for each in optimizer.param_groups for param in each["params"]]
-    for index, state in flat["state"].items():
-        optimizer.state[params[index]] = state
 
 
 def cut_to_flat(model: nn.Module, optimizer: Optimizer, full: State) -> State:
@@ -227,10 +189,13 @@ def _with_local_shards(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
             return
         function(*local, **kwargs)
-        changed: list[Any] = list(args[0])
+        params = args[0]
+        changed: list[Any] = list(params)
         for given, now in zip(args[2:], local[2:], strict=True):
             if isinstance(given, list):
-                _put_new(given, now, args[0])
+                for place, (value, made, param) in enumerate(zip(given, now, params, strict=False)):
+                    if value is None and made is not None:  # a momentum of the first step, for its optimizer
+                        given[place] = with_local_tensor(param, made) if isinstance(param, DTensor) else made
                 changed += given
         note_changes([value for value in changed if isinstance(value, DTensor)])
 
@@ -240,9 +205,19 @@ def _with_local_shards(function: Callable[..., None]) -> Callable[..., None]:
 def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return arguments with local tensors in their lists; None where not all is divided as the parameters are.
 
-    Plain parameters may be among them, which torch's loops over many at once do not take beside shards.
+    By few calls of functions: steps are often small. Plain parameters may be among them, which torch's loops over
+    many at once do not take beside shards.
     """
-    if not args or not isinstance(args[0], list) or not _have_shards(args[0]) or kwargs.get("differentiable"):
+    if not args or not isinstance(args[0], list) or kwargs.get("differentiable"):
+        return None
+    have_shards = False
+    for param in args[0]:
+        if isinstance(param, DTensor):
+            have_shards = True
+            for placement in placements_of(param):
+                if placement.is_partial():
+                    return None
+    if not have_shards:
         return None
     for value in kwargs.values():
         if isinstance(value, DTensor):
@@ -253,18 +228,6 @@ def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | N
         if local is None and given is not None:
             return None
         found.append(local)
-    return found
-
-
-def _have_shards(params: list[Any]) -> bool:
-    """Return whether some are shards and none is partial, by few calls of functions: steps are often small."""
-    found = False
-    for param in params:
-        if isinstance(param, DTensor):
-            found = True
-            for placement in placements_of(param):
-                if placement.is_partial():
-                    return False
     return found
 
 
@@ -285,10 +248,3 @@ def _local(given: list[Any], params: list[Any]) -> list[Any] | None:
         else:
             local.append(value)
     return local
-
-
-def _put_new(given: list[Any], local: list[Any], params: list[Any]) -> None:
-    """Put what a function has made in the place of None where its optimizer looks for it, as shards."""
-    for place, (value, made, param) in enumerate(zip(given, local, params, strict=False)):
-        if value is None and made is not None:
-            given[place] = with_local_tensor(param, made) if isinstance(param, DTensor) else made

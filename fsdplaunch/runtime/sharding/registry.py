@@ -1,7 +1,4 @@
-"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly.
-
-With each model the parameters that are not sharded, whose gradients are averaged so that they stay equal.
-"""
+"""What this process has sharded, and how: looked up by gradient and checkpoint code. Models are held weakly."""
 
 from __future__ import annotations
 
@@ -22,11 +19,15 @@ from fsdplaunch.runtime.sharding.settings import Settings
 
 
 class ReplicatedParams:
-    """The trained parameters that are not sharded.
+    """The trained parameters that are not sharded, whose gradients are averaged so that they stay equal.
 
     Torch leaves the gradients of ignored parameters as each rank computed them, so replicas drift apart from the
     first step on. Each gradient is averaged over all ranks of the mesh as soon as backward has added to it. Doing
     so after every backward of an accumulation is right, too: what was averaged before is equal everywhere.
+
+    Args:
+        params: These parameters.
+        mesh: The ranks; None for all.
 
     Attributes:
         paused: Whether gradients are left alone for now (`no_sync`).
@@ -49,50 +50,23 @@ class ReplicatedParams:
             param.grad.div_(dist.get_world_size(group))
 
 
-def keep_equal(left_out: Sequence[nn.Parameter], mesh: DeviceMesh | None) -> ReplicatedParams | None:
-    """Average the gradients of all trained parameters that are not sharded; None if there are none.
-
-    Args:
-        left_out: Parameters.
-        mesh: The ranks; None for all.
-    """
-    trained = [param for param in left_out if param.requires_grad]
-    return ReplicatedParams(trained, mesh) if trained else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """How one model was sharded.
+    """How one model was sharded; names are those of the model before."""
 
-    Attributes:
-        plugin: What the settings came from; it says how to save.
-        settings: As configured.
-        mesh: The ranks' layout.
-        device: Where this worker computes.
-        tied: Names of each parameter that has several, as in the model before sharding.
-        units: Names of the units, without the model itself.
-        ignored: Names of the ignored modules.
-        left_out: Names of the parameters that are not sharded.
-        methods: The methods, beside forward, that parameters are gathered for.
-        converted: How many linear layers compute in float8.
-        replicas: The unsharded trained parameters, if there are any.
-        split: The plan by which its layers are split over ranks, of that feature's own class; None otherwise.
-        sequences: Likewise for its sequences.
-    """
-
-    plugin: FullyShardedDataParallelPlugin
+    plugin: FullyShardedDataParallelPlugin  # what the settings came from; it says how to save
     settings: Settings
     mesh: DeviceMesh
-    device: torch.device
-    tied: tuple[tuple[str, ...], ...]
-    units: tuple[str, ...]
-    ignored: tuple[str, ...]
-    left_out: frozenset[str]
-    methods: tuple[str, ...]
-    converted: int
+    device: torch.device  # where this worker computes
+    tied: tuple[tuple[str, ...], ...]  # the names of each parameter that has several
+    units: tuple[str, ...]  # without the model itself
+    ignored: tuple[str, ...]  # modules
+    left_out: frozenset[str]  # the parameters that are not sharded
+    methods: tuple[str, ...]  # beside forward, that parameters are gathered for
+    converted: int  # linear layers that compute in float8
     replicas: ReplicatedParams | None
-    split: Any = None
-    sequences: Any = None
+    split: Any = None  # the plan by which layers are split over ranks, of that feature's own class
+    sequences: Any = None  # likewise for sequences
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()

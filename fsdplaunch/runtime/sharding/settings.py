@@ -28,23 +28,14 @@ HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """Dtypes; None means the model's own.
+    """Dtypes; None means the model's own."""
 
-    Attributes:
-        param: Parameters as gathered and computed with.
-        reduce: Gradients as summed over ranks.
-        output: What the model's outputs are cast to (FSDP2).
-        buffer: Buffers in forward (FSDP1).
-        master: Shards and optimizer state.
-        template: Torch's object that the dtypes were taken from, for what else it sets.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    output: torch.dtype | None = None
-    buffer: torch.dtype | None = None
-    master: torch.dtype | None = None
-    template: Any = field(default=None, compare=False)
+    param: torch.dtype | None = None  # parameters as gathered and computed with
+    reduce: torch.dtype | None = None  # gradients as summed over ranks
+    output: torch.dtype | None = None  # what the model's outputs are cast to (FSDP2)
+    buffer: torch.dtype | None = None  # buffers in forward (FSDP1)
+    master: torch.dtype | None = None  # shards and optimizer state
+    template: Any = field(default=None, compare=False)  # torch's object they are from, for what else it sets
 
     @property
     def mixed(self) -> bool:

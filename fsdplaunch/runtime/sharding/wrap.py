@@ -7,7 +7,7 @@ have; and a wrap that misses most of the model is refused.
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,21 +51,21 @@ def find_blocks(model: nn.Module, class_names: Iterable[str] = ()) -> dict[str, 
         ShardingError: A class named is not in the model, or no blocks were found.
     """
     names = tuple(class_names)
-    if names:
-        _check_present(model, names)
-        return _of_classes(model, names)
-    own = _of_classes(model, getattr(model, "_no_split_modules", None) or ())
-    found = own or _repeated(model, at_least=2) or _repeated(model, at_least=1, lists=(nn.ModuleList,))
+    present = {class_name(module) for module in model.modules() if runs(module)}
+    missing = [name for name in names if name not in present]
+    if missing:
+        near = difflib.get_close_matches(missing[0], sorted(present), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        msg = f"no module of class {', '.join(missing)} in {class_name(model)}"
+        raise ShardingError(msg, hint=f"{hint}classes there: {'; '.join(_candidates(model))}")
+    wanted = set(names or getattr(model, "_no_split_modules", None) or ())
+    found = {clean_name(name): m for name, m in _named_modules(model) if class_name(m) in wanted and runs(m)}
+    found = found or _repeated(model, at_least=2) or _repeated(model, at_least=1, lists=(nn.ModuleList,))
     if not found:
         msg = f"no repeated blocks found in {class_name(model)}"
         hint = "name them in fsdp_transformer_layer_cls_to_wrap, or set fsdp_auto_wrap_policy to NO_WRAP"
         raise ShardingError(msg, hint=hint)
     return found
-
-
-def _of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    wanted = set(names)
-    return {clean_name(name): m for name, m in _named_modules(model) if class_name(m) in wanted and runs(m)}
 
 
 def _repeated(
@@ -74,33 +74,14 @@ def _repeated(
     """Return modules of one class that stand side by side in a list, none of them inside another."""
     found: dict[str, nn.Module] = {}
     for name, group in model.named_modules():
-        if not _below(name, found) and isinstance(group, lists):
-            found |= _side_by_side(name, list(group.named_children()), at_least)
+        parts = name.split(".")
+        is_below = any(".".join(parts[:depth]) in found for depth in range(1, len(parts) + 1))
+        if not is_below and isinstance(group, lists):
+            children = {c: m for c, m in group.named_children() if runs(m) and any(True for _ in parameters_of(m))}
+            counts = Counter(map(class_name, children.values()))
+            prefix = f"{name}." if name else ""
+            found |= {prefix + c: m for c, m in children.items() if counts[class_name(m)] >= at_least}
     return {clean_name(name): module for name, module in found.items()}
-
-
-def _below(name: str, blocks: Container[str]) -> bool:
-    """Return whether a module is one of the blocks or inside one."""
-    parts = name.split(".")
-    return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts) + 1))
-
-
-def _side_by_side(name: str, group: list[tuple[str, nn.Module]], at_least: int) -> dict[str, nn.Module]:
-    children = {child: m for child, m in group if runs(m) and any(True for _ in parameters_of(m))}
-    counts = Counter(class_name(m) for m in children.values())
-    prefix = f"{name}." if name else ""
-    return {prefix + child: m for child, m in children.items() if counts[class_name(m)] >= at_least}
-
-
-def _check_present(model: nn.Module, names: Iterable[str]) -> None:
-    present = {class_name(module) for module in model.modules() if runs(module)}
-    missing = [name for name in names if name not in present]
-    if not missing:
-        return
-    near = difflib.get_close_matches(missing[0], sorted(present), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    msg = f"no module of class {', '.join(missing)} in {class_name(model)}"
-    raise ShardingError(msg, hint=f"{hint}classes there: {'; '.join(_candidates(model))}")
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -108,9 +89,13 @@ def _candidates(model: nn.Module) -> list[str]:
     sizes: dict[str, list[int]] = {}
     for _, module in _named_modules(model):
         if module is not model and runs(module) and any(True for _ in module.children()):
-            sizes.setdefault(class_name(module), []).append(sum(p.numel() for p in parameters_of(module)))
+            sizes.setdefault(class_name(module), []).append(_size(module))
     ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:6]
     return [f"{len(n)} x {name} ({count(max(n))} parameters each)" for name, n in ordered if max(n)] or ["none"]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in parameters_of(module))
 
 
 def is_recursive(policy: Callable[..., Any]) -> bool:
@@ -151,13 +136,22 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
         ShardingError: A policy is set and chooses nothing.
     """
     chosen = _chosen(model, settings, left_out)
-    units = {
-        clean_name(name): module
-        for name, module in model.named_modules()
-        if module in chosen and module not in left_out and module is not model and _has_own(module, left_out)
-    }
+    units = {}
+    for name, module in model.named_modules():
+        if module is not model and module in chosen and module not in left_out:
+            held = (parameters_of(m, recurse=False) for m in module.modules() if m not in left_out)
+            if any(True for params in held for _ in params):  # else torch has nothing to do
+                units[clean_name(name)] = module
     if not units and not settings.wraps_nothing:
-        raise _nothing_chosen(model, settings)
+        policy = settings.wrap if isinstance(settings.wrap, str) else "the wrap policy given"
+        msg = f"{policy} makes no unit of {type(model).__name__}"
+        hint = "name other block classes, or set fsdp_auto_wrap_policy to NO_WRAP"
+        if settings.wrap == "SIZE_BASED_WRAP":
+            largest = max(map(_size, model.children()), default=0)
+            size = f"its largest part has {largest} ({count(largest)}) parameters"
+            msg = f"{msg}: fsdp_min_num_params is {settings.min_num_params}, {size}"
+            hint = "set a smaller fsdp_min_num_params, or NO_WRAP"
+        raise ShardingError(msg, hint=hint)
     kept = without_shared(model, units)
     if len(kept) < len(units):
         names = ", ".join(name for name in units if name not in kept)
@@ -166,18 +160,14 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
 
 
 def _chosen(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -> set[nn.Module]:
+    """Ask the policy; a function of the user's has torch's form or is a predicate, and torch has objects, too."""
+    policy: Any = settings.wrap
     if settings.wraps_nothing:
         return set()
-    if settings.wrap == "TRANSFORMER_BASED_WRAP":
+    if policy == "TRANSFORMER_BASED_WRAP":
         return set(find_blocks(model, settings.block_classes).values())
-    if settings.wrap == "SIZE_BASED_WRAP":
-        policy: Any = partial(size_based_auto_wrap_policy, min_num_params=settings.min_num_params)
-        return _by_recursion(model, policy, left_out)
-    return _by_function(model, settings.wrap, left_out)
-
-
-def _by_function(model: nn.Module, policy: Any, left_out: set[nn.Module]) -> set[nn.Module]:
-    """Ask a policy in one of the three forms users have: torch's objects, torch's functions, a plain predicate."""
+    if policy == "SIZE_BASED_WRAP":
+        policy = partial(size_based_auto_wrap_policy, min_num_params=settings.min_num_params)
     run_policy = wrap_policy_runner(policy)
     if run_policy is not None:
         return {module for module in run_policy(model, left_out, {}) if runs(module)}
@@ -192,7 +182,7 @@ def _by_recursion(model: nn.Module, policy: Callable[..., Any], left_out: set[nn
     seen: set[nn.Module] = set()
 
     def taken_by(module: nn.Module) -> int:
-        own = sum(param.numel() for param in parameters_of(module))
+        own = _size(module)
         seen.add(module)
         if not policy(module=module, recurse=True, nonwrapped_numel=own):
             return 0
@@ -208,59 +198,27 @@ def _by_recursion(model: nn.Module, policy: Callable[..., Any], left_out: set[nn
     return chosen
 
 
-def _has_own(module: nn.Module, left_out: set[nn.Module]) -> bool:
-    """Return whether a module holds a parameter to shard; torch has nothing to do for one that does not."""
-    return any(
-        next(parameters_of(m, recurse=False), None) is not None for m in module.modules() if m not in left_out
-    )
-
-
-def _nothing_chosen(model: nn.Module, settings: Settings) -> ShardingError:
-    largest = max((sum(p.numel() for p in parameters_of(child)) for child in model.children()), default=0)
-    policy = settings.wrap if isinstance(settings.wrap, str) else "the wrap policy given"
-    if settings.wrap == "SIZE_BASED_WRAP":
-        msg = (
-            f"SIZE_BASED_WRAP makes no unit of {type(model).__name__}: fsdp_min_num_params is "
-            f"{settings.min_num_params}, its largest part has {largest} ({count(largest)}) parameters"
-        )
-        return ShardingError(msg, hint="set a smaller fsdp_min_num_params, or NO_WRAP")
-    msg = f"{policy} makes no unit of {type(model).__name__}"
-    return ShardingError(msg, hint="name other block classes, or set fsdp_auto_wrap_policy to NO_WRAP")
-
-
 def without_shared(model: nn.Module, units: Units) -> Units:
-    """Return the units that share no parameter with a module outside of them."""
+    """Return the units that share no parameter with a module outside of them, and no layer with another place."""
     holders: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for param in parameters_of(module, recurse=False):
             holders.setdefault(id(param), set()).add(module)
     shared = [modules for modules in holders.values() if len(modules) > 1]
-    places = _places(model)
-    return {
-        name: unit for name, unit in units.items() if not _splits(unit, shared) and not _is_shared(unit, places)
-    }
+    places = Counter(each for _, each in model.named_modules(remove_duplicate=False))
 
+    def is_alone(unit: nn.Module) -> bool:
+        inside = Counter(each for _, each in unit.named_modules(remove_duplicate=False))
+        splits = any(modules & inside.keys() and modules - inside.keys() for modules in shared)
+        return not splits and not any(
+            places[each] > places[unit] * number and next(parameters_of(each, recurse=False), None) is not None
+            for each, number in inside.items()
+        )
 
-def _splits(unit: nn.Module, shared: list[set[nn.Module]]) -> bool:
-    inside = set(unit.modules())
-    return any(modules & inside and modules - inside for modules in shared)
-
-
-def _places(module: nn.Module) -> Counter[nn.Module]:
-    """Return how often each module is in a module, and that in itself."""
-    return Counter(each for _, each in module.named_modules(remove_duplicate=False))
-
-
-def _is_shared(unit: nn.Module, places: Counter[nn.Module]) -> bool:
-    """Return whether a layer inside of a unit is in the model by another way, too, such as in each block."""
-    return any(
-        places[each] > places[unit] * number and next(parameters_of(each, recurse=False), None) is not None
-        for each, number in _places(unit).items()
-    )
+    return {name: unit for name, unit in units.items() if is_alone(unit)}
 
 
 _MOST = 0.5
-_SHOWN = 3
 
 
 def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> None:
@@ -284,7 +242,7 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
     left = sum(missed.values())
     if left <= _MOST * total:
         return
-    largest = sorted(missed, key=lambda name: -missed[name])[:_SHOWN]
+    largest = sorted(missed, key=lambda name: -missed[name])[:3]
     kinds = ", ".join(dict.fromkeys(class_name(unit) for unit in units.values()))
     msg = (
         f"{settings.wrap} leaves {count(left)} of {count(total)} parameters of {class_name(model)} in no unit: "
@@ -302,16 +260,12 @@ def misses_most(model: nn.Module, units: Units) -> bool:
 
 def _missed(model: nn.Module, units: Units, skipped: Collection[int]) -> tuple[dict[str, int], int]:
     """Return what counts and is in no unit, with the numbers of values, and the number of all that counts."""
-    in_units = {id(param) for unit in units.values() for param in parameters_of(unit)}
-    uncounted = {*skipped, *_vocabulary(model)}
-    counted = {name: param for name, param in model.named_parameters() if id(param) not in uncounted}
-    missed = {clean_name(name): param.numel() for name, param in counted.items() if id(param) not in in_units}
-    return missed, sum(param.numel() for param in counted.values())
-
-
-def _vocabulary(model: nn.Module) -> set[int]:
-    """Return ids of the parameters of embeddings, and of linear layers with one output per embedding."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {module.num_embeddings for module in embeddings}
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in sizes]
-    return {id(param) for module in [*embeddings, *heads] for param in parameters_of(module)}
+    vocabulary = {id(param) for module in [*embeddings, *heads] for param in parameters_of(module)}
+    in_units = {id(param) for unit in units.values() for param in parameters_of(unit)}
+    uncounted = {*skipped, *vocabulary}
+    counted = {name: param for name, param in model.named_parameters() if id(param) not in uncounted}
+    missed = {clean_name(name): param.numel() for name, param in counted.items() if id(param) not in in_units}
+    return missed, sum(param.numel() for param in counted.values())

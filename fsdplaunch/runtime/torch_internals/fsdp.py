@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,48 +20,27 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes, tensors_held, tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-
 FLAT_PARAMETER = "_flat_param"
 """FSDP1's name of a flat parameter in a local state dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
-    """What FSDP1 knows of one flat parameter.
+    """What FSDP1 knows of one flat parameter."""
 
-    Attributes:
-        tensor: The flat parameter itself.
-        shard: This rank's shard of it, flat.
-        shapes: Of the full parameters in it.
-        infos: The module and the attribute of each.
-        names: Their dotted names inside the unit.
-        shared: The same for further places of shared parameters.
-        places: Where in this rank's shard each begins and ends.
-        params: The parameters that `use_orig_params` shows, else empty.
-        counts: Elements of each run, padding included.
-        is_padding: Whether each run is padding.
-        is_contiguous: Whether each parameter lies row by row.
-        strides: Of the full parameters.
-        shard_numel: Elements of each rank's shard.
-    """
-
-    tensor: torch.Tensor
-    shard: torch.Tensor
-    shapes: Sequence[torch.Size]
-    infos: Sequence[Any]
-    names: Sequence[str]
-    shared: Sequence[Any]
-    places: Sequence[Any]
-    params: Sequence[nn.Parameter]
-    counts: Sequence[int]
-    is_padding: Sequence[bool]
-    is_contiguous: Sequence[bool]
-    strides: Sequence[tuple[int, ...]]
-    shard_numel: int
+    tensor: torch.Tensor  # the flat parameter itself
+    shard: torch.Tensor  # this rank's shard of it, flat
+    shapes: Sequence[torch.Size]  # of the full parameters in it
+    infos: Sequence[Any]  # the module and the attribute of each
+    names: Sequence[str]  # their dotted names inside the unit
+    shared: Sequence[Any]  # the same as infos for further places of shared parameters
+    places: Sequence[Any]  # where in this rank's shard each begins and ends
+    params: Sequence[nn.Parameter]  # those that `use_orig_params` shows, else empty
+    counts: Sequence[int]  # elements of each run, padding included
+    is_padding: Sequence[bool]  # of each run
+    is_contiguous: Sequence[bool]  # whether each parameter lies row by row
+    strides: Sequence[tuple[int, ...]]  # of the full parameters
+    shard_numel: int  # elements of each rank's shard
 
 
 def flat_parameter(unit: nn.Module) -> FlatParameter | None:
@@ -161,7 +139,10 @@ def allow_class(kind: type) -> None:
     with the same method resolution, it is the module's.
     """
     home: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    if kind in home.cls_to_fsdp_cls or not _begins_without_dict(kind):
+    base = kind.__base__  # what a class's layout is made from, and so on
+    while base is not None and base is not object and base.__dictoffset__:
+        base = base.__base__
+    if kind in home.cls_to_fsdp_cls or base is None or base is object:
         return
 
     class FSDPModuleFirst(type(kind)):  # type: ignore[misc]
@@ -172,16 +153,6 @@ def allow_class(kind: type) -> None:
     home.cls_to_fsdp_cls[kind] = FSDPModuleFirst(f"FSDP{kind.__name__}", (kind, FSDPModule), own)
 
 
-def _begins_without_dict(kind: type) -> bool:
-    """Return whether a class that another one's layout is made from has no `__dict__`, `object` left out."""
-    base = kind.__base__
-    while base is not None and base is not object:
-        if not base.__dictoffset__:
-            return True
-        base = base.__base__
-    return False
-
-
 def gather_outside_of_inference_mode() -> None:
     """Let a model be called under `torch.inference_mode()` before it trains.
 
@@ -190,15 +161,15 @@ def gather_outside_of_inference_mode() -> None:
     that a single rank's are copied with.
     """
     groups = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    wrap(groups, "FSDPParamGroup.wait_for_unshard", _wait_outside)
 
+    def wait_outside(wait: Any, self: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            wait(self)
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            wait(self)
 
-def _wait_outside(wait: Any, self: Any) -> None:
-    if not torch.is_inference_mode_enabled():
-        wait(self)
-        return
-    with torch.inference_mode(mode=False), torch.no_grad():
-        wait(self)
+    wrap(groups, "FSDPParamGroup.wait_for_unshard", wait_outside)
 
 
 def mixed_precision_of(group: Any) -> Any:
@@ -264,19 +235,12 @@ def gather_for_any_output(module: nn.Module) -> None:
                     continue
                 if not alone and id(tensor) not in known:
                     tensor.register_hook(state._pre_backward)
-                if (
-                    tensor._base is not None and tensor._base.requires_grad
-                ):  # no view that a function of a script made
-                    tensor._base.register_hook(state._pre_backward)
+                base = tensor._base  # of a view that a function of a script made it has no gradient
+                if base is not None and base.requires_grad:
+                    base.register_hook(state._pre_backward)
         return register(output)
 
     state._register_pre_backward_hook = register_for_all
-
-
-def full_size(fsdp_param: Any) -> torch.Size:
-    """Return the full shape of a parameter that FSDP2 holds, also where ranks split layers."""
-    size: torch.Size = fsdp_param.sharded_param.shape
-    return size
 
 
 def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = None) -> None:
@@ -400,32 +364,21 @@ def group_refs(unit: Any) -> list[weakref.ref[Any]]:
     return [weakref.ref(group) for group in param_groups(unit)]
 
 
-def drop_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> None:
-    """Forget what passes without averaging have added up on this rank for shards, given by id.
-
-    To 2.13 torch keeps a sum beside the gradient; in 2.15 the gradient is the sum.
-    """
-    group = ref()
-    for param in () if group is None else group.fsdp_params:
-        if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:
-                param.unsharded_accumulated_grad = None
-
-
 def take_local_gradients(ref: weakref.ref[Any], shards: set[int]) -> list[tuple[Any, torch.Tensor]]:
-    """Return what passes without averaging have added up on this rank, each with its shard.
+    """Return what passes without averaging have added up on this rank for shards (ids), each with its shard.
 
-    It is forgotten here.
+    It is forgotten here. To 2.13 torch keeps a sum beside the gradient; in 2.15 the gradient is the sum.
     """
     group = ref()
     pending: list[tuple[Any, torch.Tensor]] = []
     for param in () if group is None else group.fsdp_params:
         if id(param.sharded_param) in shards and hasattr(param, "_unsharded_param"):
             apart, gradient = param.unsharded_accumulated_grad, param._unsharded_param.grad
-            found = (gradient,) if apart is gradient else (apart, gradient)  # the same one in 2.15
+            found = (gradient,) if apart is gradient else (apart, gradient)
             pending += [(param.sharded_param, each) for each in found if each is not None]
-    drop_local_gradients(ref, shards)
+            param._unsharded_param.grad = None
+            if param.unsharded_accumulated_grad is not None:
+                param.unsharded_accumulated_grad = None
     return pending
 
 
@@ -465,6 +418,22 @@ def call_when_gathered(ref: weakref.ref[Any], act: Callable[[Any], None]) -> Non
         _call_when_gathered(held, act)
 
 
+def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
+    gather, waiting = held.init_unsharded_param, [act]
+
+    def gather_first(*args: Any, **kwargs: Any) -> None:
+        gather(*args, **kwargs)
+        if held.init_unsharded_param is gather_first:  # several may wait for one parameter
+            held.init_unsharded_param = gather
+        if waiting:
+            waiting.pop()(held._unsharded_param)
+
+    if hasattr(held, "_unsharded_param"):
+        act(held._unsharded_param)
+    else:
+        held.init_unsharded_param = gather_first
+
+
 def before_giving_back(
     ref: weakref.ref[Any],
     gathered: list[torch.Tensor],
@@ -497,22 +466,6 @@ def before_giving_back(
         give_back(still)
 
     group.reshard = reshard
-
-
-def _call_when_gathered(held: Any, act: Callable[[Any], None]) -> None:
-    gather, waiting = held.init_unsharded_param, [act]
-
-    def gather_first(*args: Any, **kwargs: Any) -> None:
-        gather(*args, **kwargs)
-        if held.init_unsharded_param is gather_first:  # several may wait for one parameter
-            held.init_unsharded_param = gather
-        if waiting:
-            waiting.pop()(held._unsharded_param)
-
-    if hasattr(held, "_unsharded_param"):
-        act(held._unsharded_param)
-    else:
-        held.init_unsharded_param = gather_first
 
 
 def places_of_shards(module: Any) -> Iterator[tuple[Any, list[tuple[Any, str]]]]:
@@ -581,8 +534,7 @@ def cast_output(unit: nn.Module, output: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype | None, value: Any) -> Any:
-    return value if dtype is None else tree_map(partial(_as, dtype), value)
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-
-def _as(dtype: torch.dtype, value: Any) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return value if dtype is None else tree_map(cast, value)

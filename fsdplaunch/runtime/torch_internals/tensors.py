@@ -145,24 +145,11 @@ def wrapper_tensor(kind: type, like: torch.Tensor, shape: Sequence[int]) -> Any:
 def metadata_getters() -> frozenset[Any]:
     """Return the methods and properties of tensors that read no value."""
     tensor: Any = torch.Tensor
-    properties = (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "is_cuda",
-        "is_sparse",
-        "itemsize",
-    )
-    methods = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__")
-    return frozenset(
-        [
-            *(getattr(tensor, name).__get__ for name in properties if hasattr(tensor, name)),
-            *(getattr(tensor, name) for name in methods),
-        ]
-    )
+    properties = ["shape", "dtype", "device", "ndim", "layout", "requires_grad"]
+    properties += ["is_cuda", "is_sparse", "itemsize"]
+    methods = ["size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "__len__"]
+    getters = [getattr(tensor, name).__get__ for name in properties if hasattr(tensor, name)]
+    return frozenset([*getters, *(getattr(tensor, name) for name in methods)])
 
 
 @contextmanager
@@ -187,13 +174,8 @@ def tensors_held(value: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif _may_hold(type(leaf)):
-            yield from tensors_of_object(leaf)
-
-
-def tensors_of_object(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an object's attributes, which torch's own functions for trees take for nothing."""
-    return (leaf for leaf in _leaves_of_object(value) if isinstance(leaf, torch.Tensor))
+        elif _may_hold(type(leaf)):  # which torch's own functions for trees take for nothing
+            yield from (each for each in _leaves_of_object(leaf) if isinstance(each, torch.Tensor))
 
 
 def numbers_of_object(value: Any) -> list[Any]:
@@ -222,13 +204,11 @@ def _may_hold(kind: type) -> bool:
 def _attributes(value: Any) -> list[Any]:
     if isinstance(value, Mapping):  # such as UserDict's children, which torch does not know for mappings
         return list(value.values())
-    named = getattr(value, "__dict__", None)
-    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
-    return [*(named or {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+    named = getattr(value, "__dict__", None) or {}
+    declared = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for each in declared for name in ((each,) if isinstance(each, str) else each)]
+    own = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+    return [*named.values(), *(getattr(value, name) for name in own)]
 
 
 def replace_tensors(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -341,62 +321,41 @@ def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> A
     return EFFICIENT if torch.backends.cuda.can_use_efficient_attention(asked) else None
 
 
-def _cpu(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
-    attention = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    return *attention(query, key, value, 0.0, is_causal, scale=scale), ()
+def _cpu(*inputs: Any) -> Any:
+    *tensors, is_causal, scale = inputs
+    return *_ATEN._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, is_causal, scale=scale), ()
 
 
-def _cpu_backward(
-    gradient: Any, query: Any, key: Any, value: Any, result: Any, sums: Any, _: Any, is_causal: bool, scale: float
-) -> Any:
-    backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(gradient, query, key, value, result, sums, 0.0, is_causal, scale=scale)
+def _cpu_backward(*inputs: Any) -> Any:
+    *tensors, _, is_causal, scale = inputs
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, is_causal, scale=scale)
 
 
-def _flash(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
-    attention = _ATEN._scaled_dot_product_flash_attention
-    result, sums, *more = attention(query, key, value, 0.0, is_causal, scale=scale)
+def _flash(*inputs: Any) -> Any:
+    *tensors, is_causal, scale = inputs
+    result, sums, *more = _ATEN._scaled_dot_product_flash_attention(*tensors, 0.0, is_causal, scale=scale)
     return result, sums, tuple(more[:6])  # where sequences begin and end, the longest, the random state
 
 
-def _flash_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    result: Any,
-    sums: Any,
-    more: Any,
-    is_causal: bool,
-    scale: float,
-) -> Any:
+def _flash_backward(*inputs: Any) -> Any:
+    *tensors, (*limits, seed, offset), is_causal, scale = inputs
     backward = _ATEN._scaled_dot_product_flash_attention_backward
-    *limits, seed, offset = more
-    return backward(gradient, query, key, value, result, sums, *limits, 0.0, is_causal, seed, offset, scale=scale)
+    return backward(*tensors, *limits, 0.0, is_causal, seed, offset, scale=scale)
 
 
-def _efficient(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Any:
+def _efficient(*inputs: Any) -> Any:
+    *tensors, is_causal, scale = inputs
     attention = _ATEN._scaled_dot_product_efficient_attention
-    result, sums, *more = attention(query, key, value, None, True, 0.0, is_causal, scale=scale)
-    return result, sums[..., : query.size(-2)], tuple(more)
+    result, sums, *more = attention(*tensors, None, True, 0.0, is_causal, scale=scale)
+    return result, sums[..., : tensors[0].size(-2)], tuple(more)
 
 
-def _efficient_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    result: Any,
-    sums: Any,
-    more: Any,
-    is_causal: bool,
-    scale: float,
-) -> Any:
+def _efficient_backward(*inputs: Any) -> Any:
+    *tensors, result, sums, more, is_causal, scale = inputs
     backward = _ATEN._scaled_dot_product_efficient_attention_backward
     sums = pad(sums, (0, -sums.size(-1) % _ROWS), value=float("inf"))
     wanted = [True, True, True, False]
-    found = backward(gradient, query, key, value, None, result, sums, *more, 0.0, wanted, is_causal, scale=scale)
-    return found[:3]
+    return backward(*tensors, None, result, sums, *more, 0.0, wanted, is_causal, scale=scale)[:3]
 
 
 CPU = AttentionKernel(_cpu, _cpu_backward)

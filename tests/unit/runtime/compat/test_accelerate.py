@@ -37,7 +37,7 @@ def _prepare(plugin: Any, *objects: Any) -> Any:
         def prepare(self, *objects: Any) -> Any:
             return objects
 
-    wrap(Accelerator, "prepare", accelerate._prepare_without_cache)
+    wrap(Accelerator, "prepare", accelerate._prepare)
     return Accelerator().prepare(*objects)
 
 
