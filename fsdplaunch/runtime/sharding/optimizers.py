@@ -208,16 +208,7 @@ def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | N
     By few calls of functions: steps are often small. Plain parameters may be among them, which torch's loops over
     many at once do not take beside shards.
     """
-    if not args or not isinstance(args[0], list) or kwargs.get("differentiable"):
-        return None
-    have_shards = False
-    for param in args[0]:
-        if isinstance(param, DTensor):
-            have_shards = True
-            for placement in placements_of(param):
-                if placement.is_partial():
-                    return None
-    if not have_shards:
+    if not args or not isinstance(args[0], list) or not _have_shards(args[0]) or kwargs.get("differentiable"):
         return None
     for value in kwargs.values():
         if isinstance(value, DTensor):
@@ -228,6 +219,18 @@ def _local_lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | N
         if local is None and given is not None:
             return None
         found.append(local)
+    return found
+
+
+def _have_shards(params: list[Any]) -> bool:
+    """Return whether some are shards and none is partial."""
+    found = False
+    for param in params:
+        if isinstance(param, DTensor):
+            found = True
+            for placement in placements_of(param):
+                if placement.is_partial():
+                    return False
     return found
 
 
