@@ -32,15 +32,10 @@ _HOMES = {
     "apply_fsdp2": "fsdplaunch.runtime.api.dist_module",
     "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
-    "fsdp2_apply_ac": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_load_full_state_dict": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_prepare_auto_wrap_policy": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_prepare_model": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.api.accelerate_names",
-    "load_fsdp_model": "fsdplaunch.runtime.api.accelerate_names",
-    "load_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
-    "save_fsdp_model": "fsdplaunch.runtime.api.accelerate_names",
-    "save_fsdp_optimizer": "fsdplaunch.runtime.api.accelerate_names",
     "load_state_dict": "fsdplaunch.runtime.api.dist_module",
     "full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
     "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
@@ -57,15 +52,10 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.accelerate_names import (
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
-        fsdp2_apply_ac,
         fsdp2_load_full_state_dict,
         fsdp2_prepare_auto_wrap_policy,
         fsdp2_prepare_model,
         fsdp2_switch_optimizer_parameters,
-        load_fsdp_model,
-        load_fsdp_optimizer,
-        save_fsdp_model,
-        save_fsdp_optimizer,
     )
     from fsdplaunch.runtime.api.dist_module import DistModule, apply_fsdp2, load_state_dict
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync

@@ -50,14 +50,9 @@ def accelerator(**fields: Any) -> Any:
 
 
 FUNCTIONS = [
-    "save_fsdp_model",
-    "load_fsdp_model",
-    "save_fsdp_optimizer",
-    "load_fsdp_optimizer",
     "merge_fsdp_weights",
     "fsdp2_load_full_state_dict",
     "fsdp2_switch_optimizer_parameters",
-    "fsdp2_apply_ac",
     "fsdp2_prepare_model",
     "fsdp2_prepare_auto_wrap_policy",
     "enable_fsdp_ram_efficient_loading",
@@ -219,26 +214,6 @@ def prepared_in_forms() -> list[tuple[bool, int]]:
 def test_model_is_prepared_in_every_call_form(two_ranks: RankPool) -> None:
     expected = [(True, 4), (True, 4), (True, 1), (True, 4), (True, 1)]
     assert two_ranks.run(prepared_in_forms) == [expected] * 2
-
-
-def checkpointed() -> list[int]:
-    from fsdplaunch.runtime.torch_internals.modules import CheckpointWrapper
-
-    theirs = accelerator(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
-    )
-    models = [
-        fsdplaunch.fsdp2_apply_ac(theirs, build()),
-        fsdplaunch.fsdp2_apply_ac(build()),
-        fsdplaunch.fsdp2_apply_ac(model=build(), accelerator=theirs),
-    ]
-    policy = fsdplaunch.fsdp2_prepare_auto_wrap_policy(theirs, build())
-    assert policy is not None
-    return [sum(isinstance(module, CheckpointWrapper) for module in model.modules()) for model in models]
-
-
-def test_blocks_are_checkpointed_in_every_call_form(two_ranks: RankPool) -> None:
-    assert two_ranks.run(checkpointed) == [[3, 3, 3]] * 2
 
 
 def test_wrap_policy_is_made_of_accelerates_plugin_too() -> None:
@@ -452,10 +427,7 @@ def test_optimizer_of_some_parameters_is_saved_and_loaded_under_fsdp1(two_ranks:
     assert losses[2] == pytest.approx(losses[0], abs=1e-6)
 
 
-# --- accelerate's checkpoint functions
-
-
-FORMS = [(2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT"), (1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT")]
+# --- accelerate's checkpoints
 
 
 def made(seed: int, version: int, form: str) -> tuple[Any, Any, Any]:
@@ -472,111 +444,34 @@ def made(seed: int, version: int, form: str) -> tuple[Any, Any, Any]:
     return model, optimizer, theirs
 
 
-def files_of(folder: str) -> list[str]:
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def written_and_read(folder: str, version: int, form: str) -> tuple[list[list[str]], list[list[float]]]:
-    """What accelerate's functions and these write, and how training goes on from each, read by the other."""
+def written_and_read(folder: str, version: int, form: str) -> list[list[float]]:
+    """How training goes on, from what accelerate's functions write and from what they read."""
     from accelerate.utils import fsdp_utils as theirs
 
     model, optimizer, acc = made(0, version, form)
     train_sharded(model, optimizer, 2)
-    mine, its = f"{folder}/ours", f"{folder}/theirs"
-    own = acc.state.fsdp_plugin
-    theirs.save_fsdp_model(own, acc, model, its, 1)
-    theirs.save_fsdp_optimizer(own, acc, optimizer, model, its, 1)
-    fsdplaunch.save_fsdp_model(own, acc, model, mine, 1)
-    fsdplaunch.save_fsdp_optimizer(own, acc, optimizer, model, mine, optimizer_index=1)
-    theirs.save_fsdp_model(own, acc, model, f"{folder}/first")
-    theirs.save_fsdp_optimizer(own, acc, optimizer, model, f"{folder}/first")
-    dist.barrier()
+    theirs.save_fsdp_model(acc.state.fsdp_plugin, acc, model, f"{folder}/theirs")
+    theirs.save_fsdp_optimizer(acc.state.fsdp_plugin, acc, optimizer, model, f"{folder}/theirs")
+    fsdplaunch.save_checkpoint(f"{folder}/ours", model=model, optimizer=optimizer)
     losses = [train_sharded(model, optimizer, 2, first=2)]
     model, optimizer, acc = made(7, version, form)
-    fsdplaunch.load_checkpoint(f"{folder}/first", model=model, optimizer=optimizer)
-    losses.append(train_sharded(model, optimizer, 2, first=2))
-    model, optimizer, acc = made(7, version, form)
-    fsdplaunch.load_fsdp_model(own, acc, model, its, 1)
-    fsdplaunch.load_fsdp_optimizer(own, acc, optimizer, model, its, 1)
+    fsdplaunch.load_checkpoint(f"{folder}/theirs", model=model, optimizer=optimizer)
     losses.append(train_sharded(model, optimizer, 2, first=2))
     model, optimizer, acc = made(7, version, form)
     train_sharded(model, optimizer, 1)
-    theirs.load_fsdp_model(acc.state.fsdp_plugin, acc, model, mine, 1)
+    theirs.load_fsdp_model(acc.state.fsdp_plugin, acc, model, f"{folder}/ours")
     if form == "FULL_STATE_DICT" or tuple(map(int, version_of("accelerate").split(".")[:2])) >= (1, 13):
-        theirs.load_fsdp_optimizer(acc.state.fsdp_plugin, acc, optimizer, model, mine, 1)
+        theirs.load_fsdp_optimizer(acc.state.fsdp_plugin, acc, optimizer, model, f"{folder}/ours")
         losses.append(train_sharded(model, optimizer, 2, first=2))  # 1.12 could not load its own either
-    model, optimizer, acc = made(7, version, form)
-    keys = fsdplaunch.load_fsdp_model(model, mine, model_index=1)  # without their objects
-    assert keys == ([], [])
-    fsdplaunch.load_fsdp_optimizer(optimizer, model, mine, optimizer_index=1)
-    losses.append(train_sharded(model, optimizer, 2, first=2))
-    return [files_of(mine), files_of(its)], losses
+    return losses
 
 
-@pytest.mark.parametrize(("version", "form"), FORMS)
-def test_files_of_accelerates_functions_and_these_are_the_same(
-    two_ranks: RankPool, tmp_path: Path, version: int, form: str
-) -> None:
-    (mine, its), losses = two_ranks.run(written_and_read, str(tmp_path), version, form)[0]
-    assert mine == its
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], abs=1e-6)
-
-
-def own_files(folder: str, version: int) -> tuple[list[str], list[list[float]]]:
-    """One file per rank: ours read back, and read by accelerate."""
-    from accelerate.utils import fsdp_utils as theirs
-
-    form = "SHARDED_STATE_DICT"
-    model, optimizer, acc = made(0, version, form)
-    train_sharded(model, optimizer, 2)
-    fsdplaunch.save_fsdp_model(None, acc, model, folder, use_dcp=False)
-    fsdplaunch.save_fsdp_optimizer(None, acc, optimizer, model, folder, use_dcp=False)
-    losses = [train_sharded(model, optimizer, 2, first=2)]
-    model, optimizer, acc = made(7, version, form)
-    fsdplaunch.load_fsdp_model(None, acc, model, folder, use_dcp=False)
-    fsdplaunch.load_fsdp_optimizer(None, acc, optimizer, model, folder, use_dcp=False)
-    losses.append(train_sharded(model, optimizer, 2, first=2))
-    if "use_dcp" in inspect.signature(theirs.load_fsdp_model).parameters:
-        model, optimizer, acc = made(7, version, form)
-        train_sharded(model, optimizer, 1)
-        theirs.load_fsdp_model(acc.state.fsdp_plugin, acc, model, folder, use_dcp=False)
-        theirs.load_fsdp_optimizer(acc.state.fsdp_plugin, acc, optimizer, model, folder, use_dcp=False)
-        losses.append(train_sharded(model, optimizer, 2, first=2))
-    return files_of(folder), losses
-
-
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_files_of_one_rank_each_are_accelerates(two_ranks: RankPool, tmp_path: Path, version: int) -> None:
-    files, losses = two_ranks.run(own_files, str(tmp_path), version)[0]
-    names = [f"{stem}_0_rank{rank}.bin" for stem in ("optimizer", "pytorch_model_fsdp") for rank in (0, 1)]
-    assert files == names
+def test_each_reads_the_others_checkpoint(two_ranks: RankPool, tmp_path: Path, version: int, form: str) -> None:
+    losses = two_ranks.run(written_and_read, str(tmp_path), version, form)[0]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], abs=1e-6)
-
-
-def missing_files(folder: str) -> list[str]:
-    model, optimizer, _ = made(0, 2, "SHARDED_STATE_DICT")
-    said = []
-    for load in (
-        lambda: fsdplaunch.load_fsdp_model(model, folder),
-        lambda: fsdplaunch.load_fsdp_model(model, folder, use_dcp=False),
-        lambda: fsdplaunch.load_fsdp_optimizer(optimizer, model, folder),
-    ):
-        try:
-            load()
-        except RuntimeError as error:
-            said.append(str(error).splitlines()[0])
-    return said
-
-
-def test_missing_files_are_named(two_ranks: RankPool, tmp_path: Path) -> None:
-    said = two_ranks.run(missing_files, str(tmp_path))[0]
-    assert said == [
-        f"{tmp_path} holds no model 0 for rank 0",
-        f"{tmp_path / 'pytorch_model_fsdp_0_rank0.bin'} is not there",
-        f"{tmp_path} holds no optimizer 0",
-    ]
 
 
 # --- Accelerator(fsdp_plugin=ours)
