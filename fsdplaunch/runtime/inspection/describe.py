@@ -196,11 +196,7 @@ def describe(model: nn.Module) -> ShardingDescription:
 
 
 def describe_seen(model: nn.Module) -> ShardingDescription:
-    """Describe how a model is sharded that something else than `prepare` has sharded.
-
-    Args:
-        model: Its outermost unit.
-    """
+    """Describe how a model is sharded, by its outermost unit, that something else than `prepare` has sharded."""
     layout: dict[str, Any] = {"device": str(next(parameters_of(model)).device)}
     if isinstance(model, FullyShardedDataParallel):
         layout |= {"strategy": model.sharding_strategy.name.lstrip("_")}

@@ -54,11 +54,7 @@ def original_class(module: nn.Module) -> type:
 
 
 def restore_classes(model: nn.Module) -> None:
-    """Give every unit of a model its own class back; torch's methods for units stay, as the instance's.
-
-    Args:
-        model: Sharded by `fully_shard`.
-    """
+    """Give every unit of FSDP2 its own class back; torch's methods for units stay, as the instance's."""
     methods = [name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("__")]
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -192,15 +188,7 @@ _HOMES = ("torch_xla.distributed.fsdp.", "torch_xla.experimental.spmd_fully_shar
 
 
 def refuse_of_xla(model: nn.Module, what: str) -> None:
-    """Refuse to do with a model that PyTorch/XLA shards what would take its shards for parameters.
-
-    Args:
-        model: Any.
-        what: The function that would.
-
-    Raises:
-        ShardingError: PyTorch/XLA shards it.
-    """
+    """Refuse to do with a model that PyTorch/XLA shards what would take its shards for parameters."""
     for module in model.modules():
         if any(str(base.__module__).startswith(_HOMES) for base in type(module).__mro__):
             msg = f"{what} does not know models that PyTorch/XLA shards, such as this {type(model).__name__}"

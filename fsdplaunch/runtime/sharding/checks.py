@@ -1,4 +1,7 @@
-"""What must hold before a model is sharded and after: kinds of parameters, equal settings and values, no loss."""
+"""What must hold before a model is sharded and after: kinds of parameters, equal settings and values, no loss.
+
+What does not is a ShardingError, on all ranks where they compare.
+"""
 
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,11 +44,7 @@ from fsdplaunch.runtime.torch_internals.tensors import inner_tensor
 
 
 def check_settings(settings: Settings, mesh: DeviceMesh) -> None:
-    """Check that every rank is about to do the same; with another strategy on one rank all would hang.
-
-    Raises:
-        ShardingError: On all ranks, naming the first setting that differs.
-    """
+    """Check that every rank is about to do the same; with another strategy on one rank all would hang."""
     mine = {entry.name: _text_of(getattr(settings, entry.name)) for entry in fields(settings)}
     ranks = RankGroup(groups_from_first(mesh))
     theirs = ranks.from_first(mine)
@@ -102,12 +101,8 @@ def unequal(
 def check_trained(optimizer: Optimizer, *, first: bool) -> None:
     """Check that ranks hold the same of what an optimizer trains and they do not divide, whoever sharded the rest.
 
-    Args:
-        optimizer: About to step. One without shards may step on one rank alone, and is not looked at.
-        first: Whether it is its first step: replicas of shards are compared as well.
-
-    Raises:
-        ShardingError: They do not: each rank would train a model of its own from there on.
+    One without shards may step on one rank alone, and is not looked at. At its first step replicas of shards are
+    compared as well.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = [param for param in params if isinstance(param, DTensor)]
@@ -140,12 +135,7 @@ def check_trained(optimizer: Optimizer, *, first: bool) -> None:
 
 
 def check_model(model: nn.Module, version: int) -> None:
-    """Refuse what cannot be sharded, by name.
-
-    Raises:
-        ShardingError: A parameter is sharded already; it is of a kind that cannot be (`check_kinds`); or FSDP1 is
-            to wrap modules of torch.compile, whose names it then confuses when it loads a checkpoint.
-    """
+    """Refuse, by name, what is sharded already or cannot be, and names that FSDP1 confuses when it loads."""
     if version == 1 and any(unwrapped(module) is not module for module in model.modules()):
         msg = "fsdp_version 1 cannot shard modules that torch.compile has wrapped"
         raise ShardingError(msg, hint="compile what prepare returns, or call module.compile() instead")
@@ -157,11 +147,7 @@ def check_model(model: nn.Module, version: int) -> None:
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Refuse parameters without a shape, and those of modules that compute with their own of them.
-
-    Raises:
-        ShardingError: There is a lazy module that has not computed, or one compiled by `torch.jit.script`.
-    """
+    """Refuse parameters without a shape, and those of modules that compute with their own of them."""
     for name, module in model.named_modules():
         where = clean_name(name) or type(model).__name__
         params = list(parameters_of(module, recurse=False))
@@ -175,11 +161,7 @@ def check_kinds(model: nn.Module) -> None:
 
 
 def check_dense(model: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Refuse tables whose gradients are sparse: FSDP divides dense ones only, and fails in the first backward.
-
-    Raises:
-        ShardingError: There is one that is trained and not ignored.
-    """
+    """Refuse tables whose gradients are sparse: FSDP divides dense ones only, and fails in the first backward."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     for name, module in model.named_modules():
         if isinstance(module, tables) and module.sparse and module.weight.requires_grad and module not in ignored:
@@ -188,11 +170,7 @@ def check_dense(model: nn.Module, ignored: Collection[nn.Module]) -> None:
 
 
 def check_same_values(entries: Sequence[ModelTensor], mesh: DeviceMesh, device: torch.device) -> None:
-    """Check that all ranks built the same values, where they are not to be sent from the first.
-
-    Raises:
-        ShardingError: They did not: the shards would be of several models.
-    """
+    """Check that all ranks built the same values, where they are not to be sent from the first."""
     if is_fake(mesh):
         return
     different = unequal({e.name: e.tensor for e in entries if e.spec[2]}, groups_from_first(mesh), device)
@@ -203,11 +181,7 @@ def check_same_values(entries: Sequence[ModelTensor], mesh: DeviceMesh, device: 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn torch's refusal to shard something into an error that names it.
-
-    Raises:
-        ShardingError: Torch raised.
-    """
+    """Turn torch's refusal to shard something into an error that names it."""
     try:
         yield
     except ShardingError:  # a ValueError, too, that says more
@@ -218,16 +192,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int) -> None:
-    """Check that the shards of all ranks are the model, alike in all replicas and tied.
-
-    Args:
-        model: Sharded.
-        prepared: How it was sharded.
-        total: Number of parameters before.
-
-    Raises:
-        ShardingError: They are not; nothing of what follows could be trusted.
-    """
+    """Check that the shards of all ranks are the model, alike in all replicas and tied."""
     settings = prepared.settings
     named = dict(named_parameters(model))
     sharded = {name: param for name, param in named.items() if name not in prepared.left_out}

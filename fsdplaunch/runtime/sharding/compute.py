@@ -28,9 +28,6 @@ def checkpoint_blocks(model: nn.Module, units: Units, settings: Settings, device
 
     Blocks are wrapped, whatever the wrap policy is: a policy may cut the model finer or not at all. The
     gathering then stands outside of the recomputation, so backward gathers each block once.
-
-    Raises:
-        ShardingError: The model has no blocks and no units, or fewer than every how many of them is to be wrapped.
     """
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):  # transformers' switch
         messages.say("the model's own gradient checkpointing is on, so fsdp_activation_checkpointing adds nothing")
@@ -77,9 +74,6 @@ def compile_forwards(modules: Iterable[nn.Module], settings: Settings, *, region
         modules: The units before they are sharded, or the model once they are.
         settings: Say which of the two is compiled, and how.
         regional: Whether these are the units.
-
-    Raises:
-        ShardingError: There are none, or this torch has no such backend.
     """
     how = settings.compiling
     if how is None or how.dynamo_use_regional_compilation is not regional:
@@ -135,9 +129,6 @@ def convert_to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -
 
     The first and the last linear layer stay, where float8 costs accuracy, and with them layers that cannot be
     padded or are not sharded. Everything else computes in the configured dtype.
-
-    Raises:
-        ShardingError: Under FSDP1, without torchao, or when no layer can compute in float8.
     """
     if settings.float8 is None:
         return 0
@@ -171,11 +162,7 @@ def convert_to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -
 
 
 def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
-    """Return the methods to gather parameters for: those configured, and generate where the model has it.
-
-    Raises:
-        ShardingError: The model has no such method.
-    """
+    """Return the methods to gather parameters for: those configured, and generate where the model has it."""
     for name in settings.forward_methods:
         if not callable(getattr(model, name, None)):
             msg = f"sharding.forward_methods: {class_name(model)} has no method {name}"
@@ -185,13 +172,7 @@ def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
 
 
 def register(sharded: nn.Module, model: nn.Module, names: tuple[str, ...]) -> None:
-    """Make the methods of these names gather the root's parameters first, as forward does.
-
-    Args:
-        sharded: What prepare returns: the model itself, or FSDP1's wrapper around it.
-        model: The user's model.
-        names: The methods.
-    """
+    """Make methods of a model gather the root's parameters first, as forward does, also through an FSDP1 wrapper."""
     for name in names:
         if isinstance(sharded, FullyShardedDataParallel):
             object.__setattr__(sharded, name, partial(_as_forward, sharded, model, name))

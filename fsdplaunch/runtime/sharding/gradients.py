@@ -110,12 +110,7 @@ def add_hook(shard: Any, hook: Hook) -> RemovableHandle:
 
 
 def hook_local_gradients(units: Iterable[nn.Module], only: Any = None) -> None:
-    """Call hooks of shards with each rank's own full gradients, before they are averaged.
-
-    Args:
-        units: Of FSDP2.
-        only: One shard; left out, all of theirs.
-    """
+    """Call hooks of units' shards, or of one only, with each rank's own full gradients, not averaged yet."""
     for unit in units:
         for shard, when_gathered in on_first_gather(unit):
             hooked = _of_shard(shard) if only is None or shard is only else None
@@ -159,11 +154,7 @@ def _watch_backward() -> None:
 
 @contextmanager
 def reattach_hooks_to_shards(model: nn.Module) -> Iterator[None]:
-    """Register at a model's shards what was registered at its full parameters, when it is sharded inside.
-
-    Args:
-        model: Not sharded yet.
-    """
+    """Register at a model's shards what was registered at its full parameters, when it is sharded inside."""
     full = {name: gradient_hooks(param) for name, param in named_parameters(model)}
 
     def call_all(hooks: Table, shard: Any) -> None:
@@ -182,11 +173,7 @@ def reattach_hooks_to_shards(model: nn.Module) -> Iterator[None]:
 
 
 def place_gradients(model: nn.Module) -> None:
-    """Split every gradient that arithmetic brings to a shard as the shard is; passes cost nothing more.
-
-    Args:
-        model: Sharded by `fully_shard`.
-    """
+    """Split every gradient that arithmetic brings to a shard of FSDP2 as the shard is; passes cost no more."""
     for param in parameters_of(model):
         if isinstance(param, DTensor):
             with _taking_hooks(param):

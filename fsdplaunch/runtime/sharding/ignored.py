@@ -49,11 +49,7 @@ class IgnoredParts:
 
 
 def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
-    """Find what is not sharded.
-
-    Raises:
-        ShardingError: An expression matches nothing, or a module given is not in the model.
-    """
+    """Find what is not sharded."""
     given = () if settings.ignored is None else settings.ignored
     names = {module: clean_name(name) for name, module in model.named_modules() if name}
     modules: dict[str, nn.Module] = {}
@@ -109,17 +105,7 @@ def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) ->
 def separate_dtypes(model: nn.Module, units: Units, settings: Settings, skipped: Collection[int]) -> Units:
     """Give modules of another dtype than the rest of their unit one of their own, where that is possible.
 
-    Args:
-        model: Not sharded yet.
-        units: As planned.
-        settings: Has the FSDP version, and the dtype parameters are kept in.
-        skipped: Ids of the parameters that are not sharded.
-
-    Returns:
-        The units, parents before children, with those added.
-
-    Raises:
-        ShardingError: A unit mixes dtypes in a way that no further unit can separate.
+    Returns the units, parents before children, with those added; parameters whose ids are skipped do not count.
     """
     borders = set(units.values())
     wanted = set(borders)

@@ -27,9 +27,6 @@ def _axis_sizes(settings: Settings) -> AxisSizes:
 
     Explicit sizes win, -1 takes what the other leaves. Without sizes the hybrid strategies shard inside each
     node, NO_SHARD replicates everything, and the others shard over all ranks.
-
-    Raises:
-        ShardingError: The sizes do not fit the ranks, or a hybrid strategy has nothing to shard over.
     """
     world = dist.get_world_size()
     per_node = int(rank_variable("LOCAL_WORLD_SIZE") or world)
@@ -100,10 +97,6 @@ def data_ranks(mesh: DeviceMesh, context: DeviceMesh | None = None) -> DataRanks
     """Return this rank's number among the readers of data: every rank of the mesh, row by row.
 
     Those that split layers or sequences together read the same.
-
-    Args:
-        mesh: All ranks.
-        context: Those that split sequences with this one.
     """
     mesh = data_mesh(mesh)
     place = mesh.get_coordinate() or [0]
@@ -154,11 +147,7 @@ def shard_target(
     process_group: dist.ProcessGroup | None,
     device: torch.device | str | None,
 ) -> ShardTarget:
-    """Decide device and mesh, joining the process group first if the script was started by torchrun alone.
-
-    Raises:
-        ShardingError: There is no process group and nothing to make one from.
-    """
+    """Decide device and mesh, joining the process group first if the script was started by torchrun alone."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             msg = "there are no workers to shard over: this process was started alone"

@@ -226,15 +226,6 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
 
     Embeddings and the output layer of a large vocabulary do not count: they belong to the root, and in a small
     model they are most of it. A function of the user's may choose what it likes.
-
-    Args:
-        model: Not sharded yet.
-        units: As planned.
-        settings: Has the policy.
-        skipped: Ids of the parameters that are not sharded.
-
-    Raises:
-        ShardingError: More than half of what counts is in no unit.
     """
     if not units or not isinstance(settings.wrap, str):
         return
