@@ -172,7 +172,7 @@ def forward_methods(model: nn.Module, settings: Settings) -> tuple[str, ...]:
 
 
 def register(sharded: nn.Module, model: nn.Module, names: tuple[str, ...]) -> None:
-    """Make methods of a model gather the root's parameters first, as forward does, through FSDP1's wrapper, too."""
+    """Make methods of a model gather the root's parameters first, as forward does, through FSDP1's wrapper too."""
     for name in names:
         if isinstance(sharded, FullyShardedDataParallel):
             object.__setattr__(sharded, name, partial(_as_forward, sharded, model, name))
