@@ -15,7 +15,8 @@ from torch import nn
 
 import fsdplaunch
 from tests.distributed.pool import RankPool
-from tests.distributed.test_saving import ASYNC, words_of
+from tests.distributed.test_checkpoints import words_of
+from tests.distributed.test_saving import ASYNC
 from tests.distributed.tiny import plugin
 
 UNMET_SECONDS, LATE = 10.0, 0.1
@@ -42,7 +43,6 @@ def late_copies(seconds: float = UNMET_SECONDS) -> Iterator[None]:
 
     copy, wait = background_save._copy_on_host, background_save.HostCopies.wait
     main, waited_for = list[int](), threading.Event()
-    at_once, background_save.AT_ONCE = background_save.AT_ONCE, 0
 
     def copy_late(tensors: Any) -> None:
         if len(main) == 1:  # the first call is in the training's thread
@@ -55,15 +55,11 @@ def late_copies(seconds: float = UNMET_SECONDS) -> Iterator[None]:
         waited_for.set()
         wait(copies)
 
-    background_save._copy_on_host, background_save.HostCopies.wait = copy_late, say_and_wait
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background_save, "_copy_on_host", copy_late)
+        patch.setattr(background_save.HostCopies, "wait", say_and_wait)
+        patch.setattr(background_save, "AT_ONCE", 0)
         yield
-    finally:
-        background_save._copy_on_host, background_save.AT_ONCE, background_save.HostCopies.wait = (
-            copy,
-            at_once,
-            wait,
-        )
 
 
 def trained(fields: dict[str, Any], seed: int) -> tuple[nn.Module, Any]:
@@ -155,24 +151,3 @@ def test_other_changes_end_the_save_wait_or_do_not_matter(two_ranks: RankPool, t
         assert loaded == "nothing was raised"
         assert kept
     assert not (tmp_path / "checkpoint-1").exists()
-
-
-def reuse(folder: str) -> tuple[int, list[int]]:
-    """The buffer's memory after each of some saves of models of several sizes."""
-    from fsdplaunch.runtime.saving.background_save import background, finish_saves
-
-    background._buffer._memory = torch.empty(0, dtype=torch.uint8)
-    places = []
-    for width in (16, 64, 8, 64):
-        model = fsdplaunch.prepare(nn.Linear(width, width), plugin=plugin(auto_wrap_policy="NO_WRAP"))
-        fsdplaunch.save_checkpoint(folder, model=model)
-        finish_saves()
-        places.append(background._buffer._memory.data_ptr())
-    dist.barrier()
-    return len(background._buffer._memory), places
-
-
-def test_one_buffer_of_the_largest_save_is_used_again(two_ranks: RankPool, tmp_path: Path) -> None:
-    for size, places in two_ranks.run(reuse, str(tmp_path), env=ASYNC):
-        assert size == 64 * 64 * 4 // 2 + 64 * 4 // 2
-        assert places[1] == places[2] == places[3]

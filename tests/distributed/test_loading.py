@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdplaunch
 from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import largest_difference
+from tests.distributed.test_saving import Peak
 from tests.distributed.tiny import TinyLM, adamw, build, plugin, train_alone, train_sharded
 
 STEPS = 3
@@ -27,16 +29,18 @@ def on_meta(**options: Any) -> TinyLM:
     return model
 
 
+def apart(model: nn.Module, other: nn.Module) -> float:
+    """How far what two models compute is apart."""
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        return float((model(ids) - other(ids)).abs().max())
+
+
 def write(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
     state = build(tied=tied).state_dict()
     if tied:
         del state["head.weight"]
     save_file({name: value.to(dtype).contiguous() for name, value in state.items()}, folder / "model.safetensors")
-
-
-def largest_difference(one: list[float], other: list[float]) -> float:
-    assert len(one) == len(other)
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 # Every kind of shard
@@ -66,13 +70,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, True) for kind in KINDS), ("FSDP2", False), ("flat", False)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_model_without_memory_trains_as_the_one_in_the_files(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, tied: bool
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
 ) -> None:
-    write(tmp_path, tied=tied)
+    write(tmp_path, tied=True)
     pool: RankPool = request.getfixturevalue("four_ranks" if "copies" in kind else "two_ranks")
-    for difference in pool.run(trained, str(tmp_path), KINDS[kind], {"tied": tied}):
+    for difference in pool.run(trained, str(tmp_path), KINDS[kind], {"tied": True}):
         assert difference < 1e-5
 
 
@@ -153,10 +157,7 @@ def sharded_by_hand(folder: str) -> tuple[float, bool]:
         fully_shard(layer)
     fully_shard(model)
     fsdplaunch.load_weights(model, folder)
-    ids = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        difference = (model(ids) - build(tied=True)(ids)).abs().max().item()
-    return difference, model.head.weight is model.embed.weight
+    return apart(model, build(tied=True)), model.head.weight is model.embed.weight
 
 
 def test_model_sharded_by_torch_alone_is_filled(four_ranks: RankPool, tmp_path: Path) -> None:
@@ -173,9 +174,7 @@ def reloaded(folder: str, version: int) -> float:
     model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(**fields))
     train_sharded(model, optimizer, 1)
     fsdplaunch.load_weights(model, folder)
-    ids = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        return (model(ids) - build()(ids)).abs().max().item()
+    return apart(model, build())
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -190,28 +189,23 @@ def test_trained_model_gets_other_weights(two_ranks: RankPool, tmp_path: Path, v
 def split_files(folder: Path, kind: str) -> str:
     """Write the model as several files, or in the form of torch.save; what to give prepare."""
     state = build().state_dict()
-    names = list(state)
-    parts = [{n: state[n] for n in names[0::2]}, {n: state[n] for n in names[1::2]}]
-    if kind == "indexed":
-        files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-        for file, part in zip(files, parts, strict=True):
-            save_file(part, folder / file)
-        listed = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
-    elif kind == "one file":
+    if kind == "one file":
         save_file(state, folder / "odd name.safetensors")
         return str(folder / "odd name.safetensors")
-    elif kind == "pickled":
-        torch.save(state, folder / "pytorch_model.bin")
-    elif kind == "nested pickled":
+    if kind == "nested pickled":
         torch.save({"state_dict": state, "epoch": 3}, folder / "a.pt")
         return str(folder / "a.pt")
-    elif kind == "pickled, indexed":
-        files = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
-        for file, part in zip(files, parts, strict=True):
-            torch.save(part, folder / file)
-        listed = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
+    if kind == "pickled":
+        torch.save(state, folder / "pytorch_model.bin")
+        return str(folder)
+    stem, end = ("model", "safetensors") if kind == "indexed" else ("pytorch_model", "bin")
+    listed = {}
+    for number in range(2):
+        part = {name: state[name] for name in list(state)[number::2]}
+        file = f"{stem}-0000{number + 1}-of-00002.{end}"
+        (save_file if kind == "indexed" else torch.save)(part, folder / file)
+        listed |= dict.fromkeys(part, file)
+    (folder / f"{stem}.{end}.index.json").write_text(json.dumps({"weight_map": listed}))
     return str(folder)
 
 
@@ -234,19 +228,23 @@ def test_files_of_every_form_are_read(two_ranks: RankPool, tmp_path: Path, kind:
 # Names
 
 
-def renamed(folder: str, version: int) -> dict[str, Any]:
-    model = on_meta()
-    model.base_model_prefix = "model"
-    model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version), weights=folder)
-    ids = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        return (model(ids) - build()(ids)).abs().max().item()
+def renamed(folder: str, changes: list[str]) -> float:
+    differences = []
+    for change in changes:
+        if dist.get_rank() == 0:
+            state = {change.format(name): value for name, value in build().state_dict().items()}
+            save_file(state, Path(folder) / "model.safetensors")
+        dist.barrier()
+        model = on_meta()
+        model.base_model_prefix = "model"
+        model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=2), weights=folder)
+        differences.append(apart(model, build()))
+    return max(differences)
 
 
-@pytest.mark.parametrize("change", ["module.model.{}", "_orig_mod.{}", "model.{}", "{}"])
-def test_names_are_found_through_wrappers_and_prefixes(two_ranks: RankPool, tmp_path: Path, change: str) -> None:
-    save_file({change.format(n): v for n, v in build().state_dict().items()}, tmp_path / "model.safetensors")
-    assert max(two_ranks.run(renamed, str(tmp_path), 2)) < 1e-6
+def test_names_are_found_through_wrappers_and_prefixes(two_ranks: RankPool, tmp_path: Path) -> None:
+    changes = ["module.model.{}", "_orig_mod.{}", "model.{}", "{}"]
+    assert max(two_ranks.run(renamed, str(tmp_path), changes)) < 1e-6
 
 
 def partly(folder: str, version: int, built: str) -> tuple[float, float, float]:
@@ -256,22 +254,17 @@ def partly(folder: str, version: int, built: str) -> tuple[float, float, float]:
     if built == "meta":
         type(model.head).reset_parameters(model.head)
     model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version), weights=folder, strict=False)
-    state = whole(model) if version == 2 else None
-    ids = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
-        out = model(ids)
+        out = model(torch.arange(12).reshape(2, 6))
     others = [torch.empty_like(out) for _ in range(dist.get_world_size())]
     dist.all_gather(others, out)
-    apart = (others[0] - others[1]).abs().max().item()
-    if state is None:
-        return 0.0, 0.0, apart
-    layer, head = "layers.0.attention.qkv.weight", "head.weight"
-    mine = build(seed=7).state_dict()[head]
-    return (
-        (state[head] - mine).abs().max().item(),
-        (state[layer] - build().state_dict()[layer]).abs().max().item(),
-        apart,
-    )
+    ranks_apart = (others[0] - others[1]).abs().max().item()
+    if version == 1:
+        return 0.0, 0.0, ranks_apart
+    state = whole(model)
+    names = {"head.weight": build(seed=7), "layers.0.attention.qkv.weight": build()}
+    head, layer = ((state[n] - other.state_dict()[n]).abs().max().item() for n, other in names.items())
+    return head, layer, ranks_apart
 
 
 @pytest.mark.parametrize("built", ["real", "meta"])
@@ -282,10 +275,9 @@ def test_missing_tensors_are_the_models_own_where_that_is_allowed(
     state = build().state_dict()
     del state["head.weight"]
     save_file(state | {"other.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    for head, layer, apart in two_ranks.run(partly, str(tmp_path), version, built):
+    for head, layer, ranks_apart in two_ranks.run(partly, str(tmp_path), version, built):
         assert (head == 0.0) or built == "meta"
-        assert layer == 0.0
-        assert apart == 0.0
+        assert layer == ranks_apart == 0.0
 
 
 # Buffers
@@ -364,32 +356,28 @@ def refusal(folder: str, case: str, version: int = 2) -> str:
         model: nn.Module = Buffered(Forgetful) if case == "forgetful" else TinyLM(tied=case == "tied")
     if case != "forgetful":
         model.scale = torch.tensor(1.0)
-    if case == "rank 1 cannot" and dist.get_rank() == 1:
-        real = os.open
+    real = os.open
 
-        def fail(path: Any, *rest: Any, **more: Any) -> int:
-            if str(path).endswith(".safetensors"):
-                raise OSError(13, "Permission denied")
-            return real(path, *rest, **more)
+    def fail(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise OSError(13, "Permission denied")
+        return real(path, *rest, **more)
 
-        os.open, undo = fail, real
     if case == "two models":
         options["models"] = [nn.Linear(2, 2)]
     if case == "fp16 range":
         options["plugin"] = plugin(fsdp_version=version, master_dtype="fp16")
-    try:
-        fsdplaunch.prepare(
-            model,
-            *options.get("models", ()),
-            plugin=options.get("plugin") or plugin(fsdp_version=version),
-            weights=False if case == "only rank 0" and dist.get_rank() else folder,
-        )
-    except LaunchError as error:
-        return str(error)
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
         if case == "rank 1 cannot" and dist.get_rank() == 1:
-            os.open = undo
-    return "nothing was refused"
+            patch.setattr(os, "open", fail)
+        with pytest.raises(LaunchError) as refused:
+            fsdplaunch.prepare(
+                model,
+                *options.get("models", ()),
+                plugin=options.get("plugin") or plugin(fsdp_version=version),
+                weights=False if case == "only rank 0" and dist.get_rank() else folder,
+            )
+    return str(refused.value)
 
 
 def spoil(folder: Path, case: str) -> None:
@@ -442,22 +430,15 @@ def configured(folder: str) -> tuple[float, bool, str]:
     from fsdplaunch.errors import LaunchError
     from fsdplaunch.runtime.sharding_watch import check_sharded
 
-    model = fsdplaunch.prepare(on_meta())
-    ids = torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        difference = (model(ids) - build()(ids)).abs().max().item()
-    untouched = fsdplaunch.prepare(build(seed=5), weights=False)
-    with torch.no_grad():
-        same = (untouched(ids) - build(seed=5)(ids)).abs().max().item() < 1e-6
+    difference = apart(fsdplaunch.prepare(on_meta()), build())
+    same = apart(fsdplaunch.prepare(build(seed=5), weights=False), build(seed=5)) < 1e-6
     check_sharded("train.py")
     from fsdplaunch.runtime.loading import pretrained
 
     pretrained._used.clear()
-    try:
+    with pytest.raises(LaunchError) as forgotten:
         check_sharded("train.py")
-    except LaunchError as error:
-        return difference, same, str(error)
-    return difference, same, ""
+    return difference, same, str(forgotten.value)
 
 
 def test_weights_of_the_configuration_are_loaded_and_never_forgotten(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -474,35 +455,14 @@ def test_weights_of_the_configuration_are_loaded_and_never_forgotten(two_ranks: 
 MB = 1_000_000
 
 
-def anonymous() -> float:
-    """Anonymous resident memory of this process, in MB."""
-    with Path("/proc/self/status").open() as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024 / MB
-
-
 def peak_while_loading(folder: str, fields: dict[str, Any], layers: int, width: int) -> float:
     """MB of anonymous memory at the worst moment, above what was there before."""
-    import ctypes
-    import gc
-    import threading
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what earlier tests left in the heap would be used again, unseen
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     made = plugin(**fields, auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
-    seen, done, before = [0.0], threading.Event(), anonymous()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            seen.append(anonymous() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    model = fsdplaunch.prepare(model, plugin=made, weights=folder)
-    done.set()
-    thread.join()
-    return max(*seen, anonymous() - before)
+    with Peak() as peak:
+        fsdplaunch.prepare(model, plugin=made, weights=folder)
+    return peak.grown / MB
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])

@@ -55,13 +55,12 @@ def make_loader(kind: str) -> Any:
     return DataLoader(Sentences(), batch_size=size, **sampler, **workers)
 
 
-def train(folder: str, kind: str, fields: dict[str, Any], *, steps: int, save: bool, load: bool) -> list[float]:
+def train(folder: str, kind: str, steps: int, save: bool, load: bool) -> list[float]:
     """The mean loss of each step, from the start or from what was saved."""
     torch.manual_seed(3)
     model, loader = build(1 if load else 0), make_loader(kind)
-    model, optimizer, loader = fsdplaunch.prepare(
-        model, adamw(model.parameters()), loader, plugin=plugin(**fields)
-    )
+    chosen = plugin(fsdp_version=2)
+    model, optimizer, loader = fsdplaunch.prepare(model, adamw(model.parameters()), loader, plugin=chosen)
     if load:
         state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
         assert state["step"] == 10
@@ -81,51 +80,39 @@ def train(folder: str, kind: str, fields: dict[str, Any], *, steps: int, save: b
     return losses
 
 
-def start(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
-    return train(folder, kind, fields, steps=10, save=True, load=False)
+START, RESUME, WHOLE = (10, True, False), (10, False, True), (20, False, False)
+_whole: dict[tuple[int, str], list[float]] = {}
 
 
-def resume(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
-    return train(folder, kind, fields, steps=10, save=False, load=True)
-
-
-def whole(folder: str, kind: str, fields: dict[str, Any]) -> list[float]:
-    return train(folder, kind, fields, steps=20, save=False, load=False)
+def whole(pool: RankPool, kind: str) -> list[float]:
+    """The losses of twenty steps at once, computed once for each number of ranks and order of batches."""
+    if (pool.size, kind) not in _whole:
+        _whole[pool.size, kind] = pool.run(train, "", kind, *WHOLE)[0]
+    return _whole[pool.size, kind]
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "workers", "sampler", "own order", "stream"])
 def test_ten_steps_and_ten_resumed_are_twenty(two_ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    arguments = (str(tmp_path), kind, {"fsdp_version": 2})
-    expected = two_ranks.run(whole, *arguments)[0]
-    first = two_ranks.run(start, *arguments)[0]
-    second = two_ranks.run(resume, *arguments)[0]
-    assert largest_difference(expected, first + second) < 1e-6
+    first = two_ranks.run(train, str(tmp_path), kind, *START)[0]
+    second = two_ranks.run(train, str(tmp_path), kind, *RESUME)[0]
+    assert largest_difference(whole(two_ranks, kind), first + second) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("grows", "kind"), [(True, "shuffled"), (True, "own order"), (True, "stream"), (False, "shuffled")]
+    ("before", "after", "kind"),
+    [(2, 4, "shuffled"), (2, 4, "own order"), (2, 4, "stream"), (4, 2, "shuffled"), (2, 1, "shuffled")],
 )
 def test_resumed_on_other_ranks_takes_the_same_global_batches(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, grows: bool, kind: str
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, before: int, after: int, kind: str
 ) -> None:
-    before, after = (two_ranks, four_ranks) if grows else (four_ranks, two_ranks)
-    arguments = (str(tmp_path), kind, {"fsdp_version": 2})
-    first = before.run(start, *arguments)[0]
-    second = after.run(resume, *arguments)[0]
-    expected = before.run(whole, *arguments)[0]
-    # An order of the user's own is drawn from rank 0's generator, which goes on where it was.
-    assert largest_difference(expected, first + second) < 2e-5
-
-
-def test_one_rank_goes_on_where_two_stopped(two_ranks: RankPool, tmp_path: Path) -> None:
-    arguments = (str(tmp_path), "shuffled", {"fsdp_version": 2})
-    first = two_ranks.run(start, *arguments)[0]
-    pool = RankPool(1)
+    pools = {1: RankPool(1), 2: two_ranks, 4: four_ranks}
     try:
-        second = pool.run(resume, *arguments)[0]
+        first = pools[before].run(train, str(tmp_path), kind, *START)[0]
+        second = pools[after].run(train, str(tmp_path), kind, *RESUME)[0]
     finally:
-        pool.stop()
-    assert largest_difference(two_ranks.run(whole, *arguments)[0], first + second) < 2e-5
+        pools[1].stop()
+    # An order of the user's own is drawn from rank 0's generator, which goes on where it was.
+    assert largest_difference(whole(pools[before], kind), first + second) < 2e-5
 
 
 # Saved in one layout, loaded in another, with the optimizer

@@ -136,14 +136,3 @@ def test_weights_named_in_the_file_fill_a_model_without_any(fsdplaunch, tmp_path
     refused = fsdplaunch("launch", "train.py")
     assert refused.returncode == 3
     assert "checkpoint.weights: no model folder gone" in refused.stderr
-
-
-@pytest.mark.skipif(has("transformers", "5.0"), reason="transformers 5 makes the buffers")
-def test_weights_for_a_model_whose_buffers_nothing_makes_are_refused(fsdplaunch, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_models()
-    (tmp_path / "train.py").write_text(BY_CONFIGURATION)
-    (tmp_path / "fsdp.yaml").write_text("num_processes: 2\nuse_cpu: true\ncheckpoint:\n  weights: bert\n")
-    done = fsdplaunch("launch", "train.py")
-    assert done.returncode == 1
-    assert "install transformers 5 or newer, which makes position_ids again" in done.stderr

@@ -18,8 +18,8 @@ class RankGroup:
     """Ranks that do the same: all there are, or those of one model's mesh.
 
     Args:
-        groups: Groups that, broadcast over one after the other, reach all ranks from the first; [] for one rank
-            without a process group. None stands for all ranks there are.
+        groups: Broadcast over one after the other they reach all ranks from the first; [] for one rank without a
+            process group. None stands for all ranks there are.
         device: Where a collective's tensor can be.
     """
 
@@ -61,16 +61,13 @@ class RankGroup:
 
     @contextmanager
     def raise_on_all(self, doing: str, *, naming_first: bool = False) -> Iterator[None]:
-        """Run a block on every rank and raise on all of them if it failed on any.
+        """Run a block on every rank and raise the first failing rank's CheckpointError on all if it failed on any.
 
         Torch's checkpoint functions raise an exception that is not an `Exception`; it counts, too.
 
         Args:
             doing: What the block does, to complete "cannot ...".
             naming_first: Name rank 0 in the message, too, when it failed; other ranks are always named.
-
-        Raises:
-            CheckpointError: With the message of the first rank that failed.
         """
         failure: BaseException | None = None
         try:
@@ -91,12 +88,7 @@ class RankGroup:
 
 
 def raise_on_all_ranks(doing: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Run a block on every rank and raise on all of them if it failed on any; see `RankGroup.raise_on_all`.
-
-    Args:
-        doing: What the block does, to complete "cannot ...".
-        group: All ranks, in a group of its own when another thread uses theirs meanwhile.
-    """
+    """Run a block on all ranks, maybe in a group of its own; see `RankGroup.raise_on_all`."""
     return RankGroup([group]).raise_on_all(doing, naming_first=True)
 
 

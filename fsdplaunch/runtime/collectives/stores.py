@@ -25,14 +25,8 @@ def serving_store(
 ) -> tuple[Store, int]:
     """Start a store that listens on one address, and return it with its port. Torch's own listens on all.
 
-    Args:
-        host: The address, or a name of it; where it is not this node's (behind address translation), all serve.
-        port: 0 for any that is free.
-        timeout: How long its own calls may wait.
-        held: A socket that has been bound for it, in place of `host` and `port`; it is then the store's.
-
-    Raises:
-        OSError: The port is taken.
+    Where the host is not this node's (behind address translation) it listens on all, too. Port 0 is any that is
+    free. A socket that has been `held` for it, in the place of both, is then the store's.
     """
     listener = bound(host, port) if held is None else held
     try:
@@ -51,12 +45,6 @@ def group_store(environ: Mapping[str, str], *, rank: int, size: int, timeout: ti
 
     On one node it is a file in a folder of this user's. On several it is the run's store, where the workers' keys
     begin with what only they know.
-
-    Args:
-        environ: This worker's variables.
-        rank: This worker's.
-        size: Workers over all nodes.
-        timeout: How long its calls may wait.
     """
     if path := environ.get(STORE_FILE):
         store = FileStore(path, size)

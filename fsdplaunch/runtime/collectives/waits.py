@@ -109,11 +109,7 @@ def _warn(lines: list[str]) -> None:
 
 
 def report_wait(place: str | None = None) -> bool:
-    """Report that this rank waits for others at a place, the running line when left out, or that it goes on.
-
-    Returns:
-        Whether it could be reported; a run that is ending may have no store any more.
-    """
+    """Report that this rank waits at a place, the running line when left out; False where the run is ending."""
     try:
         default_store().set(_place_key(dist.get_rank()), place or user_line(sys._getframe(1)))
     except _CLOSED:
@@ -160,8 +156,7 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
         ranks: Those that must be, this one among them; left out, all.
 
     Raises:
-        CheckpointError: The missing ranks wait elsewhere for the ones that are here, or for longer than the
-            process group's timeout.
+        CheckpointError: Missing ranks wait elsewhere for the ones here, or for longer than the group's timeout.
     """
     wanted = range(dist.get_world_size()) if ranks is None else ranks
     name = call if ranks is None else f"{call}/{wanted[0]}"
@@ -251,19 +246,11 @@ def current() -> Any:
 
 
 def meets(call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
-    """Wait until all ranks are in this call, or until rank 0 knows that the others are not.
-
-    Args:
-        call: What it is, the same on all ranks.
-        hint: What to do where only some ranks make the call.
-        ranks: Those that must make it, this one among them; left out, all.
+    """Wait until all ranks are in this call, as `monitored_barrier`, or rank 0 knows that the others are not.
 
     Returns:
         Whether all are in it. False on rank 0 only, where a service is: it may go on alone, ask that for `full`
         tensors, and call `done` at the end.
-
-    Raises:
-        CheckpointError: Some ranks are in it and some are not, or a rank has ended.
     """
     if _provided:
         return bool(_provided[0].meets(call, hint, ranks))

@@ -46,15 +46,10 @@ def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None
 def broadcast_all(
     ranks: RankGroup, full: Mapping[str, torch.Tensor], held: Iterable[tuple[LocalShard, str, torch.dtype]]
 ) -> None:
-    """Send tensors from the first rank into every rank's shard of each.
+    """Send tensors, that the first rank has by name, into every rank's shard of each. Collective.
 
-    Args:
-        ranks: The ranks of the model; all of them call this.
-        full: The tensors by name, on the first rank.
-        held: This rank's shards, with each tensor's name in `full` and its dtype, in the same order on all ranks.
-
-    Raises:
-        CheckpointError: It went wrong on any rank; until the end the others are not left waiting.
+    What goes wrong is raised at the end, on all ranks: none is left waiting. The shards, each with its tensor's
+    name and dtype, come in the same order on all ranks.
     """
     failure: RuntimeError | None = None
     for shard, name, dtype in held:
@@ -81,13 +76,9 @@ def broadcast_all(
 
 
 def open_pickled(paths: Iterable[Path]) -> dict[str, tuple[int, torch.Tensor]]:
-    """Open files of `torch.save` without running code of theirs; the tensors are maps of the files where possible.
+    """Return the tensors of files of `torch.save` by name, each with its file's number; no code of theirs is run.
 
-    Returns:
-        The number of its file and the tensor, by name.
-
-    Raises:
-        CheckpointError: A file is damaged, holds other objects, or holds no tensors by name.
+    They are maps of the files where possible.
     """
     found: dict[str, tuple[int, torch.Tensor]] = {}
     for number, path in enumerate(paths):
@@ -109,11 +100,7 @@ def _tensors(value: Any) -> dict[str, torch.Tensor] | None:
 
 
 def describe_pickled(found: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, StoredWeight]:
-    """Return what opened files hold, in the form of safetensors headers.
-
-    Raises:
-        CheckpointError: A tensor is sparse or quantized.
-    """
+    """Return what opened files hold, in the form of safetensors headers."""
     described = {}
     for name, (number, tensor) in found.items():
         if tensor.layout is not torch.strided or tensor.is_quantized:

@@ -17,14 +17,7 @@ from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.parameters import ModelTensor, model_tensors
 from fsdplaunch.runtime.inspection.units import is_unit, refuse_of_xla
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
-from fsdplaunch.runtime.loading.load_plan import (
-    LoadedWeights,
-    LoadPlan,
-    RequestedTensor,
-    execute_plan,
-    make_plan,
-    report_loaded,
-)
+from fsdplaunch.runtime.loading.load_plan import LoadPlan, RequestedTensor, execute_plan, make_plan, report_loaded
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.loading.read_shards import clear_padding, local_shards
 from fsdplaunch.runtime.patch import WAIT_FOR_COPIES, call_if_imported
@@ -69,15 +62,8 @@ class EmptyFlattening(TorchFunctionMode):
 class DeferredWeights(Materializer):
     """Materializes a model's tensors for sharding as the module's text says, and fills them afterwards.
 
-    Args:
-        model: Not sharded yet, on any device.
-        where: A model folder or a weight file.
-        strict: Whether names that are missing or left over are errors.
-        settings: How the model will be sharded.
-        arguments: Those of Materializer.
-
-    Raises:
-        CheckpointError: The files do not fit the model, or cannot be read; raised on every rank.
+    What Materializer takes, and where the weights are, whether names must fit, and how the model will be sharded.
+    Files that do not fit or cannot be read are a CheckpointError on every rank.
     """
 
     def __init__(
@@ -153,23 +139,19 @@ class DeferredWeights(Materializer):
         return EmptyFlattening() if self.settings.version == 1 else nullcontext()
 
     def fill(self, sharded: nn.Module) -> None:
-        """Give the sharded model memory and values, and say so; every rank calls this.
-
-        Raises:
-            CheckpointError: A rank could not read its shards; raised on every rank.
-        """
+        """Give the sharded model memory and values, and say so; every rank calls this."""
         device = torch.device("cpu") if self.settings.offload else self.device
         for entry in self.emptied if self.settings.version != 1 else ():
             give_memory(entry, device)
         clear_padding(sharded)
         held = local_shards(sharded)
-        loaded = execute_plan(self.ranks, self.plan, held)
+        execute_plan(self.ranks, self.plan, held)
         # Split the parameters that no file holds.
         due = [(shard, name, self.made[name]) for shard in held for name in shard.names if name in self.made]
         with torch.no_grad():
             broadcast_all(self.ranks, self.aside, due)
         self.aside.clear()
-        report_loaded(self.plan, loaded, name=self.name, made=list(self.made))
+        report_loaded(self.plan, name=self.name, made=list(self.made))
 
 
 def give_memory(entry: ModelTensor, device: torch.device) -> None:
@@ -218,8 +200,8 @@ def load_weights(
     if source is None:
         msg = "load_weights was given no weights, and checkpoint.weights is not set"
         raise UsageError(msg, hint="give it a model folder")
-    plan, loaded = _load(model, source.where, strict=source.strict)
-    report_loaded(plan, loaded, name=class_name(model), made=plan.match.missing)
+    plan = _load(model, source.where, strict=source.strict)
+    report_loaded(plan, name=class_name(model), made=plan.match.missing)
     return IncompatibleKeys(plan.match.missing, plan.match.unexpected)
 
 
@@ -233,22 +215,17 @@ def load_full(
     Args:
         model: Sharded by either version; parameters on the meta device get memory for their shards.
         state: Full tensors by name on the first rank; not looked at elsewhere.
-        strict: Whether names that are missing or left over are errors.
+        strict: Whether names that are missing or left over are errors, on every rank.
         on_host: Whether parameters on the meta device get memory of the host, for offloading.
 
     Returns:
         The names that were missing and those left over.
-
-    Raises:
-        CheckpointError: The tensors are of another model; raised on every rank.
     """
-    plan, _ = _load(model, state, strict=strict, on_host=on_host)
+    plan = _load(model, state, strict=strict, on_host=on_host)
     return IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
 
 
-def _load(
-    model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool, on_host: bool = False
-) -> tuple[LoadPlan, LoadedWeights]:
+def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool, on_host: bool = False) -> LoadPlan:
     call_if_imported(WAIT_FOR_COPIES)  # a save under way copies what is about to be changed
     ranks = _ranks(model)
     for module in model.modules():
@@ -268,7 +245,8 @@ def _load(
                 raise CheckpointError(msg, hint="load with fsdplaunch.prepare(model, weights=...), which makes it")
     for entry in model_tensors(model):
         give_memory(entry, torch.device("cpu") if on_host else ranks.device)
-    return plan, execute_plan(ranks, plan, local_shards(model))
+    execute_plan(ranks, plan, local_shards(model))
+    return plan
 
 
 def _ranks(model: nn.Module) -> RankGroup:

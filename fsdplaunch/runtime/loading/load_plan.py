@@ -71,17 +71,7 @@ def match_weights(
 
     Wrappers' names are taken out of the files' names. A name that the model does not have is tried with the
     model's `base_model_prefix`, in front and taken off, or, when no name fits at all, with the one prefix that all
-    have.
-
-    Args:
-        model: For its class and for what it says may be missing or left over.
-        wanted: Its tensors.
-        weights: What the files hold.
-        strict: Whether a tensor that is missing or left over is an error, as in torch's `load_state_dict`.
-        where: The files, for messages.
-
-    Raises:
-        CheckpointError: Torch would not load these files either: shapes differ, or names under `strict`.
+    have. What torch's `load_state_dict` would not load either, other shapes, or names under `strict`, is an error.
     """
     owner = {name: each for each in wanted for name in each.names}
     names = {stored: clean_name(stored) for stored in weights}
@@ -177,11 +167,17 @@ class LoadPlan:
         files: The weight files; what they hold is in `match` as far as it is wanted.
         match: Which tensor of the files belongs to which of the model.
         full: The tensors of pickled files by the model's names, on the first rank; else empty.
+        tensors: How many came from the files, once it has been carried out.
+        nbytes: How many bytes this rank read for it.
+        seconds: How long it took.
     """
 
     files: WeightFiles
     match: NameMatch
     full: dict[str, torch.Tensor]
+    tensors: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
     def stored(self, names: Sequence[str]) -> str | None:
         """Return the one of a tensor's names under which its source is noted; None if no file holds it."""
@@ -198,17 +194,8 @@ def make_plan(
 ) -> LoadPlan:
     """Decide on the first rank what is read from where, and send it to all; nothing is read but headers.
 
-    Pickled files are opened on the first rank only.
-
-    Args:
-        ranks: Who loads; all of them call this.
-        model: Its class says what may be missing.
-        wanted: The model's tensors.
-        where: A model folder, a weight file, or a state dict that the first rank holds.
-        strict: Whether missing and left-over names are errors.
-
-    Raises:
-        CheckpointError: The files are not all there, damaged, or of another model; raised on every rank.
+    Pickled files, and a state dict in their place, are opened on the first rank only. Files that are damaged or of
+    another model are a CheckpointError on every rank.
     """
     made: tuple[WeightFiles, NameMatch] | None = None
     full: dict[str, torch.Tensor] = {}
@@ -236,35 +223,11 @@ def make_plan(
 _NAMES_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedWeights:
-    """What one rank did.
-
-    Attributes:
-        tensors: How many tensors came from the files.
-        nbytes: How many bytes this rank read.
-        seconds: How long it took.
-    """
-
-    tensors: int
-    nbytes: int
-    seconds: float
-
-
-def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -> LoadedWeights:
-    """Read this rank's shard of everything the plan found; every rank calls this.
-
-    Args:
-        ranks: Who loads.
-        plan: What is where.
-        held: This rank's shards of the model, in the same order on all ranks.
-
-    Raises:
-        CheckpointError: A rank could not read; raised on every rank.
-    """
+def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -> None:
+    """Read this rank's shards, in one order on all ranks, of everything the plan found; every rank calls this."""
     begun = time.perf_counter()
     due = [(shard, name) for shard in held if (name := plan.stored(shard.names)) is not None]
-    nbytes = 0
+    plan.tensors = len(due)
     with torch.no_grad(), ranks.raise_on_all(f"load weights from {plan.files.where}"):
         if len({name for _, name in due}) != len(plan.match.found):
             missed = sorted(set(plan.match.found) - {name for _, name in due})
@@ -272,41 +235,24 @@ def execute_plan(ranks: RankGroup, plan: LoadPlan, held: Sequence[LocalShard]) -
             hint = "this is a defect in loading this model; build it with from_pretrained"
             raise CheckpointError(msg, hint=hint)
         if not plan.files.pickled:
+            found = plan.match.found
             with closing(ShardReader(plan.files)) as reader:
-                _read(reader, plan.match.found, due)
-                nbytes = reader.bytes_read
+                # In the order of the files, so that disks read on and on.
+                for shard, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
+                    reader.fill(shard, *found[name])
+                plan.nbytes = reader.bytes_read
     if plan.files.pickled:
         typed = [(shard, name, source_dtype(plan.match.found[name][0], shard.local.dtype)) for shard, name in due]
         with torch.no_grad():
             broadcast_all(ranks, plan.full, typed)
         plan.full.clear()
-    return LoadedWeights(tensors=len(due), nbytes=nbytes, seconds=time.perf_counter() - begun)
+    plan.seconds = time.perf_counter() - begun
 
 
-def _read(
-    reader: ShardReader, found: Mapping[str, tuple[StoredWeight, ...]], due: list[tuple[LocalShard, str]]
-) -> None:
-    """Read in the order of the files, so that disks read on and on."""
-    for shard, name in sorted(due, key=lambda one: (found[one[1]][0].file, found[one[1]][0].start)):
-        first, *others = found[name]
-        reader.fill(shard, first)
-        for other in others:
-            if (other.file, other.start) != (first.file, first.start) and not reader.same(shard, first, other):
-                msg = f"{first.name} and {other.name} are one parameter in the model and differ in the files"
-                raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
-
-
-def report_loaded(plan: LoadPlan, loaded: LoadedWeights, *, name: str, made: Sequence[str] = ()) -> None:
-    """Print on rank 0 what was loaded, and everything that does not go without saying.
-
-    Args:
-        plan: What was where.
-        loaded: What rank 0 did.
-        name: The model's class.
-        made: Names that no file held.
-    """
-    amount = "sent by rank 0" if plan.files.pickled else f"{size_words(loaded.nbytes)} read by rank 0"
-    words = [f"{name}: {loaded.tensors} tensors from {plan.files.where}, {amount} in {loaded.seconds:.1f} s"]
+def report_loaded(plan: LoadPlan, *, name: str, made: Sequence[str] = ()) -> None:
+    """Print on rank 0 what was loaded, and what does not go without saying: what was `made`, not loaded."""
+    amount = "sent by rank 0" if plan.files.pickled else f"{size_words(plan.nbytes)} read by rank 0"
+    words = [f"{name}: {plan.tensors} tensors from {plan.files.where}, {amount} in {plan.seconds:.1f} s"]
     if plan.match.prefix:
         words.append(f"names with {plan.match.prefix}")
     left_over = [*plan.match.unexpected, *plan.match.passed]

@@ -17,12 +17,7 @@ _used: list[Path] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained:
-    """Files to load one model from.
-
-    Attributes:
-        where: A model folder or a weight file.
-        strict: Whether names that are missing or left over are errors.
-    """
+    """A model folder or a weight file to load one model from, and whether names must be the same."""
 
     where: Path
     strict: bool
@@ -33,13 +28,7 @@ def pretrained_for(
 ) -> Pretrained | None:
     """Decide what to load the models of one call from: what the call says, else what the configuration says.
 
-    Args:
-        models: All that the call was given.
-        weights: The call's word; False for none, None for the configuration's.
-        strict: The call's word, or None.
-
-    Raises:
-        UsageError: Weights were given, and there is not exactly one model to load them into.
+    False stands for no weights. Raises a UsageError for weights without exactly one model to load them into.
     """
     configured = decode().checkpoint
     where = configured.weights if weights is None else weights

@@ -84,11 +84,7 @@ class LocalShard:
 
 
 def local_shards(model: nn.Module) -> list[LocalShard]:
-    """Return every parameter and buffer of a model, sharded by FSDP1, FSDP2 or not, each once.
-
-    Raises:
-        CheckpointError: A parameter is split in a way that has no place in a file.
-    """
+    """Return every parameter and buffer of a model, sharded by FSDP1, FSDP2 or not, each once."""
     names = {module: clean_name(name) for name, module in model.named_modules()}
     held: list[LocalShard] = []
     taken: dict[tuple[nn.Module, str], LocalShard] = {}  # what flat parameters hold; modules may show it as well
@@ -161,16 +157,8 @@ class ShardReader:
         self._open: dict[int, int] = {}
         self._buffer: torch.Tensor | None = None
 
-    def fill(self, held: LocalShard, weight: StoredWeight) -> None:
-        """Read this rank's shard of a tensor into place.
-
-        Args:
-            held: What to fill; `local` may have another dtype than the file and may be on a GPU.
-            weight: The full tensor in its file, of the same shape.
-
-        Raises:
-            CheckpointError: The file has changed or cannot be read, or the dtype cannot hold the values.
-        """
+    def fill(self, held: LocalShard, weight: StoredWeight, *others: StoredWeight) -> None:
+        """Read this rank's shard of a stored tensor into place, which may have another dtype and device."""
         source = source_dtype(weight, held.local.dtype)
         if not held.region.numel:
             return
@@ -193,6 +181,10 @@ class ShardReader:
                     _put(part, self._read(start + done, part.numel(), weight, source), weight)
         if target is not held.local:
             held.local.copy_(target)
+        for other in others:
+            if (other.file, other.start) != (weight.file, weight.start) and not self._same(held, weight, other):
+                msg = f"{weight.name} and {other.name} are one parameter in the model and differ in the files"
+                raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
 
     def _by_rows(
         self,
@@ -211,7 +203,7 @@ class ShardReader:
             full_rows = self._read((region.offsets[0] + done) * row, rows * row, weight, source)
             _put(target[done : done + rows], full_rows.view(rows, *shape[1:])[(slice(None), *inner)], weight)
 
-    def same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
+    def _same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
         """Say whether two tensors of the files are equal, byte by byte, in this rank's shard."""
         first, second = (source_dtype(each, held.local.dtype) for each in (one, other))
         if first != second:
@@ -280,13 +272,10 @@ def _is_scattered(region: Rectangle, shape: tuple[int, ...], source: torch.dtype
 
 
 def source_dtype(weight: StoredWeight, target: torch.dtype) -> torch.dtype:
-    """Return a stored tensor's dtype, if values of it may become values of the target's dtype.
+    """Return a stored tensor's dtype, or raise where values of it may not become values of the target's dtype.
 
     Floats become floats of any size but 8 bits, whose values mean nothing without the scales beside them. Whole
     numbers become wider ones, nothing else becomes anything else.
-
-    Raises:
-        CheckpointError: They may not.
     """
     source: torch.dtype | None = getattr(torch, weight.dtype.name, None) if weight.dtype is not None else None
     if source is None:

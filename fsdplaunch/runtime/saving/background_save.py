@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ran
 from fsdplaunch.runtime.inspection.parameters import clean_name
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported
-from fsdplaunch.runtime.saving.save_job import SaveJob
+from fsdplaunch.runtime.saving.save_job import SaveJob, tensors_of
 from fsdplaunch.runtime.torch_internals.distributed import (
     ShardedTensor,
     TensorShard,
@@ -42,7 +42,6 @@ from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_ide
 from fsdplaunch.standard_streams import flush_both, write_error
 
 _ALIGNMENT = 64
-State = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,12 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def place(self, state: State) -> tuple[State, list[PlacedTensor]]:
+    def place(self, state: Any) -> tuple[Any, list[PlacedTensor]]:
         """Return `state` with a place in this buffer for each tensor of this rank, and what is to be copied there.
 
         Dictionaries, lists and tuples are made anew; other values are kept, they are not changed in place.
         """
-        tensors = {id(tensor): (tensor, is_shard) for tensor, is_shard in _tensors(state)}
+        tensors = {id(part): (part, part is not each) for each in tensors_of(state) for part in _parts(each)}
         self._reserve(sum(_room(tensor) for tensor, _ in tensors.values()))
         memory, position = self._memory.numpy(), 0
         placed: dict[int, PlacedTensor] = {}
@@ -97,23 +96,14 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _tensors(state: State) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Return this rank's tensors of a state, in its order, each with whether it is a shard."""
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
-    elif isinstance(state, DTensor):
-        yield local_tensor(state), True
-    elif isinstance(state, ShardedTensor):
-        yield from ((shard.tensor, True) for shard in state.local_shards())
-    elif isinstance(state, torch.Tensor):
-        yield state, False
+def _parts(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [_shard(tensor)]
 
 
-def _rebuilt(state: State, places: dict[int, torch.Tensor]) -> State:
+def _rebuilt(state: Any, places: dict[int, torch.Tensor]) -> Any:
     if isinstance(state, dict):
         return {key: _rebuilt(value, places) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -125,57 +115,6 @@ def _rebuilt(state: State, places: dict[int, torch.Tensor]) -> State:
         shards = [TensorShard(places[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
         return with_local_shards(state, shards)
     return places[id(state)] if isinstance(state, torch.Tensor) else state
-
-
-class TrainedTensors:
-    """The tensors of some optimizers at one moment, and how often each had been changed until then.
-
-    Args:
-        models: What is saved; names of parameters come from there.
-        optimizers: Whose step changes the tensors. What none of them trains, anyone may change at any time.
-    """
-
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        self.models = models
-        names = {id(param): clean_name(name) for model in models for name, param in model.named_parameters()}
-        self._found = [
-            (names.get(id(param), "a parameter"), tensor)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-            for tensor in (param, *dict(optimizer.state.get(param) or {}).values())
-            if isinstance(tensor, torch.Tensor)
-        ]
-        self._storages = _storages(tensor for _, tensor in self._found)
-        self._gathers = any(map(fsdp1_wrappers, models))
-        held = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-        self._others = _storages(held) - self._storages if self._gathers else set()
-        self._counts: list[tuple[str, torch.Tensor, int]] = []
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has its values in the memory of one of these."""
-        return storage_identity(tensor) in self._storages
-
-    def is_made_for_state_dict(self, shard: torch.Tensor) -> bool:
-        """Return whether a shard of a state dict is nobody else's: FSDP1 makes new ones for each."""
-        return self._gathers and storage_identity(shard) not in self._storages | self._others
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note how often each of these that shares memory with one of `tensors` has been changed until now."""
-        storages = _storages(tensors)
-        self._counts = [
-            (name, part, change_count(part))
-            for name, each in self._found
-            if storage_identity(shard := _shard(each)) in storages
-            for part in {id(each): each, id(shard): shard}.values()  # torch counts for each of the two by itself
-        ]
-
-    def changed(self) -> str | None:
-        """Return the name of a parameter that, or whose state, was changed since; None if none was.
-
-        Torch does not count changes through `.data`.
-        """
-        return next((name for name, tensor, count in self._counts if change_count(tensor) != count), None)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -194,27 +133,43 @@ GRACE_SECONDS = 0.1
 
 
 class HostCopies:
-    """Copies of one save's tensors: what is not trained at once, the rest by `make`.
+    """Copies of one save's tensors: what no optimizer of it trains at once, the rest by `make`."""
 
-    Args:
-        states: What is saved, as this rank holds it.
-        buffer: Where the copies go.
-        trained: What only an optimizer's step changes.
-    """
-
-    def __init__(self, states: Sequence[Any], buffer: HostBuffer, trained: TrainedTensors) -> None:
-        self.states, placed = buffer.place(list(states))
-        self._trained = trained
+    def __init__(
+        self, states: list[Any], buffer: HostBuffer, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.states, placed = buffer.place(states)
+        names = {id(param): clean_name(name) for model in models for name, param in model.named_parameters()}
+        trained = [
+            (names.get(id(param), "a parameter"), tensor)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+            for tensor in (param, *dict(optimizer.state.get(param) or {}).values())
+            if isinstance(tensor, torch.Tensor)
+        ]
+        storages = _storages(tensor for _, tensor in trained)
         # Numbers of steps go at once: under FSDP1 there is nothing else to wait for.
-        later = [each for each in placed if each.source.dim() and trained.holds(each.source)]
+        later = [each for each in placed if each.source.dim() and storage_identity(each.source) in storages]
         self._later = later if sum(each.place.nbytes for each in later) > AT_ONCE else []
-        self._own = [each for each in placed if each.is_shard and trained.is_made_for_state_dict(each.source)]
-        waiting = {id(each) for each in (*self._later, *self._own)}
-        trained.watch(each.source for each in self._later)
+        self._own: list[PlacedTensor] = []
+        if any(map(fsdp1_wrappers, models)):  # it makes new shards for each state dict, which are nobody else's
+            storages |= _storages(each for model in models for each in (*model.parameters(), *model.buffers()))
+            self._own = [
+                each for each in placed if each.is_shard and storage_identity(each.source) not in storages
+            ]
+        watched = _storages(each.source for each in self._later)
+        self._counts = [
+            (name, part, change_count(part))
+            for name, each in trained
+            if storage_identity(shard := _shard(each)) in watched
+            for part in {id(each): each, id(shard): shard}.values()  # torch counts for each of the two by itself
+        ]
         self._copied, self._released = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._is_checked = False
         self._changed: str | None = None
+        waiting = {id(each) for each in (*self._later, *self._own)}
         at_once = [each for each in placed if id(each) not in waiting]
         self._stream = _copy_from_device(at_once, [*self._later, *self._own])
         _copy_on_host(at_once)
@@ -222,11 +177,7 @@ class HostCopies:
             self._copied.set()
 
     def make(self) -> None:
-        """Make the copies; called by another thread than the one that trains.
-
-        Raises:
-            CheckpointError: A parameter was changed by something other than a step before its copy was complete.
-        """
+        """Make the copies, beside the training; raise if anything but a step changed a parameter meanwhile."""
         try:
             _copy_on_host(self._later)
             if self._stream is not None:
@@ -250,9 +201,12 @@ class HostCopies:
         self._released.set()
 
     def _check(self) -> None:
+        """Note what, or whose state, was changed, once; torch does not count changes through `.data`."""
         with self._lock:
             if not self._is_checked:
-                self._is_checked, self._changed = True, self._trained.changed()
+                self._is_checked = True
+                changed = (name for name, tensor, count in self._counts if change_count(tensor) != count)
+                self._changed = next(changed, None)
 
 
 def _copy_on_host(tensors: Iterable[PlacedTensor]) -> None:
@@ -295,10 +249,7 @@ NOTABLE_SECONDS = 0.02
 
 
 class BackgroundSave:
-    """At most one save that is made while training goes on.
-
-    It talks to the other ranks over a process group of its own, so that it never waits in line with training's.
-    """
+    """At most one save, which talks to the other ranks over a process group beside training's."""
 
     def __init__(self) -> None:
         self._buffer = HostBuffer()
@@ -310,14 +261,11 @@ class BackgroundSave:
         self._failure: BaseException | None = None
         self._is_set_up = self._told = False
 
-    def start(self, save: SaveJob, trained: TrainedTensors) -> None:
-        """Begin to copy everything to host memory and to write it; every rank calls this, and `finish` before.
+    def start(self, save: SaveJob, models: list[nn.Module], trainers: list[Optimizer]) -> None:
+        """Begin to copy everything to host memory and to write it; all ranks call this, `finish` before.
 
         What is wrong with a folder is found before the first save into it returns, and later beside the training.
-
-        Args:
-            save: What is written.
-            trained: What only an optimizer's step changes; that step waits for its copy.
+        The step of what these optimizers train waits for its copy.
         """
         if not self._is_set_up:
             atexit.register(_at_exit)  # not sooner: it must come before the one that ends the process group
@@ -334,22 +282,23 @@ class BackgroundSave:
             self._folders.add(save.root)
         try:
             with raise_on_all_ranks(save.doing):
-                copies = HostCopies([each.state for each in save.states], self._buffer, trained)
+                copies = HostCopies([each.state for each in save.states], self._buffer, models, trainers)
         except BaseException:
             save.discard()
             raise
         copied = tuple(replace(each, state=copy) for each, copy in zip(save.states, copies.states, strict=True))
         self._copies = copies
-        self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in trained.models]
-        arguments = (replace(save, states=copied), copies, self._group[1], is_open)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="fsdplaunch-save", daemon=True)
-        self._thread.start()
+        self._hooks = [model.register_load_state_dict_pre_hook(_before_loading) for model in models]
+        save, group = replace(save, states=copied), self._group[1]
 
-    def _run(self, save: SaveJob, copies: HostCopies, group: dist.ProcessGroup, is_open: bool) -> None:
-        try:
-            save.write(group, prepare=copies.make, is_open=is_open)
-        except BaseException as failure:
-            self._failure = failure
+        def write() -> None:
+            try:
+                save.write(group, prepare=copies.make, is_open=is_open)
+            except BaseException as failure:
+                self._failure = failure
+
+        self._thread = threading.Thread(target=write, name="fsdplaunch-save", daemon=True)
+        self._thread.start()
 
     def _before_step(self, *_: Any) -> None:
         self.wait_for_copies()
@@ -375,11 +324,7 @@ class BackgroundSave:
             )
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait for the save under way, if there is one.
-
-        Raises:
-            CheckpointError: It failed.
-        """
+        """Wait for the save under way, if there is one, and raise if it failed."""
         if self._thread is None:
             return
         self._thread.join(seconds)

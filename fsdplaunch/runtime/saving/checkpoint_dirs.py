@@ -29,11 +29,7 @@ def partial_of(target: Path) -> Path:
 
 
 def begin(target: Path) -> Path:
-    """Make the temporary folder beside `target` that becomes it, removing what a killed save of it left.
-
-    Raises:
-        CheckpointError: `target` cannot be put in place in one move.
-    """
+    """Make the temporary folder beside `target` that becomes it, removing what a killed save of it left."""
     if os.path.lexists(target) and not target.is_dir():
         msg = f"{target} is {'a link that leads nowhere' if not target.exists() else 'a file'}"
         raise CheckpointError(msg, hint="name a folder")

@@ -57,16 +57,14 @@ def write_full(
 ) -> None:
     """Write a sharded state in full, as rank 0's files; every rank calls this.
 
+    Rank 0 raises after all shards have come in, so that no other rank waits.
+
     Args:
         state: Nested dictionaries and lists; names of a model at the top.
         torch_path: For `torch.load`.
         safe_path: For safetensors as well, or None.
         aliases: Further names of tensors, each with the one under which the file keeps it.
         group: All ranks, over gloo.
-
-    Raises:
-        OSError: On rank 0, after all shards have come in, so that no other rank waits.
-        CheckpointError: As above.
     """
     tensors: list[PendingTensor] = []
 

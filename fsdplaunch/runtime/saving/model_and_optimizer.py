@@ -51,11 +51,7 @@ _SHOWN = 4
 
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
-    """Read into a state dict in place, and return the names it asks for that the folder does not have.
-
-    Raises:
-        CheckpointError: Strict, and names differ either way.
-    """
+    """Read into a state dict in place; return what names the folder lacks, which is an error if strict."""
     if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
         msg = (
             f"{folder} holds the files of single ranks that PyTorch/XLA sharded, and torch's FSDP is to read them"
@@ -97,30 +93,21 @@ def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
 
     Names and shapes are checked here, on rank 0 and before anything is sent: torch would notice there only, while
     the other ranks wait for what is to be sent.
-
-    Raises:
-        CheckpointError: On all ranks, if the file cannot be read or is of another model.
     """
     state: State = {}
     with raise_on_all_ranks(f"read {path}"):
         if dist.get_rank() == 0:
             state = read_plain(path)
             _check_names(set(state), set(shapes), path)
-            wrong = [name for name, shape in shapes.items() if shape_of(state[name]) != shape]
-            if wrong:
-                msg = (
-                    f"{path} has {wrong[0]} of shape {shape_of(state[wrong[0]])}, the model of {shapes[wrong[0]]}"
-                )
-                raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
+            for name, shape in shapes.items():
+                if (stored := shape_of(state[name])) != shape:
+                    msg = f"{path} has {name} of shape {stored}, the model of {shape}"
+                    raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
     return state
 
 
 def read_full_optimizer(path: Path, names: set[str]) -> State:
-    """Read an optimizer's full state on rank 0; the others get its parameter groups only.
-
-    Raises:
-        CheckpointError: On all ranks, if the file cannot be read or is of an optimizer of other parameters.
-    """
+    """Read an optimizer's full state on rank 0; the others get its parameter groups only."""
     state: State = {}
     with raise_on_all_ranks(f"read {path}"):
         if dist.get_rank() == 0:
@@ -176,12 +163,7 @@ class StateToSave:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:
-        """Write it; every rank calls this. Returns the checksums of data files that rank 0 knows.
-
-        Args:
-            folder: The checkpoint's.
-            group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
-        """
+        """Write it; every rank calls this, over gloo. Returns the checksums of data files that rank 0 knows."""
         with quiet_torch():
             if self.kind == "SHARDED_STATE_DICT":
                 return write_sharded(self.state, folder / self.name, group)
@@ -194,16 +176,7 @@ class StateToSave:
 
 
 def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
-    """Return what is to be written of one model; every rank calls this.
-
-    Args:
-        model: Sharded.
-        kind: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
-        index: The model's number; accelerate's names carry it.
-
-    Raises:
-        UsageError: LOCAL_STATE_DICT with parameters torch cannot load back.
-    """
+    """Return what is to be written of one sharded model, with its number; every rank calls this."""
     with quiet_torch():
         if kind == "LOCAL_STATE_DICT":
             with state_dict_type(model, kind):
@@ -225,17 +198,7 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
 
 
 def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = None) -> None:
-    """Read one model back, in whichever form the folder holds it.
-
-    Args:
-        model: Sharded.
-        folder: The checkpoint's.
-        index: The model's number.
-        kind: The form to take where the folder holds several; None for the first that is there.
-
-    Raises:
-        CheckpointError: Names or shapes do not fit the model, or the files are damaged.
-    """
+    """Read one model back, in whichever form the folder holds it, in `kind` where it holds several."""
     with quiet_torch():
         if kind in (None, "LOCAL_STATE_DICT") and (folder / f"{_local_name(index)}.bin").exists():
             with state_dict_type(model, "local_state_dict"):
@@ -269,11 +232,7 @@ def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: 
 def load_optimizer(
     model: nn.Module, optimizer: Optimizer, folder: Path, index: int, kind: str | None = None
 ) -> None:
-    """Read one optimizer of a model back, in whichever form the folder holds it; `kind` as in `load_model`.
-
-    Raises:
-        CheckpointError: The folder holds none, or it does not fit.
-    """
+    """Read one optimizer of a model back, in whichever form the folder holds it; `kind` as in `load_model`."""
     sharded, full = folder / f"{OPTIMIZER}_{index}", folder / f"{_stem(OPTIMIZER, index)}.bin"
     if not sharded.is_dir() and not full.exists():
         msg = f"{folder} holds no optimizer {index}"

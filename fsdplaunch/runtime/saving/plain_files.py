@@ -24,24 +24,15 @@ _STEP = 4 * 2**20
 
 
 def load_plain(data: bytes, where: str) -> Any:
-    """Return the value that the bytes of a file of torch.save hold.
-
-    Raises:
-        CheckpointError: They hold something else, or are damaged.
-    """
+    """Return the value that the bytes of a file of torch.save hold, if they are whole and it is plain."""
     _check(ReadWindow(lambda offset, count: data[offset : offset + count], len(data)), where, checksums=True)
     return _loaded(io.BytesIO(data), where)
 
 
 def read_plain(path: Path, *, checksums: bool = True) -> Any:
-    """Read a file back, running no code of it. Tensors of a large file stay there until they are used.
+    """Read a file back as `load_plain` does. Tensors of a large file stay there until they are used.
 
-    Args:
-        path: The file.
-        checksums: Compare all of it with its checksums first.
-
-    Raises:
-        CheckpointError: The file holds something else, or is damaged.
+    All of it is compared with its checksums first, where it has them and they are asked for.
     """
     try:
         fd = open_regular(path)
@@ -92,11 +83,7 @@ def _loaded(source: Path | io.BytesIO, where: str, *, mmap: bool = False) -> Any
 
 
 def packed(value: Any, what: str) -> bytes:
-    """Return a value as the bytes of a file that can be read back without running code.
-
-    Raises:
-        CheckpointError: It holds objects of classes, which only running code could bring back.
-    """
+    """Return a value as a file's bytes; a CheckpointError if only running code could bring it back."""
     data = _serialized(value)
     try:
         load_plain(data, what)
@@ -133,13 +120,7 @@ _others: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
 
 def keep_generator(name: str, state: Callable[[], Any], put_back: Callable[[Any], None]) -> None:
-    """Have checkpoints hold one more generator.
-
-    Args:
-        name: Accelerate's name for it.
-        state: Returns its state, a plain value.
-        put_back: Takes that.
-    """
+    """Have checkpoints hold one more generator, under accelerate's name for it, whose state is a plain value."""
     _others[name] = (state, put_back)
 
 
@@ -176,16 +157,11 @@ def packed_random_states(states: Mapping[str, Any]) -> bytes:
 
 
 def read_random_states(path: Path) -> None:
-    """Put the generators back as they were.
-
-    Raises:
-        CheckpointError: The file holds no such states; the generators are as before.
-    """
-    states, before = read_plain(path), random_states(None)
+    """Put the generators back as they were."""
+    states = read_plain(path)
     try:
         _set_states(states)
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
-        _set_states(before)
         msg = f"{path} holds no states of random number generators: {type(error).__name__}: {error}"
         raise CheckpointError(msg, hint="the file is damaged; copy it again, or use an older checkpoint") from None
 

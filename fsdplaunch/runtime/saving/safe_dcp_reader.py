@@ -48,11 +48,7 @@ class SafeReader(FileSystemReader):
     _index: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: It is damaged, or names a class or function that no index needs.
-        """
+        """Read the index; a CheckpointError if it names a class or function that no index needs."""
         if self._index is None:
             folder = Path(self.path)
             with gc_pause():
@@ -61,11 +57,7 @@ class SafeReader(FileSystemReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, file by file, each item compared with its checksum.
-
-        Raises:
-            CheckpointError: A file is missing, too short or none; an item is damaged, or not what the index says.
-        """
+        """Read what this rank needs, file by file, each item compared with its checksum."""
         infos = [(self.storage_data[item.storage_index], item) for item in plan.items]
         wanted = [(ItemLocation(info.relative_path, info.offset, info.length), item) for info, item in infos]
         wanted.sort(key=operator.itemgetter(0))

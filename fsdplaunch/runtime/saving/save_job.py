@@ -41,17 +41,10 @@ _held: dict[str, FolderLock] = {}
 
 
 def lock_for_run(target: Path, root: Path) -> None:
-    """Keep other runs from saving there from now on.
+    """Keep other runs from saving `target`, which is `root` or a numbered checkpoint in it, from now on.
 
     The file that is locked stands in the folder of numbered checkpoints, which may be a mounted disk; beside one
-    that is replaced as a whole.
-
-    Args:
-        target: What is written: `root`, or a numbered checkpoint in it.
-        root: The folder that was configured, which exists when it is not the target.
-
-    Raises:
-        CheckpointError: Another process holds it; with its node and its number.
+    that is replaced as a whole. The error of who comes second names the process that holds it, and its node.
     """
     if is_locked(target, root):
         return
@@ -119,11 +112,7 @@ def _shows(path: Path, text: str) -> bool:
 
 
 def check_shared(folder: Path, seen: Sequence[tuple[str, bool]]) -> None:
-    """Check that all ranks see a folder, by each one's node and whether it does.
-
-    Raises:
-        CheckpointError: With the nodes and ranks that do not.
-    """
+    """Raise for a folder that some ranks do not see, by each one's node and whether it does."""
     blind = [rank for rank, (_, sees) in enumerate(seen) if not sees]
     if blind:
         nodes = ", ".join(dict.fromkeys(seen[rank][0] for rank in blind))
@@ -163,14 +152,7 @@ class SaveJob:
         return f"save {self.target}"
 
     def open(self, group: dist.ProcessGroup | None = None) -> None:
-        """Make the temporary folder, and check that there is room and that every rank sees it.
-
-        Args:
-            group: As in `write`.
-
-        Raises:
-            CheckpointError: On all ranks.
-        """
+        """Make the temporary folder, and check that there is room and that every rank sees it; raise on all."""
         token = secrets.token_hex(8)
         try:
             with raise_on_all_ranks(self.doing, group):
@@ -198,15 +180,12 @@ class SaveJob:
         *,
         is_open: bool = True,
     ) -> None:
-        """Write everything and put it in place; every rank calls this.
+        """Write everything and put it in place; every rank calls this. A failure of one is an error on all.
 
         Args:
             group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
             prepare: What is to be done before the states can be written, and before anything else.
             is_open: Whether `open` was called.
-
-        Raises:
-            CheckpointError: On all ranks, and nothing has changed.
         """
         try:
             if prepare is not None:
@@ -250,13 +229,14 @@ class SaveJob:
 def _nbytes(state: StateToSave) -> int:
     """Return the bytes of a state over all ranks, as often as they are written."""
     copies = {"FULL_STATE_DICT": 2, "LOCAL_STATE_DICT": dist.get_world_size()}.get(state.kind, 1)
-    sizes = (torch.Size(tensor.size()).numel() * tensor.dtype.itemsize for tensor in _tensors(state.state))
+    sizes = (torch.Size(tensor.size()).numel() * tensor.dtype.itemsize for tensor in tensors_of(state.state))
     return copies * int(sum(sizes))
 
 
-def _tensors(state: Any) -> Iterator[Any]:
+def tensors_of(state: Any) -> Iterator[Any]:
+    """Yield the tensors of a state, sharded or not, in its order."""
     if isinstance(state, torch.Tensor | ShardedTensor):
         yield state
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(value)
+            yield from tensors_of(value)

@@ -26,7 +26,7 @@ from fsdplaunch.runtime.data_loaders import position_of, resume_at
 from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.patch import XLA_READ, XLA_TO_SAVE, call_if_imported
 from fsdplaunch.runtime.plugin import ambient_plugin
-from fsdplaunch.runtime.saving.background_save import TrainedTensors, background
+from fsdplaunch.runtime.saving.background_save import background
 from fsdplaunch.runtime.saving.checkpoint_dirs import find_checkpoint
 from fsdplaunch.runtime.saving.model_and_optimizer import (
     StateToSave,
@@ -109,7 +109,7 @@ def save_checkpoint(
         )
     with files_of_ranks():
         if config.checkpoint.async_:
-            background.start(save, TrainedTensors(models, trainers))
+            background.start(save, models, trainers)
         else:
             save.open()
             save.write()

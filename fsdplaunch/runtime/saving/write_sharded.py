@@ -2,6 +2,7 @@
 
 import array
 import io
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -26,7 +29,7 @@ from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items
 from fsdplaunch.checkpoint.readers.dcp_index import gc_pause
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
-from fsdplaunch.runtime.saving.sharded_plan import SharedPlan, UnknownLayoutError, index_of
+from fsdplaunch.runtime.saving.sharded_plan import Entry, SharedPlan, UnknownLayoutError
 from fsdplaunch.runtime.torch_internals.checkpoint import FORMAT_VERSION, StorageInfo, flatten_state_dict
 
 
@@ -52,11 +55,7 @@ class EarlyFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         """Open a file."""
-        if mode == "wb":
-            with EarlyFile(Path(path)) as file:
-                yield file
-            return
-        with super().create_stream(path, mode) as stream:
+        with EarlyFile(Path(path)) if mode == "wb" else super().create_stream(path, mode) as stream:
             yield stream
 
 
@@ -69,13 +68,14 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def make_index(plan: SharedPlan, places: Callable[[int], Sequence[Place]], meta: StorageMeta | None) -> Metadata:
-    """Return the index of a checkpoint, as torch would make it of the plans and results of all ranks.
+def write_index(
+    file: Any, plan: SharedPlan, places: Callable[[int], Sequence[Place]], meta: StorageMeta | None
+) -> None:
+    """Write the index of a checkpoint, as torch would make it of the plans and results of all ranks.
 
-    Args:
-        plan: Which rank writes which chunk.
-        places: Returns for a rank the place of each item of its plan.
-        meta: What torch notes of the save.
+    It may list a million items, and `pickle` would keep each and what it is made of until the end, a kilobyte. So
+    only the first is pickled; the others are written as it would write them, with references to the first's words.
+    `places` returns for a rank where each item of its plan is; `meta` is what torch notes of the save.
     """
     entries: dict[str, Any] = {}
     for entry in plan.entries:
@@ -85,29 +85,89 @@ def make_index(plan: SharedPlan, places: Callable[[int], Sequence[Place]], meta:
             # Tensors of one layout share the list, which the pickle then holds once.
             chunks: Any = entry.layout.chunks
             entries[entry.name] = TensorStorageMetadata(entry.properties, entry.size, chunks)
-    items = {
-        index_of(entry, chunk): StorageInfo(path, *place)
+    items = (
+        (entry, chunk, data_file(rank), place)
         for rank in range(plan.world)
-        for path in [data_file(rank)]
         for (entry, chunk), place in zip(plan.written_by(rank), places(rank), strict=True)
+    )
+    stored = {
+        entry.index_of(chunk): StorageInfo(path, *place)
+        for entry, chunk, path, place in itertools.islice(items, 1)
     }
-    metadata = Metadata(entries, dict(plan.paths), items, meta)
+    metadata = Metadata(entries, dict(plan.paths), stored, meta)
     if FORMAT_VERSION is not None:
         metadata.version = FORMAT_VERSION
-    return metadata
+    head = io.BytesIO()
+    pickler = pickle.Pickler(head, protocol=4)
+    pickler.dump(metadata)
+    if not stored:
+        file.write(head.getvalue())
+        return
+    memo = pickler.memo.copy()
+    rows = _Rows({known: number for number, known in memo.values() if isinstance(known, str | type)}, len(memo))
+    fields = next(n for n, known in memo.values() if type(known) is dict and known.get("storage_data") is stored)
+    # In place of the end: set the fields once more, and meanwhile fill the dictionary that has the first item.
+    file.write(head.getvalue()[:-1] + b"(" + _recall(fields) + b"}" + rows.words["storage_data"])
+    file.write(_recall(memo[id(stored)][0]) + b"(")
+    for number, item in enumerate(items, 1):
+        file.write(rows.row(*item))
+        if number % _BATCH == 0:
+            file.write(b"u(")
+    file.write(b"ustb.")
+
+
+_BATCH = 1000
+
+
+def _recall(number: int) -> bytes:
+    return b"h" + bytes([number]) if number < 256 else b"j" + number.to_bytes(4, "little")  # noqa: PLR2004
+
+
+class _Rows:
+    """Items of an index as `pickle` writes them, by the words that it has remembered, and how many."""
+
+    def __init__(self, words: dict[Any, int], count: int) -> None:
+        self.words = {word: _recall(number) for word, number in words.items()}
+        self.sizes: dict[torch.Size, tuple[bytes, int]] = {}
+        self.count = count
+
+    def row(self, entry: Entry, chunk: int, path: str, place: Place) -> bytes:
+        """Return the bytes of an item's key and its place: objects with a class and their fields."""
+        words, held = self.words, entry.layout.chunks[chunk]
+        number, offsets, remembered = b"N", b"N", 0
+        if held is not None:
+            number = _number(chunk)
+            offsets, remembered = self.sizes.get(held.offsets) or self._size(held.offsets)
+        self.count += 4 + remembered
+        key = [words[MetadataIndex], b")\x81\x94}\x94(", words["fqn"], words[entry.name]]
+        key += [words["index"], number, words["offset"], offsets, b"ub"]
+        name = words.get(path)
+        if name is None:
+            name, words[path] = b"\x8c" + bytes([len(path)]) + path.encode() + b"\x94", _recall(self.count)
+            self.count += 1
+        value = [words[StorageInfo], b")\x81\x94}\x94(", words["relative_path"], name]
+        value += [words["offset"], _number(place[0]), words["length"], _number(place[1]), b"ub"]
+        return b"".join(key + value)
+
+    def _size(self, size: torch.Size) -> tuple[bytes, int]:
+        """Return a size's bytes and how many objects are remembered of it."""
+        own = pickle.dumps(tuple(size), 2)[2:-3] + b"\x94" if size else b")"
+        self.sizes[size] = self.words[torch.Size] + own + b"\x85\x94R\x94", 3 if size else 2
+        return self.sizes[size]
+
+
+def _number(value: int) -> bytes:
+    return pickle.dumps(value, 2)[2:-1]
 
 
 State = dict[str, Any]
 
 
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Write every rank's shards into a folder, with one index, and force all of it to disk; every rank calls this.
+    """Write every rank's shards into a folder, with one index, and force all to disk; every rank calls this.
 
-    Returns:
-        On rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned.
-
-    Raises:
-        CheckpointError: On all ranks, and the folder has no index.
+    Returns on rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned. Of a
+    failure all ranks hear, and the folder has no index.
     """
     writer = FileSystemWriter(folder)
     writer.fs = EarlyFileSystem()
@@ -118,23 +178,32 @@ def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -
         return {}
     shared, own = found
     places: list[Place] = []
-    crc = 0
+    crc, path = 0, folder / data_file(dist.get_rank())
     with raise_on_all_ranks(f"write {folder}", group):
         places = _write_own(writer, planner, own)
-        crc = _crc(folder / data_file(dist.get_rank()), places)
-    gathered = _gather([*places, (crc, 0)], group)
-    if dist.get_rank() != 0:
+        if places:
+            with path.open("rb") as file:
+                crc = crc_of_items(file.fileno(), places)
+    # Every rank's places on rank 0: sixteen bytes for each item.
+    packed = array.array("q", [number for place in (*places, (crc, 0)) for number in place]).tobytes()
+    gathered: list[Any] = [None] * (dist.get_world_size() if dist.get_rank() == 0 else 0)
+    dist.gather_object(packed, gathered or None, dst=0, group=group)
+    if not gathered:
         return {}
-    every = [_pairs(each) for each in gathered]
-    _write_index(folder, shared, every, writer)
+    every = list(map(unpacked, gathered))
+    temporary = folder / f"{INDEX_NAME}.tmp"
+    with gc_pause(), EarlyFile(temporary) as index:
+        write_index(index, shared, lambda rank: every[rank][:-1], writer.storage_meta())
+        index.flush()
+        os.fsync(index.fileno())
+    temporary.rename(folder / INDEX_NAME)
     return {data_file(rank): own[-1][0] for rank, own in enumerate(every) if len(own) > 1}
 
 
-def _crc(path: Path, places: Sequence[Place]) -> int:
-    if not places:
-        return 0
-    with path.open("rb") as file:
-        return crc_of_items(file.fileno(), places)
+def unpacked(data: bytes) -> list[Place]:
+    """Return the pairs of numbers that a rank has sent."""
+    numbers = array.array("q", data)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _plan_alone(
@@ -169,27 +238,3 @@ def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SaveP
         msg = f"torch's writer has written other files than {data_file(rank)}"
         raise CheckpointError(msg, hint="report this with the version of torch")
     return [(infos[item.index].offset, infos[item.index].length) for item in own.items]
-
-
-def _gather(places: Sequence[Place], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return every rank's places on rank 0: sixteen bytes for each item."""
-    packed = array.array("q", [number for place in places for number in place]).tobytes()
-    first = dist.get_rank() == 0
-    gathered: list[Any] = [None] * (dist.get_world_size() if first else 0)
-    dist.gather_object(packed, gathered if first else None, dst=0, group=group)
-    return gathered
-
-
-def _pairs(data: bytes) -> list[Place]:
-    numbers = array.array("q", data)
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def _write_index(folder: Path, shared: SharedPlan, places: list[list[Place]], writer: FileSystemWriter) -> None:
-    temporary = folder / f"{INDEX_NAME}.tmp"
-    with gc_pause(), EarlyFile(temporary) as file:  # whose write lets other threads run; the pickler in C does not
-        metadata = make_index(shared, lambda rank: places[rank][:-1], writer.storage_meta())
-        pickle.dump(metadata, file, protocol=4)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / INDEX_NAME)

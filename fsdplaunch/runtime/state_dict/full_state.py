@@ -65,16 +65,8 @@ def holds_shards(model: nn.Module) -> bool:
 def full_state(model: nn.Module, call: str, gathering: ShardGatherer | None = None) -> State:
     """Return a sharded model's state dict in host memory on rank 0, and an empty one elsewhere. Collective.
 
-    Args:
-        model: Sharded, or a module of one that is.
-        call: The script's, for errors.
-        gathering: Of this call, if that goes on with it.
-
-    Returns:
-        Full tensors under the names that the model had before sharding; tied ones share their memory.
-
-    Raises:
-        CheckpointError: Not all ranks came, or what came back does not have the model's shapes.
+    Full tensors under the names that the model, or a module of one, had before sharding; tied ones share their
+    memory. `gathering` is given by a call that goes on with it.
     """
     together = gathering or ShardGatherer(call, keep=rank() == 0)
     owner = _owner(model)
@@ -126,11 +118,7 @@ def _units_spooled(owner: nn.Module) -> Iterator[None]:
 
 
 def check_shapes(state: Mapping[str, Any], model: nn.Module, call: str) -> None:
-    """Refuse a state whose tensors are shards: not of the shapes that the full model has.
-
-    Raises:
-        CheckpointError: With the first of them and the script's line.
-    """
+    """Refuse a state whose tensors are shards: not of the shapes that the full model has."""
     shapes = full_shapes(model)
     for name, value in state.items():
         found, wanted = getattr(value, "shape", None), shapes.get(clean_name(name))
@@ -169,18 +157,19 @@ _known: list[tuple[nn.Module, Mapping[str, Any]]] = []
 
 @contextmanager
 def knowing_state(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Have `state_dict()` of a model and of each module inside be what was gathered, as long as the context lasts.
+    """Have `state_dict()` of a model and of each module inside be what was gathered, for a while."""
 
-    Args:
-        model: Sharded, by either FSDP version.
-        state: Full tensors by the names that the model had before sharding.
-    """
+    def answer(module: nn.Module, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        known = known_state(module)
+        if known is None or args or kwargs.get("destination") is not None:  # asked for by a module around it
+            return type(module).state_dict(module, *args, prefix=prefix, **kwargs)
+        return {prefix + name: value for name, value in known.items()}
+
     _known.append((model, state))
     try:
         with ExitStack() as stack:
             for module in model.modules():
-                answer = functools.partial(_state_dict, module)
-                stack.enter_context(own_attribute(module, "state_dict", answer))
+                stack.enter_context(own_attribute(module, "state_dict", functools.partial(answer, module)))
             yield
     finally:
         _known.pop()
@@ -192,10 +181,3 @@ def known_state(model: nn.Module) -> State | None:
         if any(module is model for module in owner.modules()):
             return below(state, model, owner)
     return None
-
-
-def _state_dict(module: nn.Module, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-    state = known_state(module)
-    if state is None or args or kwargs.get("destination") is not None:  # asked for by a module around it
-        return type(module).state_dict(module, *args, prefix=prefix, **kwargs)
-    return {prefix + name: value for name, value in state.items()}

@@ -60,8 +60,6 @@ class ShardGatherer:
         spool: Keep them in temporary files: they are written and not computed with.
 
     Attributes:
-        call: With its line.
-        keep: As given.
         together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
         by_rank: Whether each rank writes a file of its own.
         count: How many tensors were asked for.
@@ -78,11 +76,7 @@ class ShardGatherer:
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def meet(self) -> None:
-        """Wait until all ranks are in this call, or rank 0 knows that it is alone; once.
-
-        Raises:
-            CheckpointError: Some ranks make the call and some do not, or a thread does beside the main thread.
-        """
+        """Wait until all ranks are in this call, or rank 0 knows that it is alone; once."""
         if not self._met:
             self._met = True
             await_main_thread(self.call)
@@ -95,11 +89,7 @@ class ShardGatherer:
     def full(self, tensor: DTensor) -> torch.Tensor:
         """Return the full tensor in host memory or in a file, the same one for tied tensors. Collective.
 
-        Returns:
-            A plain tensor of the tensor's shape and dtype, a parameter if it is one; empty where not wanted.
-
-        Raises:
-            CheckpointError: As `meet`.
+        It is a plain one of the tensor's shape and dtype, a parameter if that is one; empty where not wanted.
         """
         self.meet()
         self.count += 1
@@ -133,11 +123,7 @@ class ShardGatherer:
         return self.full(value) if isinstance(value, DTensor) else value
 
     def finish(self, doing: str) -> Any:
-        """Return a context that ends the call: what fails in it is raised on all ranks that take part.
-
-        Args:
-            doing: What it does, to complete "cannot ...".
-        """
+        """Return a context that ends the call, and raises what fails in `doing` it on all ranks that take part."""
         return raise_on_all_ranks(doing) if self.together else _ending_alone()
 
     def leave(self) -> None:
@@ -165,9 +151,6 @@ def spooled(tensor: torch.Tensor) -> torch.Tensor:
 
     The file has no name and goes with the tensor; what is written into the tensor stays this process's own. Where
     the folder for temporary files (TMPDIR) has no room the tensor itself is returned.
-
-    Args:
-        tensor: Contiguous, in host memory.
     """
     if tensor.nbytes < SMALLEST:
         return tensor
@@ -218,12 +201,6 @@ def await_main_thread(call: str) -> None:
     """Refuse to gather in a thread beside a main thread that trains: both would take part in each other's passes.
 
     A thread that the main thread waits for (`thread.join()`, `future.result()`) may.
-
-    Args:
-        call: The script's, with its line.
-
-    Raises:
-        CheckpointError: The main thread goes on.
     """
     if threading.current_thread() is threading.main_thread():
         return
@@ -242,14 +219,7 @@ def await_main_thread(call: str) -> None:
 
 @contextmanager
 def in_turn(call: str) -> Iterator[None]:
-    """Let one thread of the script's gather at a time, and have the run end with what it could not do.
-
-    Args:
-        call: The script's.
-
-    Raises:
-        CheckpointError: As `await_main_thread`.
-    """
+    """Let one thread of the script's gather at a time, and have the run end with what it could not do."""
     thread = threading.current_thread()
     if thread is threading.main_thread() or thread in _threads:
         yield
@@ -267,11 +237,7 @@ def in_turn(call: str) -> Iterator[None]:
 
 
 def raise_failed() -> None:
-    """Raise in the main thread what another one could not do.
-
-    Raises:
-        CheckpointError: That.
-    """
+    """Raise in the main thread what another one could not do."""
     if failed and threading.current_thread() is threading.main_thread():
         raise failed.pop()
 

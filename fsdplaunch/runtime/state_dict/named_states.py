@@ -60,9 +60,7 @@ def model_state(model: nn.Module) -> State:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
     """Return an optimizer's state, with names for numbers of parameters; every rank calls this.
 
-    Args:
-        model: Whose parameters it trains.
-        optimizer: One that has made no step yet makes one of zero length, as torch has it.
+    One that has made no step yet makes one of zero length, as torch has it.
     """
     if optimizer.state and _keeps_names(model):
         names = {id(param): clean_name(name) for name, param in model.named_parameters()}

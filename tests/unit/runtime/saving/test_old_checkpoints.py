@@ -71,7 +71,6 @@ def test_removal_that_was_killed_half_way_keeps_them_too(tmp_path):
 
 def test_links_go_and_what_they_lead_to_stays(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-    elsewhere.mkdir()
     real = save(elsewhere, 1)
     for step in (2, 3):
         save(root, step)
@@ -83,49 +82,33 @@ def test_links_go_and_what_they_lead_to_stays(tmp_path):
     assert remove_old(root, 1) == []
     assert names(root) == {"checkpoint-3", "checkpoint-8", "checkpoint-9"}
     assert find_gap(real) is None
-    save(root, 4)
-    assert remove_old(root, 1) == []
-    assert names(root) == {"checkpoint-4", "checkpoint-8", "checkpoint-9"}
+    # in the way of a save they are replaced
+    (root / ".checkpoint-4.partial").symlink_to(elsewhere)
+    (root / ".checkpoint-4.old").symlink_to(elsewhere)
+    (root / "checkpoint-5").symlink_to(real)
+    for step in (4, 5, 4, 5):
+        assert find_gap(save(root, step)) is None
+    assert names(elsewhere) == {"checkpoint-1"}
 
 
-def test_links_in_the_way_of_a_save_are_replaced(tmp_path):
-    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    root.mkdir()
-    (elsewhere / "kept").touch()
-    (root / ".checkpoint-1.partial").symlink_to(elsewhere)
-    (root / ".checkpoint-1.old").symlink_to(elsewhere)
-    for _ in range(3):
-        assert find_gap(save(root, 1)) is None
-    (root / "checkpoint-2").symlink_to(save(elsewhere, 2))
-    for _ in range(2):
-        assert find_gap(save(root, 2)) is None
-    assert (elsewhere / "kept").exists()
-
-
-def test_mounted_checkpoint_stays(tmp_path, monkeypatch):
+def test_what_cannot_be_removed_is_said_and_no_error(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
     mounted = tmp_path / "checkpoint-2"
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == mounted)
-    assert remove_old(tmp_path, 1) == [f"{mounted} stays: it is a mounted disk"]
-    assert names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
-
-
-def test_what_the_system_refuses_is_said_and_no_error(tmp_path, monkeypatch):
-    for step in (1, 2):
-        save(tmp_path, step)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(checkpoint_dirs.shutil, "rmtree", refuse)
-    (note,) = remove_old(tmp_path, 1)
-    assert note.endswith("checkpoint-1.removed stays: device or resource busy")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda path: path == mounted)
+        patch.setattr(checkpoint_dirs.shutil, "rmtree", refuse)
+        busy, kept = sorted(remove_old(tmp_path, 1))
+    assert busy.endswith("checkpoint-1.removed stays: device or resource busy")
+    assert kept == f"{mounted} stays: it is a mounted disk"
+    assert names(tmp_path) == {".checkpoint-1.removed", "checkpoint-2", "checkpoint-3"}
     monkeypatch.setattr(Path, "rename", refuse)
-    save_names = names(tmp_path)
-    remove_old(tmp_path, 0)
-    assert names(tmp_path) == save_names
+    assert len(remove_old(tmp_path, 0)) == 2
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-3"}
 
 
 AS_NOBODY = """
@@ -171,13 +154,12 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("kind", ["numbered", "single"])
-@pytest.mark.parametrize("end", ["killed", "done"])
+@pytest.mark.parametrize(("kind", "end"), [("numbered", "killed"), ("single", "done")])
 def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end):
     root = tmp_path / "ckpt"
     root.mkdir()
     target = root / "checkpoint-2" if kind == "numbered" else root
-    code = "import os; os.setsid()\n" + HOLDS.replace('"checkpoint-1"', '"checkpoint-1"')
+    code = f"import os; os.setsid()\n{HOLDS}"
     run = subprocess.Popen(
         [sys.executable, "-c", code, str(root), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -190,8 +172,8 @@ def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end)
             run.kill()  # its fork lives on, and has let go
         run.stdin.close()
         run.wait()
-        save_job.lock_for_run(target, root)
-        save_job.lock_for_run(target, root)
+        for _ in range(2):
+            save_job.lock_for_run(target, root)
         assert save_job.is_locked(target, root)
         save_job._release_all()
         assert names(root) == set()
@@ -227,15 +209,12 @@ def fail_to_read(monkeypatch, path: Path, times: int) -> None:
     monkeypatch.setattr("fsdplaunch.checkpoint.manifest._PAUSES", (0, 0))
 
 
-def test_manifest_whose_read_fails_once_counts(tmp_path, monkeypatch):
-    newest = save(tmp_path, 2)
-    fail_to_read(monkeypatch, newest / "fsdplaunch.json", 2)
-    assert next_sequence(tmp_path / "checkpoint-3") == 3
-
-
 def test_manifest_that_cannot_be_read_is_an_error_and_nothing_is_deleted(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
+    with monkeypatch.context() as patch:
+        fail_to_read(patch, tmp_path / "checkpoint-3" / "fsdplaunch.json", 2)
+        assert next_sequence(tmp_path / "checkpoint-4") == 4  # after another try
     fail_to_read(monkeypatch, tmp_path / "checkpoint-3" / "fsdplaunch.json", 10**6)
     for read in (next_sequence, find_checkpoint):
         with pytest.raises(
