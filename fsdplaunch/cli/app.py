@@ -26,14 +26,7 @@ _AGAIN_SECONDS = 0.01
 
 
 def run(argv: list[str]) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Arguments without the program's name.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line, without the program's name; return the exit status."""
     sys.unraisablehook = _interrupt_again
     try:
         status = app(args=expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
@@ -48,6 +41,8 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if os.environ.get("FSDPLAUNCH_TRACEBACK"):
+            raise
         return _refuse(error)
     return status if isinstance(status, int) else 0
 
@@ -75,24 +70,18 @@ def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
 
 
 def _refuse(error: Exception) -> int:
-    """Print an error in one line and return its status; FSDPLAUNCH_TRACEBACK=1 lets it through."""
-    if os.environ.get("FSDPLAUNCH_TRACEBACK"):
-        raise error
-    if isinstance(error, OSError):
-        error = _of_system(error)
+    """Print an error, ours, the system's or one that should not be, in one line, and return its status."""
     if isinstance(error, ModuleNotFoundError):
         error = built_without(error) or error
+    if isinstance(error, OSError):
+        kind = UsageError if error.errno in _WRONG_PATH else LaunchError
+        name = shortened(str(error.filename), _LONGEST_NAME)
+        is_gone = error.errno == errno.ENOENT and not error.filename and not os.stat(".").st_nlink  # noqa: PTH116
+        error = kind(f"{error.strerror}: {name}" if error.filename else str(error))
+        if is_gone:
+            error = UsageError("the current folder has been removed", hint="change to one that exists (cd)")
     if not isinstance(error, LaunchError):
         hint = "this is a bug in fsdplaunch; FSDPLAUNCH_TRACEBACK=1 shows where"
         error = LaunchError(f"{type(error).__name__}: {shortened(text_of(error))}", hint=hint)
     Output().error(error)
     return error.exit_code
-
-
-def _of_system(error: OSError) -> LaunchError:
-    """Return what the system refuses as an error of ours."""
-    if error.errno == errno.ENOENT and not error.filename and not os.stat(".").st_nlink:  # noqa: PTH116
-        return UsageError("the current folder has been removed", hint="change to one that exists (cd)")
-    kind = UsageError if error.errno in _WRONG_PATH else LaunchError
-    name = shortened(str(error.filename), _LONGEST_NAME)
-    return kind(f"{error.strerror}: {name}" if error.filename else str(error))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,16 @@ from fsdplaunch.cli.single_node import (
     pass_checks,
     plan_for_this_node,
     report,
-    signal_printer,
+    run_shown,
 )
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import counted, size_words
 from fsdplaunch.errors import EXIT_FAILED, LaunchError
 from fsdplaunch.features import COMPARISON, feature
 from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
-from fsdplaunch.launch.runner import run_plan
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
@@ -49,19 +46,6 @@ def check(
     noted: Sequence[str] = (),
 ) -> int:
     """Run the script for a few steps on two CPU workers and say whether the configuration works with it.
-
-    Args:
-        script: Its path, or a module's name.
-        arguments: Its own.
-        file: The configuration; None for the one that a launch would take.
-        overrides: `KEY=VALUE` from the command line.
-        module: Whether the script is a module.
-        steps: Optimizer steps after which it is ended; 2, or 5 to compare.
-        as_json: Print one JSON object.
-        out: Where to.
-        compare: Run it in one process too and compare, instead of trying a checkpoint.
-        tolerance: Relative difference that counts as equal.
-        noted: Options that are taken and change nothing.
 
     Returns:
         0 when it works, or is equal; else the first failing rank's status, or 1.
@@ -90,10 +74,17 @@ def check(
     if status := pass_checks(plan, hardware, out, as_json=as_json):
         return status
     announce(plan, loaded, out)
-    if comparison is not None:
-        return _compare(comparison, plan, asked, tolerance, as_json=as_json, out=out)
-    result = run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=signal_printer(plan, out))
-    return _conclude(result, plan, loaded, as_json=as_json, out=out)
+    if comparison is None:
+        return _conclude(run_shown(plan, as_json=as_json, out=out), plan, loaded, as_json=as_json, out=out)
+    with comparison.recording(plan):
+        comparison.run_plain(plan, out)
+        result = run_shown(plan, as_json=True, out=out)  # the table is alone on stdout
+        if result.failure is not None or result.stopped_by is not None:
+            report(result, plan, as_json=False, out=out)
+            return result.exit_code or EXIT_FAILED
+        status = int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
+    remember(asked, plan.target, equal=status == comparison.EXIT_EQUAL)
+    return status
 
 
 def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **options: Any) -> int:
@@ -104,21 +95,6 @@ def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **optio
 
     options.pop("module")
     return doctor(network=True, out=out, **options)
-
-
-def _compare(
-    comparison: Any, plan: LaunchPlan, asked: Config, tolerance: float, *, as_json: bool, out: Output
-) -> int:
-    """Run the script in one process, then over the workers; say what the comparison shows, and remember it."""
-    with comparison.recording(plan):
-        comparison.run_plain(plan, out)
-        result = run_plan(plan, output=sys.stderr.fileno(), on_signal=signal_printer(plan, out))
-        if result.failure is not None or result.stopped_by is not None:
-            report(result, plan, as_json=False, out=out)
-            return result.exit_code or EXIT_FAILED
-        status = int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
-    remember(asked, plan.target, equal=status == comparison.EXIT_EQUAL)
-    return status
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:

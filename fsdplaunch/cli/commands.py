@@ -25,6 +25,7 @@ from fsdplaunch.cli.options import (
     RunArgument,
     ScriptToTry,
     SetOption,
+    both_ways,
     completed,
     does,
     group,
@@ -39,6 +40,7 @@ from fsdplaunch.cli.output import Output
 
 # What follows SCRIPT belongs to the script.
 SCRIPT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
+CHECK_STEPS = "Optimizer steps after which the script is ended; 2, or 5 with --compare"
 CHECK_EPILOG = (
     "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
     "everything after it belongs to the script."
@@ -118,7 +120,7 @@ def launch(
         bool, Option("--check-only", help="Check that this machine can run it; start nothing")
     ] = False,
     no_python: Annotated[
-        bool, Option("--no-python", "--no_python", help="SCRIPT is a program of its own, not run in Python")
+        bool, both_ways("--no-python", "SCRIPT is a program of its own, not run in Python")
     ] = False,
     allow_unsharded: Annotated[
         bool, Option("--allow-unsharded", help="Accept a script that never shards a model")
@@ -150,22 +152,15 @@ def merge_weights(
     ],
     output: Annotated[Path, Argument(metavar="OUTPUT", help="Folder for the result; its other files stay")],
     unsafe_serialization: Annotated[
-        bool,
-        Option(
-            "--unsafe-serialization",
-            "--unsafe_serialization",
-            help="Write pytorch_model.bin instead of safetensors",
-        ),
+        bool, both_ways("--unsafe-serialization", "Write pytorch_model.bin instead of safetensors")
     ] = False,
     file_format: Annotated[
         str, Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
     ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
-        Option(
-            "--remove-checkpoint-dir",
-            "--remove_checkpoint_dir",
-            help="Delete the checkpoint once the result has been read back and found equal",
+        both_ways(
+            "--remove-checkpoint-dir", "Delete the checkpoint once the result was read back and found equal"
         ),
     ] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
@@ -173,9 +168,7 @@ def merge_weights(
     no_checksums: Annotated[
         bool, Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
     ] = False,
-    max_shard_size: Annotated[
-        str, Option(parser=size("--max-shard-size"), metavar="SIZE", help="Largest output file, as in 5GB")
-    ] = "50GB",
+    max_shard_size: Annotated[str, size("--max-shard-size", "Largest output file, as in 5GB")] = "50GB",
     dtype: Annotated[
         str | None, Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
     ] = None,
@@ -197,10 +190,7 @@ def merge_weights(
     copy_from: Annotated[
         Path | None, Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
     ] = None,
-    jobs: Annotated[
-        int,
-        Option(parser=whole("--jobs", 1, 256), metavar="N", help="How many threads write"),
-    ] = 1,
+    jobs: Annotated[int, whole("--jobs", 1, 256, "How many threads write")] = 1,
     dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -224,18 +214,10 @@ def estimate(
     ] = None,
     file: ConfigOption = None,
     overrides: SetOption = None,
-    world_size: Annotated[
-        int | None, Option(parser=whole("--world-size", 1, 2**24), metavar="N", help="Ranks over all nodes")
-    ] = None,
-    gpu_memory: Annotated[
-        int | None, Option(parser=size("--gpu-memory"), metavar="SIZE", help="Memory of one GPU, as in 80GB")
-    ] = None,
-    batch_size: Annotated[
-        int, Option(parser=whole("--batch-size", 1, 2**24), metavar="N", help="Sequences per rank and step")
-    ] = 1,
-    seq_len: Annotated[
-        int | None, Option(parser=whole("--seq-len", 1, 2**30), metavar="N", help="Tokens of each sequence")
-    ] = None,
+    world_size: Annotated[int | None, whole("--world-size", 1, 2**24, "Ranks over all nodes")] = None,
+    gpu_memory: Annotated[int | None, size("--gpu-memory", "Memory of one GPU, as in 80GB")] = None,
+    batch_size: Annotated[int, whole("--batch-size", 1, 2**24, "Sequences per rank and step")] = 1,
+    seq_len: Annotated[int | None, whole("--seq-len", 1, 2**30, "Tokens of each sequence")] = None,
     optimizer: Annotated[
         str, Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
     ] = "adamw",
@@ -276,22 +258,11 @@ def check(
     file: ConfigOption = None,
     overrides: SetOption = None,
     module: ModuleOption = False,
-    steps: Annotated[
-        int | None,
-        Option(
-            parser=whole("--steps", 1, 10**6),
-            metavar="N",
-            help="Optimizer steps after which the script is ended; 2, or 5 with --compare",
-            show_default=False,
-        ),
-    ] = None,
+    steps: Annotated[int | None, whole("--steps", 1, 10**6, CHECK_STEPS, show_default=False)] = None,
     compare: Annotated[
         bool, Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters")
     ] = False,
-    tolerance: Annotated[
-        float,
-        Option(parser=number("--tolerance", 0, 1), metavar="X", help="Relative difference that counts as equal"),
-    ] = 1e-4,
+    tolerance: Annotated[float, number("--tolerance", 0, 1, "Relative difference that counts as equal")] = 1e-4,
     noted: NotedOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -335,23 +306,9 @@ def tune(
         list[str] | None,
         Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
     ] = None,
-    steps: Annotated[
-        int,
-        Option(parser=whole("--steps", 3, 10**6), metavar="N", help="Optimizer steps measured in a first launch"),
-    ] = 10,
-    limit_seconds: Annotated[
-        float,
-        Option(
-            "--time-limit",
-            parser=number("--time-limit", 1, 10**7),
-            metavar="X",
-            help="Seconds that one launch may take",
-        ),
-    ] = 300,
-    memory: Annotated[
-        int | None,
-        Option(parser=size("--memory"), metavar="SIZE", help="What a worker may need [default: the GPU's memory]"),
-    ] = None,
+    steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a first launch")] = 10,
+    limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,
+    memory: Annotated[int | None, size("--memory", "What a worker may need [default: the GPU's memory]")] = None,
     precision: Annotated[bool, Option("--allow-precision", help="Try other dtypes too")] = False,
     compile: Annotated[  # noqa: A002  (as the option has it)
         bool, Option("--compile", help="Try torch.compile too")
@@ -394,9 +351,7 @@ def runs(
     context: typer.Context,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
-    limit: Annotated[
-        int, Option("-n", "--limit", parser=whole("--limit", 1, 10**6), metavar="N", help="How many, newest first")
-    ] = 20,
+    limit: Annotated[int, whole("--limit", 1, 10**6, "How many, newest first", short="-n")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
@@ -407,12 +362,7 @@ def runs(
 def runs_logs(
     run: RunArgument,
     rank: Annotated[
-        int | None,
-        Option(
-            parser=whole("--rank", 0, 2**24),
-            metavar="N",
-            help="One rank's output instead of what the launcher showed",
-        ),
+        int | None, whole("--rank", 0, 2**24, "One rank's output instead of what the launcher showed")
     ] = None,
     stderr: Annotated[bool, Option("--stderr", help="That rank's error output")] = False,
     follow: Annotated[bool, Option("--follow", help="Go on until the run ends")] = False,

@@ -50,9 +50,14 @@ def write_config(
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
-    start_from = _starting_point(preset, source)
+    if preset is not None and source is not None:
+        msg = "--preset and --from both name where to start"
+        raise UsageError(msg, hint="give one of them")
     if source is not None:
-        _note_ineffective_keys(source, out)
+        read = stack(read_file(source, Path.cwd()), path=source)
+        if keys := keys_ignored_by_accelerate(read):
+            out.note(f"{source}: accelerate launch ignores {', '.join(keys)}; here they take effect")
+    forbidden = no_input or as_json or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
     result = run_wizard(
@@ -61,8 +66,8 @@ def write_config(
         path=output or Path(DEFAULT_FILE),
         answers={name.replace("_", "-"): text for name, text in answers.items() if text is not None},
         overrides=overrides,
-        start_from=start_from,
-        interactive=_can_ask(no_input=no_input or as_json),
+        start_from=find_preset(preset) if preset is not None else source,
+        interactive=not forbidden and sys.stdin.isatty() and sys.stderr.isatty(),
         yes=yes,
         overwrite=overwrite,
     )
@@ -77,44 +82,27 @@ def write_config(
     return 0
 
 
-def _starting_point(preset: str | None, source: Path | None) -> Path | None:
-    """Return the file whose values are offered first: a preset's, another one, or none."""
-    if preset is not None and source is not None:
-        msg = "--preset and --from both name where to start"
-        raise UsageError(msg, hint="give one of them")
-    return find_preset(preset) if preset is not None else source
-
-
-def _note_ineffective_keys(source: Path, out: Output) -> None:
-    """Name the keys of an accelerate file that `accelerate launch` ignores; from now on they take effect."""
-    if keys := keys_ignored_by_accelerate(stack(read_file(source, Path.cwd()), path=source)):
-        out.note(f"{source}: accelerate launch ignores {', '.join(keys)}; here they take effect")
-
-
-def _can_ask(*, no_input: bool) -> bool:
-    """Return whether there is a person to ask."""
-    forbidden = no_input or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
-    return not forbidden and sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
-    _print_notes(loaded, out)
-    if as_json:
-        out.json(_values(loaded, origin=origin))
-    elif origin:
-        out.data("\n".join(_origin_lines(loaded)))
-    else:
-        out.data(render(loaded.config, full=True, comments=False).rstrip())
-    return 0
-
-
-def _print_notes(loaded: LoadedConfig, out: Output) -> None:
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:
         out.note(note.as_note())
+    if as_json:
+        out.json(_values(loaded, origin=origin))
+        return 0
+    if not origin:
+        out.data(render(loaded.config, full=True, comments=False).rstrip())
+        return 0
+    rows = []
+    for spec in all_keys():
+        value, found = value_at(loaded.config, spec.path), loaded.origins[spec.path]
+        if found.layer != "default" or (value is not None and not spec.key.unread):
+            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", found.text))
+    width = max(len(left) for left, _ in rows) + 2
+    out.data("\n".join(f"{left:<{width}}# {right}" for left, right in rows))
+    return 0
 
 
 def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
@@ -132,16 +120,6 @@ def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
     return {"file": None if loaded.path is None else str(loaded.path), "config": tree}
 
 
-def _origin_lines(loaded: LoadedConfig) -> list[str]:
-    rows = []
-    for spec in all_keys():
-        value, source = value_at(loaded.config, spec.path), loaded.origins[spec.path]
-        if source.layer != "default" or (value is not None and not spec.key.unread):
-            rows.append((f"{spec.dotted}: {flow_text(plain_value(spec, value))}", source.text))
-    width = max(len(left) for left, _ in rows) + 2
-    return [f"{left:<{width}}# {right}" for left, right in rows]
-
-
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
     """Change keys in the file, and those that follow them; comments and layout stay.
 
@@ -155,9 +133,8 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) ->
     stack(read_text(changed, str(path)), path=path)
     if changed != text:
         write_text_atomically(path, changed)
-    out.say(
-        f"{path}: {', '.join(spec.dotted for spec, _ in changes)}" + ("" if changed != text else " (no change)")
-    )
+    keys = ", ".join(spec.dotted for spec, _ in changes)
+    out.say(f"{path}: {keys}" + ("" if changed != text else " (no change)"))
     return 0
 
 
@@ -182,23 +159,27 @@ def _text_of(path: Path) -> str:
 def validate(files: Sequence[Path], *, strict: bool = False, as_json: bool, out: Output) -> int:
     """Check files and report every problem and note of each; environment and command line take no part.
 
-    Args:
-        files: The files; left out, the one that `launch` would take.
-        strict: Count notes as problems.
-        as_json: Print one object instead of lines.
-        out: Where words go.
+    Left out, the files are the one that `launch` would take. Where it is strict, notes count as problems.
     """
-    chosen = list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]
-    results = [_check(path, strict=strict) for path in chosen]
-    problems = [problem for found, _ in results for problem in found]
-    notes = [note for _, found in results for note in found]
+    problems: list[Problem] = []
+    notes: list[Problem] = []
+    for path in list(files) or [find_file(None, os.environ, Path.cwd()) or Path(DEFAULT_FILE)]:
+        wrong: Sequence[Problem] = ()
+        odd: Sequence[Problem] = ()
+        try:
+            odd = stack(read_file(path, Path.cwd()), path=path).notes
+        except ConfigError as error:
+            wrong, odd = error.problems, error.notes
+        if strict:
+            wrong, odd = in_order([*wrong, *odd]), ()
+        if not wrong and not as_json:
+            out.data(f"{path}: no problems")
+        problems += wrong
+        notes += odd
     if as_json:
         shown = {"problems": [one.as_json() for one in problems], "notes": [one.as_json() for one in notes]}
         out.json({"ok": not problems, **shown})
         return EXIT_USAGE if problems else 0
-    for path, (found, _) in zip(chosen, results, strict=True):
-        if not found:
-            out.data(f"{path}: no problems")
     for note in notes:
         out.note(note.as_note())
     if problems:
@@ -206,23 +187,13 @@ def validate(files: Sequence[Path], *, strict: bool = False, as_json: bool, out:
     return EXIT_USAGE if problems else 0
 
 
-def _check(path: Path, *, strict: bool) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Return a file's problems and its notes."""
-    problems: tuple[Problem, ...] = ()
-    try:
-        notes = stack(read_file(path, Path.cwd()), path=path).notes
-    except ConfigError as error:
-        problems, notes = error.problems, error.notes
-    return (in_order([*problems, *notes]), ()) if strict else (problems, notes)
-
-
 def explain(word: str | None, *, file: Path | None, as_json: bool, out: Output) -> int:
     """Say what a key does, or list the keys of a section or of all; with a readable file, its values too."""
     specs = all_keys() if word is None else docs.keys_named(word)
     loaded: LoadedConfig | None = None
     with suppress(ConfigError):  # an explanation needs no file
-        loaded = load_config(file)
-    loaded = loaded if loaded is not None and loaded.path is not None else None
+        found = load_config(file)
+        loaded = found if found.path is not None else None
     if as_json:
         out.json([docs.describe(spec, loaded) for spec in specs])
     elif word is None or len(specs) > 1:

@@ -25,8 +25,8 @@ from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan
 from fsdplaunch.launch.root_cause import shell_status
 from fsdplaunch.launch.runs import write_job
 from fsdplaunch.launch.schedulers.ssh import (
+    SSH_FAILED,
     SessionSpec,
-    SshHost,
     SshSessions,
     check_client,
     check_list,
@@ -50,13 +50,8 @@ from fsdplaunch.run_dir import (
 from fsdplaunch.run_secret import SECRET, make_secret
 
 
-class Handoff:
-    """One run that is handed to a scheduler or to other nodes.
-
-    Attributes:
-        run_id: The run's name.
-        run_dir: Its folder, absolute.
-    """
+class _Handoff:
+    """One run that is handed to a scheduler or to other nodes, by its name, with its folder (absolute)."""
 
     def __init__(self, request: LaunchRequest, out: Output) -> None:
         self._request, self._out = request, out
@@ -64,14 +59,14 @@ class Handoff:
         self.run_dir = Path(request.config.launch.log_dir).absolute() / self.run_id
 
     def plan(self, argv: Sequence[str], *, sent: str, config: Config | None = None) -> LaunchPlan:
-        """Return the plan of a run whose nodes are not known yet; its command is what hands it over.
+        """Return the plan of a run whose nodes are not known yet.
 
         Args:
             argv: The command that hands it over.
             sent: What that command is given to read.
             config: The configuration, where it is not the request's.
         """
-        config, loaded = config or self._request.config, self._request.loaded
+        config = config or self._request.config
         gpus = count_gpus(config.slurm.gpus_per_node or "") or 0
         workers = config.launch.workers_per_node
         if not config.use_cpu and not gpus:
@@ -86,22 +81,22 @@ class Handoff:
             main_process_ip=config.main_process_ip or "node-0",
             launch=replace(config.launch, workers_per_node=workers if gpus or workers != "gpu" else 1),
         )
-        target = self._request.target
+        target, notes = self._request.target, tuple(self._request.loaded.note_lines())
         plan = build_plan(placed, node=node, target=target, run_id=self.run_id, run_dir=self.run_dir)
-        return replace(plan, argv=tuple(argv), env={}, config=config, notes=tuple(loaded.note_lines()), sent=sent)
+        return replace(plan, argv=tuple(argv), env={}, config=config, notes=notes, sent=sent)
 
     def is_only_shown(self, plan: LaunchPlan) -> bool:
         """Print exactly what would be sent, and what would send it, where nothing is to be started."""
-        if not self._request.starts_nothing:
+        request, out = self._request, self._out
+        if not (request.dry_run or request.check_only):
             return False
-        path = self._request.loaded.path
-        if self._request.as_json:
-            self._out.json({"config": str(path) if path else None, **plan.to_dict()})
+        if request.as_json:
+            out.json({"config": request.file, **plan.to_dict()})
             return True
         for note in plan.notes:
-            self._out.note(note)
-        self._out.say(f"would run: {shlex.join(plan.argv)}")
-        self._out.data((plan.sent or "").rstrip("\n"))
+            out.note(note)
+        out.say(f"would run: {shlex.join(plan.argv)}")
+        out.data((plan.sent or "").rstrip("\n"))
         return True
 
     def secrets(self) -> dict[str, str]:
@@ -110,17 +105,10 @@ class Handoff:
         return {SECRET: secret, **without_secrets(self._request.config)[1]}
 
     def write_folder(self, plan: LaunchPlan, files: Mapping[str, str], *, private: Collection[str] = ()) -> None:
-        """Write the plan, the configuration and what is sent into the run's folder.
-
-        Args:
-            plan: The run's.
-            files: Further files, by name.
-            private: Those that only this user is to read.
-        """
+        """Write the plan, the configuration and further files; those in `private` for this user alone."""
         self.run_dir.mkdir(parents=True)
         write_json(self.run_dir / PLAN, plan.to_dict(), mode=PRIVATE_MODE)
-        texts = {CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}
-        for name, text in texts.items():
+        for name, text in {CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}.items():
             write_text(self.run_dir / name, text, mode=PRIVATE_MODE if name in private else None)
         link_latest(self.run_dir)
 
@@ -152,16 +140,15 @@ def _snapshot(config: Config, *, log_dir: Path) -> str:
     return render(replace(config, launch=launch, ssh=SshSection()), full=True, comments=False)
 
 
-SCRIPT = "job.sbatch"
-SECRETS = "secrets.sh"
-"""The variables that only this user is to read (0600); the batch script reads them."""
+SCRIPT, SECRETS = "job.sbatch", "secrets.sh"
+"""The batch script, and the variables that only this user is to read (0600), which it reads."""
 
 
 def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
     """Write a batch script into the run's folder and submit it."""
     from fsdplaunch.launch.schedulers.slurm import batch_script, submit
 
-    config, handoff = request.config, Handoff(request, out)
+    config, handoff = request.config, _Handoff(request, out)
     run_id, run_dir = handoff.run_id, handoff.run_dir
     python = "python3" if config.slurm.container_image else sys.executable
     words = request.words([python, *PROGRAM], str(run_dir / CONFIG))
@@ -180,9 +167,6 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
     return handoff.submitted(sentence, route="slurm", shown={"job": job})
 
 
-OBJECTS = "objects.yaml"
-
-
 def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     """Apply the run's objects, or print them.
 
@@ -192,7 +176,7 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     import yaml
 
     kubernetes = feature(KUBERNETES)
-    config, kube, handoff = request.config, request.config.kubernetes, Handoff(request, out)
+    config, kube, handoff = request.config, request.config.kubernetes, _Handoff(request, out)
     run_id, name = handoff.run_id, kubernetes.object_name(handoff.run_id)
     text = _snapshot(config, log_dir=Path(config.launch.log_dir))
     words = request.words(kubernetes.PROGRAM, f"{kubernetes.CONFIG_FOLDER}/{kubernetes.CONFIG_KEY}")
@@ -204,11 +188,10 @@ def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
     out.say(kubernetes.apply(sent, kube.namespace))
     open_to_all = [one for one in made if one["kind"] != "Secret"]
     kept = yaml.safe_dump_all(open_to_all, sort_keys=False, width=10**6)
-    handoff.write_folder(replace(plan, sent=kept), {OBJECTS: kept})
+    handoff.write_folder(replace(plan, sent=kept), {"objects.yaml": kept})
     follow = f"fsdplaunch runs logs {run_id} --follow"
     sentence = f"run {run_id} is job {name}; {follow}, runs cancel {run_id} deletes it"
-    shown = {"name": name}
-    return handoff.submitted(sentence, route="kubernetes", shown=shown, namespace=kube.namespace)
+    return handoff.submitted(sentence, route="kubernetes", shown={"name": name}, namespace=kube.namespace)
 
 
 START_SECONDS = 30.0
@@ -224,86 +207,60 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     Raises:
         LaunchError: Before anything was started, or when a node could not be started.
     """
-    config, handoff = request.config, Handoff(request, out)
+    config, handoff = request.config, _Handoff(request, out)
     hosts = read_hosts(config.ssh)
     check_list(config, hosts, request.loaded.origins)
     check_client()
-    placed = _placed(config, hosts, handoff.run_id)
+    joins = len(hosts) > 1 and not config.launch.rendezvous_endpoint
+    port = config.main_process_port or _FIRST_PORT + 2 * (zlib.crc32(handoff.run_id.encode()) % _PORTS)
+    placed = replace(
+        config,
+        num_machines=len(hosts),
+        machine_rank=None,
+        num_processes="auto" if any(host.slots for host in hosts) else config.num_processes,
+        main_process_ip=(config.main_process_ip or network_name(hosts[0].name, config.ssh)) if joins else None,
+        main_process_port=port if joins else None,
+    )
     python = config.ssh.python or sys.executable
-    secrets = handoff.secrets()
-    silence, module_path = config.launch.machine_timeout_seconds, os.environ.get("PYTHONPATH")
-    sessions = [
-        SessionSpec(
-            host=host.name,
-            words=client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence),
-            task=_task(placed, host, rank, request, handoff.run_id),
-            secrets=secrets,
-            # Of all nodes that end with a JSON object, node 0's alone is shown.
-            output=subprocess.DEVNULL if request.as_json and rank > 0 else None,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    sent = "\n".join(f"{shlex.join(one.words)}\n{_shown(one.task)}" for one in sessions)
-    plan = handoff.plan(sessions[0].words, sent=sent, config=placed)
+    secrets, silence = handoff.secrets(), config.launch.machine_timeout_seconds
+    file = str(Path(config.launch.log_dir) / handoff.run_id / CONFIG)
+    task: dict[str, Any] = {
+        "argv": request.words([], file, as_json=request.as_json),
+        "folder": config.ssh.remote_dir or str(Path.cwd()),
+        "config_file": file,
+        "config": _snapshot(placed, log_dir=Path(config.launch.log_dir)),
+        "grace": config.launch.shutdown_grace_seconds,
+        "silence": SILENCES * silence,
+    }
+    parts, lines = [], []
+    for rank, host in enumerate(hosts):
+        env = {GROUP_RUN: f"{handoff.run_id}/try0"}
+        if len(hosts) > 1:
+            env[variable_of("machine_rank")] = str(rank)
+        if host.slots:
+            env[variable_of("launch.workers_per_node")] = str(host.slots)
+        module_path = os.environ.get("PYTHONPATH")
+        words = client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence)
+        # Of all nodes that end with a JSON object, node 0's alone is shown.
+        output = subprocess.DEVNULL if request.as_json and rank > 0 else None
+        task_here = {**task, "env": env}
+        parts.append(SessionSpec(host=host.name, words=words, task=task_here, secrets=secrets, output=output))
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+        there = f"cd {shlex.quote(task['folder'])} && {variables} fsdplaunch {shlex.join(task['argv'])}"
+        lines += [shlex.join(words), f"  {there}"]
+    plan = handoff.plan(parts[0].words, sent="\n".join(lines), config=placed)
     if handoff.is_only_shown(plan):
         return 0
     handoff.write_folder(plan, {})
     names = [host.name for host in hosts]
     write_job(handoff.run_dir, route="ssh", hosts=names)
-    running = SshSessions(
-        _printer_of_hosts(hosts, out), needed=node_range(placed)[0], beat_seconds=silence / SILENCES
-    )
-    out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
-    return _run(running, sessions, placed, python, out)
-
-
-def _placed(config: Config, hosts: list[SshHost], run_id: str) -> Config:
-    """Return the configuration with what the list of nodes sets."""
-    joins = len(hosts) > 1 and not config.launch.rendezvous_endpoint
-    port = config.main_process_port or _FIRST_PORT + 2 * (zlib.crc32(run_id.encode()) % _PORTS)
-    slots = any(host.slots for host in hosts)
-    return replace(
-        config,
-        num_machines=len(hosts),
-        machine_rank=None,
-        num_processes="auto" if slots else config.num_processes,
-        main_process_ip=(config.main_process_ip or network_name(hosts[0].name, config.ssh)) if joins else None,
-        main_process_port=port if joins else None,
-    )
-
-
-def _task(config: Config, host: SshHost, rank: int, request: LaunchRequest, run_id: str) -> dict[str, Any]:
-    """Return what the remote side is to do."""
-    file = str(Path(config.launch.log_dir) / run_id / CONFIG)
-    env = {GROUP_RUN: f"{run_id}/try0"}
-    if config.num_machines > 1:
-        env[variable_of("machine_rank")] = str(rank)
-    if host.slots:
-        env[variable_of("launch.workers_per_node")] = str(host.slots)
-    return {
-        "argv": request.words([], file, as_json=request.as_json),
-        "folder": config.ssh.remote_dir or str(Path.cwd()),
-        "env": env,
-        "config_file": file,
-        "config": _snapshot(config, log_dir=Path(config.launch.log_dir)),
-        "grace": config.launch.shutdown_grace_seconds,
-        "silence": SILENCES * config.launch.machine_timeout_seconds,
-    }
-
-
-def _shown(task: Mapping[str, Any]) -> str:
-    """Return a task for people: the configuration, which is the same everywhere, by its name only."""
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in task["env"].items())
-    return f"  cd {shlex.quote(task['folder'])} && {variables} fsdplaunch {shlex.join(task['argv'])}"
-
-
-def _printer_of_hosts(hosts: list[SshHost], out: Output) -> Any:
-    first = hosts[0].name
 
     def show(host: str, line: str) -> None:
-        out.say(line if host == first else f"[{host}] {line}")
+        out.say(line if host == names[0] else f"[{host}] {line}")
 
-    return show
+    sessions = SshSessions(show, needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
+    out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
+    return _run(sessions, parts, placed, python, out)
 
 
 def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python: str, out: Output) -> int:
@@ -326,8 +283,7 @@ def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python
     if bad is None:
         return 0
     status = bad.process.returncode
-    lost = bad.ready and status == 255  # noqa: PLR2004  (ssh's own)
-    if not bad.ready or lost or status < 0:
+    if not bad.ready or status == SSH_FAILED or status < 0:
         late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.lines else ""
         why, hint = explain_end(status, was_ready=bad.ready, lines=bad.lines, python=python)
         out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))

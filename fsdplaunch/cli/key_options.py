@@ -59,12 +59,11 @@ def list_options() -> str:
     lines: list[str] = []
     section = None
     for spec in all_keys():
-        name = shortest[spec.dotted]
         home = spec.path[0] if len(spec.path) > 1 else "top level"
         if home != section:
             lines += ["", f"{home}:"]
             section = home
-        lines.append(f"  --{name.replace('_', '-')}  {spec.key.kind.expects}")
+        lines.append(f"  --{shortest[spec.dotted].replace('_', '-')}  {spec.key.kind.expects}")
         lines += textwrap.wrap(spec.key.summary, 92, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines).strip()
 
@@ -101,8 +100,7 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             done += _foreign(option, foreign, value, setting)
         elif written and name in table:
             value = value if has_value else _value(option, table[name], rest)
-            _refuse_nothing(option, table[name], value)
-            done += ["--set", _assignment(name, table[name], value)]
+            done += ["--set", _assignment(option, name, table[name], value)]
         else:
             raise _no_such_option(option, {*table, *FOREIGN_OPTIONS}, own, rest)
     return done + rest
@@ -111,22 +109,23 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
 def _foreign(option: str, foreign: ForeignOption, value: str, setting: dict[str, tuple[str, str]]) -> list[str]:
     """Return what an option that is not a key comes to.
 
-    Args:
-        option: As it was written.
-        foreign: What is known of it.
-        value: Its value, if it has one.
-        setting: What such options have set so far, and which of them did, by key; this one is added.
-
-    Raises:
-        UsageError: It is refused, has a wrong value, or contradicts one before it.
+    `setting` has what such options have set so far, and which of them did, by key; this one is added.
     """
     if foreign.answer == "refused":
         msg = f"{option}: {foreign.text}" if "needs" in foreign.text else f"{option} {foreign.text}"
         raise UsageError(msg, hint=foreign.hint)
     if foreign.answer == "noted":
         return ["--noted", option]
+    # Words are separated by blanks or commas, as in transformers' `--fsdp`, where `full shard` is one word.
+    joined = value.lower().replace(",", " ")
+    for word in sorted(foreign.words, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
+        joined = joined.replace(word.replace("_", " "), word)
+    words = joined.split() if foreign.words else []
+    if unknown := [word for word in words if word not in foreign.words]:
+        msg = f"{option} {value!r}: {unknown[0]!r} is not one of {', '.join(foreign.words)}"
+        raise UsageError(msg)
     done: list[str] = []
-    for assignment in filter(None, _words(option, foreign, value) or [foreign.sets.format(value)]):
+    for assignment in filter(None, [foreign.words[word] for word in words] or [foreign.sets.format(value)]):
         key = assignment.partition("=")[0]
         sets, before = setting.setdefault(key, (assignment, option))
         if sets != assignment:
@@ -134,18 +133,6 @@ def _foreign(option: str, foreign: ForeignOption, value: str, setting: dict[str,
             raise UsageError(msg, hint="leave one of them out")
         done += ["--set", assignment]
     return done
-
-
-def _words(option: str, foreign: ForeignOption, text: str) -> list[str]:
-    """Read words separated by blanks or commas, as in transformers' `--fsdp`, where `full shard` is one word."""
-    joined = text.lower().replace(",", " ")
-    for word in sorted(foreign.words, key=len, reverse=True):  # hybrid_shard_zero2 before hybrid_shard
-        joined = joined.replace(word.replace("_", " "), word)
-    for word in joined.split() if foreign.words else ():
-        if word not in foreign.words:
-            msg = f"{option} {text!r}: {word!r} is not one of {', '.join(foreign.words)}"
-            raise UsageError(msg)
-    return [foreign.words[word] for word in joined.split()] if foreign.words else []
 
 
 def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
@@ -172,8 +159,11 @@ def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[
     return UsageError(f"no such option: {option}", hint=hint)
 
 
-def _assignment(name: str, spec: KeySpec, value: str) -> str:
+def _assignment(option: str, name: str, spec: KeySpec, value: str) -> str:
     """Return the key an option sets, with its value; torchrun's `--nnodes` says a number or a range."""
+    if not value.strip():  # a shell's unset variable must not turn a run over nodes into one on this node
+        msg = f"{option} is given nothing"
+        raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
     if name == "env" and _PAIR.match(value):
         return f"launch.env.{value}"
     return f"launch.nodes={value}" if name == "nnodes" and ":" in value else f"{spec.dotted}={value}"
@@ -191,13 +181,6 @@ def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
     if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
         return "true"
     return _take(option, rest)
-
-
-def _refuse_nothing(option: str, spec: KeySpec, value: str) -> None:
-    """Refuse an empty value: a shell's unset variable must not turn a run over nodes into one on this node."""
-    if not value.strip():
-        msg = f"{option} is given nothing"
-        raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
 
 
 def _file(value: str) -> str:

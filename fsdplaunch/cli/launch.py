@@ -9,10 +9,12 @@ from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import (
     LaunchRequest,
+    announce,
     check_script,
     pass_checks,
     plan_for_this_node,
-    run_and_report,
+    report,
+    run_shown,
     show_plan,
     with_verdict,
 )
@@ -46,7 +48,13 @@ def launch_script(
     Raises:
         LaunchError: Before anything was started.
     """
-    route = _route(slurm=slurm, kubernetes=kubernetes, follow=options["follow"])
+    if slurm and kubernetes:
+        msg = "--slurm and --kubernetes name two schedulers"
+        raise UsageError(msg, hint="leave one of them out")
+    if options["follow"] and not (slurm or kubernetes):
+        msg = "--follow is for submitted runs"
+        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
+    route = "slurm" if slurm else "kubernetes" if kubernetes else None
     name = check_script(script, is_file=not (no_python or module))
     target = LaunchTarget(name=name, arguments=tuple(arguments), is_module=module, is_python=not no_python)
     assumed = () if route else assumed_settings(os.environ)
@@ -54,15 +62,14 @@ def launch_script(
     loaded = load_config(file, overrides=overrides, assumed=assumed, noted=notes)
     if not route and (pod := _assumed_of_pod(loaded)):
         loaded = load_config(file, overrides=overrides, assumed=(*assumed, *pod), noted=notes)
-    request = LaunchRequest(loaded=loaded, target=target, overrides=overrides, route=route, **options)
+    request = LaunchRequest(loaded=loaded, target=target, overrides=overrides, **options)
     if route or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
-        return _launch_elsewhere(request, out)
-    hardware = read_hardware(os.environ)
-    place = find_placement(loaded.config, os.environ)
+        return _launch_elsewhere(request, route, out)
+    hardware, place = read_hardware(os.environ), find_placement(loaded.config, os.environ)
     if place.is_several:
-        from fsdplaunch.cli.multi_node import NodeLaunch, launch_on_node
+        from fsdplaunch.cli.multi_node import launch_on_node
 
-        return launch_on_node(NodeLaunch(request=request, place=place, hardware=hardware), out)
+        return launch_on_node(request, place, hardware, out)
     plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=request.allow_unsharded)
     plan = with_verdict(plan, loaded)
     if request.dry_run:
@@ -71,7 +78,10 @@ def launch_script(
     status = pass_checks(plan, hardware, out, as_json=request.as_json, check_only=request.check_only)
     if status or request.check_only:
         return status
-    return run_and_report(plan, loaded, as_json=request.as_json, out=out)
+    announce(plan, loaded, out)
+    result = run_shown(plan, as_json=request.as_json, out=out)
+    report(result, plan, as_json=request.as_json, out=out)
+    return result.exit_code
 
 
 def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
@@ -86,26 +96,11 @@ def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
         return ()
 
 
-def _route(*, slurm: bool, kubernetes: bool, follow: bool) -> str | None:
-    """Return the scheduler that the run is handed to, if any.
-
-    Raises:
-        UsageError: Two are named, or none is to be followed.
-    """
-    if slurm and kubernetes:
-        msg = "--slurm and --kubernetes name two schedulers"
-        raise UsageError(msg, hint="leave one of them out")
-    if follow and not (slurm or kubernetes):
-        msg = "--follow is for submitted runs"
-        raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
-    return "slurm" if slurm else "kubernetes" if kubernetes else None
-
-
-def _launch_elsewhere(request: LaunchRequest, out: Output) -> int:
+def _launch_elsewhere(request: LaunchRequest, route: str | None, out: Output) -> int:
     """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
     from fsdplaunch.cli.handoff import launch_on_kubernetes, launch_on_slurm, launch_over_ssh
 
-    ssh, route = request.config.ssh, request.route
+    ssh = request.config.ssh
     if route is None:
         return launch_over_ssh(request, out)
     if ssh.hosts or ssh.hostfile:

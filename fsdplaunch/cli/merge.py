@@ -13,8 +13,11 @@ from typing import Any, NoReturn
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
 from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model, find_optimizer
 from fsdplaunch.cli.output import Output, byte_progress
-from fsdplaunch.display_text import size_words
+from fsdplaunch.display_text import counted, size_words
 from fsdplaunch.errors import UsageError
+
+_SHOWN = 5
+"""Names that a line lists."""
 
 
 @contextmanager
@@ -43,23 +46,18 @@ def _choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
     except AmbiguousError as problem:
         if os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
-        return _asked(problem, out)
+        out.say(f"{problem.message.partition(': ')[0]}:")
+        for number, path in enumerate(problem.candidates, 1):
+            out.say(f"  {number}  {path}")
+        out.ask(f"which one? [1-{len(problem.candidates)}] ")
+        answer = sys.stdin.readline().strip()
+        if not re.fullmatch(r"[0-9]{1,4}", answer) or not 1 <= int(answer) <= len(problem.candidates):
+            raise
+        return problem.candidates[int(answer) - 1]
     return given
 
 
-def _asked(problem: AmbiguousError, out: Output) -> Path:
-    out.say(f"{problem.message.partition(': ')[0]}:")
-    for number, path in enumerate(problem.candidates, 1):
-        out.say(f"  {number}  {path}")
-    out.ask(f"which one? [1-{len(problem.candidates)}] ")
-    answer = sys.stdin.readline().strip()
-    if not re.fullmatch(r"[0-9]{1,4}", answer) or not 1 <= int(answer) <= len(problem.candidates):
-        raise problem
-    return problem.candidates[int(answer) - 1]
-
-
 def _parse_rename(text: str) -> tuple[str, str]:
-    """Read `OLD=NEW`."""
     old, equals, new = text.partition("=")
     if not equals or not (old or new):
         msg = f"--rename {text!r} is not OLD=NEW"
@@ -100,30 +98,26 @@ def merge_weights(
     if dry_run:
         _show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
         return
+
+    def announce(start: MergeStart) -> None:
+        free, memory = size_words(start.free), size_words(start.memory)
+        out.say(f"{start.source}: {start.tensors} tensors in {counted(start.files, 'file')}")
+        out.say(f"{start.output}: {size_words(start.nbytes)} of {free} free, memory at most {memory}")
+
     with ended_by_signals(), byte_progress(out) as update:
         result = merge(
             checkpoint,
             output,
             options=options,
             progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
-            announce=lambda start: out.say("\n".join(_start_lines(start))),
+            announce=announce,
         )
     if as_json:
         out.json(_result_as_data(result))
         return
-    for line in _result_lines(result, checkpoint):
-        out.say(line)
+    _say_result(result, checkpoint, out)
     for path in result.files:
         out.data(str(path))
-
-
-def _start_lines(start: MergeStart) -> list[str]:
-    """Say what is about to be read and written, and what it takes."""
-    size = size_words(start.nbytes)
-    return [
-        f"{start.source}: {start.tensors} tensors in {start.files} {'file' if start.files == 1 else 'files'}",
-        f"{start.output}: {size} of {size_words(start.free)} free, memory at most {size_words(start.memory)}",
-    ]
 
 
 def _show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
@@ -158,29 +152,26 @@ def _result_as_data(result: MergeResult) -> dict[str, Any]:
     }
 
 
-def _result_lines(result: MergeResult, given: Path) -> list[str]:
+def _say_result(result: MergeResult, given: Path, out: Output) -> None:
     """Say what was merged, in two or three lines."""
-    lines = []
-    if result.source != given and not (
-        result.source.exists() and given.exists() and result.source.samefile(given)
-    ):
-        lines.append(f"used {result.source}")
+    source = result.source
+    if source != given and not (source.exists() and given.exists() and source.samefile(given)):
+        out.say(f"used {source}")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(result.dtypes.items()))
     checked = ", read back and equal" if result.verified else ""
     if result.unchecked:
         checked += f", {size_words(result.unchecked)} of it not compared with a checksum"
     speed = f"{size_words(result.nbytes)} in {result.seconds:.1f} s"
-    lines.append(f"merged {result.tensors} tensors ({kinds}), {speed}{checked}")
+    out.say(f"merged {result.tensors} tensors ({kinds}), {speed}{checked}")
     if result.skipped:
-        shown = ", ".join(result.skipped[:5]) + (", ..." if len(result.skipped) > 5 else "")  # noqa: PLR2004
-        lines.append(f"left out, not tensors of the model: {shown}")
+        shown = ", ".join(result.skipped[:_SHOWN]) + (", ..." if len(result.skipped) > _SHOWN else "")
+        out.say(f"left out, not tensors of the model: {shown}")
     if result.tied:
-        shown = ", ".join(f"{name} is {kept}" for name, kept in result.tied[:5])
-        lines.append(f"tied, written once: {shown} (--keep-tied writes each name)")
+        shown = ", ".join(f"{name} is {kept}" for name, kept in result.tied[:_SHOWN])
+        out.say(f"tied, written once: {shown} (--keep-tied writes each name)")
     if result.copied:
-        lines.append(f"copied {', '.join(path.name for path in result.copied)}")
+        out.say(f"copied {', '.join(path.name for path in result.copied)}")
     if result.removed:
-        lines.append(f"removed {result.source}")
+        out.say(f"removed {source}")
     if result.excluded:
-        lines.append(f"left out on request: {len(result.excluded)} weights")
-    return lines
+        out.say(f"left out on request: {len(result.excluded)} weights")

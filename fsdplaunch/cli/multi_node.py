@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdplaunch.cli import single_node
 from fsdplaunch.cli.output import Output
@@ -31,74 +31,60 @@ HOPELESS_SECONDS = 5.0
 """How long a node that cannot start tries to reach the others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLaunch:
-    """This node's part of a launch on several nodes.
+def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardware, out: Output) -> int:
+    """Run this node's part of a run on several nodes; return the run's status.
 
-    Attributes:
+    Args:
         request: The launch.
         place: Which node this is, as far as it is known.
         hardware: This node's.
-    """
-
-    request: LaunchRequest
-    place: NodePlacement
-    hardware: Hardware
-
-
-def launch_on_node(part: NodeLaunch, out: Output) -> int:
-    """Run this node's part of a run on several nodes; return the run's status.
+        out: Where words go.
 
     Raises:
         LaunchError: Before anything was started.
     """
-    request, place = part.request, part.place
-    config = request.config
-    if in_job() and not is_step(os.environ) and not request.starts_nothing:
-        return _start_on_every_node(part, out)
+    loaded, config = request.loaded, request.config
+    if in_job() and not is_step(os.environ) and not (request.dry_run or request.check_only):
+        return _start_on_every_node(request, place, out)
     is_first = is_coordinator(place)
     address = network.own_address() if is_first and place.host is None else place.host or ""
     before = provisional_config(config, place, address=address)
-    plan = _plan(part, replace(request.loaded, config=before), rank=before.machine_rank or 0)
+    plan = _plan(request, hardware, replace(loaded, config=before), rank=before.machine_rank or 0)
     if request.dry_run:
         single_node.show_plan(plan, request, out)
         return 0
     if request.check_only:
-        return single_node.pass_checks(plan, part.hardware, out, as_json=request.as_json, check_only=True)
+        return single_node.pass_checks(plan, hardware, out, as_json=request.as_json, check_only=True)
     secret = find_secret(config, place, os.environ, address=address)
     try:
-        control = _join(part, plan, secret, is_first=is_first, out=out)
-        return _run_agreed(part, control, out)
+        control = _join(request, place, plan, hardware, secret, out)
+        agreed = replace(loaded, config=agreed_config(config, control.assignment))
+        rank, assignment = control.assignment.rank, control.assignment
+        plan = _plan(request, hardware, agreed, rank=rank, assignment=assignment)
+        return _run(plan, agreed, control, as_json=request.as_json, out=out)
     finally:
         secret.withdraw()
 
 
-def _run_agreed(part: NodeLaunch, control: RunControl, out: Output) -> int:
-    request, config = part.request, part.request.config
-    agreed = replace(request.loaded, config=agreed_config(config, control.assignment))
-    final_plan = _plan(part, agreed, rank=control.assignment.rank, assignment=control.assignment)
-    return _run(final_plan, agreed, control, part, out)
-
-
-def _start_on_every_node(part: NodeLaunch, out: Output) -> int:
+def _start_on_every_node(request: LaunchRequest, place: NodePlacement, out: Output) -> int:
     """Have srun start a launcher on each node, in a batch script or an interactive allocation."""
-    request = part.request
-    starter = srun_words(request.config, os.environ, part.place.least)
-    out.say(f"starting a launcher on each of {part.place.least} nodes: {shlex.join(starter)} ...")
+    starter = srun_words(request.config, os.environ, place.least)
+    out.say(f"starting a launcher on each of {place.least} nodes: {shlex.join(starter)} ...")
     sys.stderr.flush()
     open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), request.config)
-    program, overrides = [sys.executable, *PROGRAM], open_ones
-    words = request.words(program, _file(request), overrides=overrides, as_json=request.as_json)
+    program = [sys.executable, *PROGRAM]
+    words = request.words(program, request.file, overrides=open_ones, as_json=request.as_json)
     os.environ.update({SECRET: make_secret(), **secrets, **os.environ})  # srun hands the environment on
     os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
 
 
-def _file(request: LaunchRequest) -> str | None:
-    return str(request.loaded.path) if request.loaded.path else None
-
-
 def _plan(
-    part: NodeLaunch, loaded: LoadedConfig, *, rank: int, assignment: RunAssignment | None = None
+    request: LaunchRequest,
+    hardware: Hardware,
+    loaded: LoadedConfig,
+    *,
+    rank: int,
+    assignment: RunAssignment | None = None,
 ) -> LaunchPlan:
     run_id, home = run_name(os.environ)
     if assignment:
@@ -106,78 +92,79 @@ def _plan(
         home = home if has_fixed_name(os.environ) else home.with_name(run_id)
     plan = single_node.plan_for_this_node(
         loaded,
-        part.hardware,
-        part.request.target,
-        allow_unsharded=part.request.allow_unsharded,
+        hardware,
+        request.target,
+        allow_unsharded=request.allow_unsharded,
         run_id=run_id,
         folder=node_folder(home, rank),
         ranks=assignment.world if assignment else None,
     )
     plan = single_node.with_verdict(plan, loaded)
     address = assignment.address if assignment else loaded.config.launch.local_address
-    if address:
-        variables = interface_variables(loaded.config, address, os.environ)
-        plan = replace(plan, env={**plan.env, **variables})
-    return plan
+    if not address:
+        return plan
+    return replace(plan, env={**plan.env, **interface_variables(loaded.config, address, os.environ)})
 
 
-def _join(part: NodeLaunch, plan: LaunchPlan, secret: SecretSource, *, is_first: bool, out: Output) -> RunControl:
-    config = part.request.config
-    obstacles = _obstacles(part, plan, is_first=is_first)
+def _join(
+    request: LaunchRequest,
+    place: NodePlacement,
+    plan: LaunchPlan,
+    hardware: Hardware,
+    secret: SecretSource,
+    out: Output,
+) -> RunControl:
+    """Meet the other nodes; what keeps this one from starting is an error on all of them.
+
+    Raises:
+        MachineError: They cannot run together, or did not come. Or this is node 0, but not where it was configured
+            to be, so that nobody could be informed.
+    """
+    config, is_first = request.config, is_coordinator(place)
+    obstacles: list[LaunchError] = [one.error for one in find_obstacles(plan, hardware.gpus) if one.fatal]
+    try:
+        join.check_interface(config)
+    except MachineError as error:
+        if is_first:
+            raise
+        obstacles.insert(0, error)
     if obstacles:  # try to let the others know, but not for long
-        launch = replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS)
-        config = replace(config, launch=launch)
+        config = replace(config, launch=replace(config.launch, rendezvous_timeout_seconds=HOPELESS_SECONDS))
     spec = join.NodeSpec(
         config=config,
-        place=part.place,
-        target=part.request.target,
+        place=place,
+        target=request.target,
         workers=plan.workers,
         obstacles=[f"{obstacle.message}\n{obstacle.hint}" for obstacle in obstacles],
         run_id=plan.run_id,
         fixed_run_id=has_fixed_name(os.environ),
         secret=secret,
     )
-    if is_first and join.takes_in_others(part.place):
-        _say_how_to_join(part, spec, out)
+    if is_first and join.takes_in_others(place):
+        _say_how_to_join(request, spec, out)
+    live = out.live if sys.stderr is not None and sys.stderr.isatty() and not out.quiet else None
     try:
-        return join.join_run(spec, _progress(out), out.note)
+        return join.join_run(spec, JoinProgress(say=out.say, live=live), out.note)
     except MachineError:
         if obstacles:
             raise obstacles[0] from None
         raise
 
 
-def _obstacles(part: NodeLaunch, plan: LaunchPlan, *, is_first: bool) -> list[LaunchError]:
-    """Return what keeps this node from starting.
-
-    Raises:
-        MachineError: Nobody could be informed: this is node 0, and not where it was configured to be.
-    """
-    found = [finding.error for finding in find_obstacles(plan, part.hardware.gpus) if finding.fatal]
-    try:
-        join.check_interface(part.request.config)
-    except MachineError as error:
-        if is_first:
-            raise
-        found.insert(0, error)
-    return found
-
-
-def _say_how_to_join(part: NodeLaunch, spec: join.NodeSpec, out: Output) -> None:
+def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -> None:
     """Say what to run on the other nodes, unless a scheduler or a driver starts them."""
-    place, request = part.place, part.request
+    place, config = spec.place, request.config
     if place.source != "the configuration" or GROUP_RUN in os.environ:
         return
-    config, address = request.config, join.own_address(spec)
+    address = join.own_address(spec)
     is_set = config.main_process_ip or config.launch.rendezvous_endpoint
     where = [] if is_set else [f"main_process_ip={address}"]
     if not is_set and config.main_process_port is None and place.port:
         where.append(f"main_process_port={place.port}")
     open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
-    overrides = [*where, *open_ones]
     also = f", with {', '.join(secrets)} set" if secrets else ""
     out.say(f"node 0 waits at {address}:{place.port}; on {other_nodes(place)} run, in the same folder{also}:")
-    words = request.words(["fsdplaunch"], _file(request), overrides=overrides)
+    words = request.words(["fsdplaunch"], request.file, overrides=[*where, *open_ones])
     out.say(f"  {SECRET}={spec.secret.offer()} {shlex.join(words)}")
 
 
@@ -189,13 +176,8 @@ def other_nodes(place: NodePlacement) -> str:
     return f"each of up to {count} other nodes" if may_vary else f"each of the {count} other nodes"
 
 
-def _progress(out: Output) -> JoinProgress:
-    live = out.live if sys.stderr is not None and sys.stderr.isatty() and not out.quiet else None
-    return JoinProgress(say=out.say, live=live)
-
-
-def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, part: NodeLaunch, out: Output) -> int:
-    assignment, as_json = control.assignment, part.request.as_json
+def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, *, as_json: bool, out: Output) -> int:
+    assignment = control.assignment
     is_first = assignment.rank == 0
     for note in assignment.notes:
         out.note(note)

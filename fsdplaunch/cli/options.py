@@ -25,12 +25,10 @@ def completed(find: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def _runs() -> list[str]:
-    """Return the runs of the usual folder, newest first."""
     return sorted((path.name for path in Path("runs").glob("*")), reverse=True)
 
 
 def _assignments() -> Iterable[str]:
-    """Return every key with `=`, and with each of its named values."""
     from fsdplaunch.config.schema.config import all_keys
 
     for spec in all_keys():
@@ -53,16 +51,9 @@ def presets() -> Iterable[str]:
 
 
 ASSIGNMENTS = completed(_assignments)
+_CONFIG_NAMES = ("-c", "--config", "--config_file", "--config-file")
 ConfigOption = Annotated[
-    Path | None,
-    Option(
-        "-c",
-        "--config",
-        "--config_file",
-        "--config-file",
-        metavar="FILE",
-        help="The YAML file [default: ./fsdp.yaml]",
-    ),
+    Path | None, Option(*_CONFIG_NAMES, metavar="FILE", help="The YAML file [default: ./fsdp.yaml]")
 ]
 SetOption = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key", autocompletion=ASSIGNMENTS)
@@ -75,12 +66,8 @@ LogDirOption = Annotated[
     Path | None,
     Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
 ]
-RunArgument = Annotated[
-    str,
-    Argument(
-        metavar="ID", help="The run, or as much of its name as is unique; latest", autocompletion=completed(_runs)
-    ),
-]
+_RUN = "The run, or as much of its name as is unique; latest"
+RunArgument = Annotated[str, Argument(metavar="ID", help=_RUN, autocompletion=completed(_runs))]
 ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 
@@ -89,46 +76,48 @@ def group(help_text: str, **more: Any) -> typer.Typer:
     return typer.Typer(help=help_text, rich_markup_mode=None, pretty_exceptions_enable=False, **more)
 
 
+def both_ways(option: str, text: str) -> Any:
+    """Return an option of accelerate's or torchrun's, which both take with underscores, too."""
+    return Option(option, "--" + option[2:].replace("-", "_"), help=text)
+
+
 class OptionError(LaunchError):
     """An option's value is not a number or a size, or not one that can be meant; typer passes it on."""
 
     exit_code = EXIT_USAGE
 
 
-def whole(option: str, least: int, most: int) -> Callable[[Any], int]:
-    """Return a parser of whole numbers for an option."""
+def whole(option: str, least: int, most: int, text: str, *, short: str = "", **more: Any) -> Any:
+    """Return an option that takes a whole number; `text` is its help."""
 
     def parse(value: Any) -> int:
         from fsdplaunch.config.schema.kinds import whole as kind  # --help reads no number
 
         return int(kind(least, most).parse(value))
 
-    return _checked(option, f"a whole number from {least} to {most}", parse)
+    expects, names = f"a whole number from {least} to {most}", [short] if short else []
+    return _checked(option, expects, parse, *names, metavar="N", help=text, **more)
 
 
-def number(option: str, least: float, most: float) -> Callable[[Any], float]:
-    """Return a parser of numbers for an option."""
+def number(option: str, least: float, most: float, text: str) -> Any:
+    """Return an option that takes a number."""
 
     def parse(value: Any) -> float:
         from fsdplaunch.config.schema.kinds import parse_number
 
         return _within(least, parse_number(value), most)
 
-    return _checked(option, f"a number from {least} to {most}", parse)
+    return _checked(option, f"a number from {least} to {most}", parse, metavar="X", help=text)
 
 
 _MOST_BYTES = 2**60
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS = {f"{name}B": factor for name, factor in _DECIMAL.items()} | {
-    "": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
+_BINARY = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {f"{name}B": factor for name, factor in _DECIMAL.items()} | _BINARY
 
 
-def size(option: str) -> Callable[[Any], int]:
-    """Return a parser of sizes for an option, such as `5GB`, `500 MB` or `2GiB`, in bytes."""
+def size(option: str, text: str) -> Any:
+    """Return an option that takes a size, such as `5GB`, `500 MB` or `2GiB`, in bytes."""
 
     def parse(value: Any) -> int:
         from fsdplaunch.config.schema.kinds import parse_number
@@ -137,7 +126,7 @@ def size(option: str) -> Callable[[Any], int]:
         digits = word.rstrip("KMGTIB")
         return int(_within(1, parse_number(digits) * _UNITS[word[len(digits) :]], _MOST_BYTES))
 
-    return _checked(option, "a size such as 5GB, 500MB or 2GiB", parse)
+    return _checked(option, "a size such as 5GB, 500MB or 2GiB", parse, metavar="SIZE", help=text)
 
 
 def _within(least: float, found: float, most: float) -> float:
@@ -146,7 +135,7 @@ def _within(least: float, found: float, most: float) -> float:
     return found
 
 
-def _checked(option: str, expects: str, parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checked(option: str, expects: str, parse: Callable[[Any], Any], *names: str, **more: Any) -> Any:
     def parsed(value: Any) -> Any:
         try:
             return parse(value)
@@ -154,22 +143,14 @@ def _checked(option: str, expects: str, parse: Callable[[Any], Any]) -> Callable
             msg = f"{option} must be {expects}, got {quoted(str(value))}"
             raise OptionError(msg) from None
 
-    return parsed
-
-
-def _takes_list(hint: Any) -> bool:
-    return any(get_origin(part) is list for part in (hint, *get_args(hint)))
+    return Option(*names, option, parser=parsed, **more)
 
 
 def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare which function does a command: `module:function`, below `fsdplaunch.cli` unless the name is full.
 
     It gets the command's options by their names, lists as tuples, a script's own arguments as `arguments`, and
-    `out`. What it returns is the exit status.
-
-    Args:
-        place: The function.
-        fixed: Further arguments of it.
+    `out`; besides, what is `fixed` here. What it returns is the exit status.
     """
     module, _, name = place.partition(":")
 
@@ -183,7 +164,7 @@ def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[.
                 options["arguments"] = tuple(context.args)
             options.pop("help_all", None)  # acts in its callback
             for option, hint in get_type_hints(declared).items():
-                if option in options and _takes_list(hint):
+                if option in options and any(get_origin(part) is list for part in (hint, *get_args(hint))):
                     options[option] = tuple(options[option] or ())
             function = getattr(feature(module if "." in module else f"fsdplaunch.cli.{module}"), name)
             raise typer.Exit(function(**options, **fixed, out=Output()) or 0)

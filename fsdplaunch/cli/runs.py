@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdplaunch.cli.output import Output
@@ -32,48 +32,53 @@ def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: b
     runs = read_runs(folder, limit=limit)
     if as_json:
         out.json([run.to_dict() for run in runs])
-    elif not runs:
+        return 0
+    if not runs:
         out.say(f"no runs in {folder}")
-    else:
-        out.data("\n".join(_table([("run", "started by", "state", "script"), *map(_row, runs)])))
+        return 0
+    rows = [("run", "started by", "state", "script")]
+    for run in runs:
+        how = f"slurm job {run.job['job']}" if run.route == "slurm" else run.route
+        rows.append((one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        out.data("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
-
-
-def _row(run: Run) -> tuple[str, str, str, str]:
-    how = f"slurm job {run.job['job']}" if run.route == "slurm" else run.route
-    return one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def show_logs(
     *, run: str, rank: int | None, stderr: bool, follow: bool, file: Path | None, log_dir: Path | None, out: Output
 ) -> int:
     """Print a run's output, or that of one rank, and go on printing when asked so."""
-    folder, stream = _folder_of(file, log_dir), "stderr" if stderr else "stdout"
-    found = find_run(folder, run)
-    tail = LogTail()
+    stream = "stderr" if stderr else "stdout"
+    found = find_run(_folder_of(file, log_dir), run)
     if found.route == "kubernetes" and rank is None:
         return _show_pods(found, follow=follow, out=out)
     if rank is None and found.route == "here":
         out.note("the run's output was shown in its own terminal; this is rank 0's, and --rank N shows another's")
-    files = log_files(found, rank=rank, stream=stream)
-    if not files and not follow:
+    if not log_files(found, rank=rank, stream=stream) and not follow:
         if not found.unfinished:
             msg = f"{found.id} has left no such output"
             raise UsageError(msg, hint=f"see {found.dir}")
         out.say(f"no output yet: {found.state}")
-    screen = Screen(sys.stdout)
-    screen.write(tail.read(files))
-    while follow and found.unfinished:
-        time.sleep(LOOK_SECONDS)
-        found = find_run(folder, found.id)
-        screen.write(tail.read(log_files(found, rank=rank, stream=stream)))
-    screen.end()
+    _show_files(found, rank=rank, stream=stream, follow=follow)
     return 0
+
+
+def _show_files(
+    run: Run, *, rank: int | None, stream: str, follow: bool, tell: Callable[[str], None] = lambda _: None
+) -> None:
+    """Print a run's output, until its end where it is followed; `tell` gets each state before that."""
+    tail, shown, screen = LogTail(), "", Screen(sys.stdout)
+    while True:
+        screen.write(tail.read(log_files(run, rank=rank, stream=stream)))
+        if not (follow and run.unfinished):
+            screen.end()
+            return
+        if run.state != shown:
+            tell(shown := run.state)
+        time.sleep(LOOK_SECONDS)
+        run = find_run(run.dir.parent, run.dir.name)
 
 
 def _show_pods(run: Run, *, follow: bool, out: Output) -> int:
@@ -91,27 +96,16 @@ def follow_run(run_dir: Path, out: Output) -> int:
         if run.route == "kubernetes":
             _show_pods(run, follow=True, out=out)
         else:
-            _follow_job(run, out)
+            name = run.job.get("job", run.id)
+            _show_files(
+                run, rank=None, stream="stdout", follow=True, tell=lambda now: out.say(f"job {name}: {now}")
+            )
     except KeyboardInterrupt:
         out.say(f"the run goes on; fsdplaunch runs cancel {shlex.quote(run_dir.name)} ends it")
         return 130
     run = find_run(run_dir.parent, run_dir.name)
     out.say(f"run {run.id}: {run.state}")
     return status_of(run)
-
-
-def _follow_job(run: Run, out: Output) -> None:
-    tail, shown, screen = LogTail(), "", Screen(sys.stdout)
-    while True:
-        screen.write(tail.read(log_files(run, rank=None, stream="stdout")))
-        if not run.unfinished:
-            screen.end()
-            return
-        if run.state != shown:
-            shown = run.state
-            out.say(f"job {run.job.get('job', run.id)}: {shown}")
-        time.sleep(LOOK_SECONDS)
-        run = find_run(run.dir.parent, run.dir.name)
 
 
 def cancel_run(*, run: str, file: Path | None, log_dir: Path | None, out: Output) -> int:

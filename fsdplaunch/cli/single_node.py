@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from fsdplaunch.launch.coordination.run_control import RunControl
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan, join_port
 from fsdplaunch.launch.preflight import find_obstacles, is_taken
 from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
-from fsdplaunch.launch.schedulers.remote_launchers import launch_words
 from fsdplaunch.launch.secret_variables import is_secret
 from fsdplaunch.launch.xla import DEVICE, check_groups
 from fsdplaunch.probe import torch_version
@@ -48,8 +47,7 @@ class LaunchRequest:
         allow_unsharded: Accept a script that never shards a model.
         show_all: Print variables of the plan that hold defaults, too.
         as_json: Print one JSON object on stdout, and nothing else there.
-        route: Hand the run to a scheduler, `slurm` or `kubernetes`, instead of starting it here.
-        follow: Show the submitted run's output until it ends.
+        follow: Show a submitted run's output until it ends.
     """
 
     loaded: LoadedConfig
@@ -60,7 +58,6 @@ class LaunchRequest:
     allow_unsharded: bool
     show_all: bool
     as_json: bool
-    route: str | None
     follow: bool
 
     @property
@@ -69,31 +66,29 @@ class LaunchRequest:
         return self.loaded.config
 
     @property
-    def starts_nothing(self) -> bool:
-        """Return whether the launch only shows or checks something."""
-        return self.dry_run or self.check_only
+    def file(self) -> str | None:
+        """Return the configuration's file; None for the built-in defaults."""
+        return str(self.loaded.path) if self.loaded.path else None
 
     def words(
         self, program: Sequence[str], config: str | None, *, overrides: Sequence[str] = (), as_json: bool = False
     ) -> list[str]:
-        """Return the same launch as a command line for another launcher; see `launch_words`."""
-        return launch_words(
-            program,
-            self.target,
-            config=config,
-            overrides=overrides,
-            allow_unsharded=self.allow_unsharded,
-            as_json=as_json,
-        )
+        """Return the same launch as a command line for another launcher."""
+        target = self.target
+        flags = [
+            *(["--json"] if as_json else []),
+            *(["--config", config] if config else []),
+            *(word for override in overrides for word in ("--set", override)),
+            *(["--module"] if target.is_module else []),
+            *([] if target.is_python else ["--no-python"]),
+            *(["--allow-unsharded"] if self.allow_unsharded else []),
+        ]
+        end = ["--"] if target.name.startswith("-") else []
+        return [*program, "launch", *flags, *end, target.name, *target.arguments]
 
 
 def check_script(script: str | None, command: str = "launch", *, is_file: bool = True) -> str:
-    """Return the script; refuse one that is not there before anything is started.
-
-    Args:
-        script: As given.
-        command: That was given it.
-        is_file: It is not a module or a program.
+    """Return the script of a command; refuse one that is not there before anything is started.
 
     Raises:
         UsageError: There is none, or it cannot be run.
@@ -101,7 +96,7 @@ def check_script(script: str | None, command: str = "launch", *, is_file: bool =
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint=f"fsdplaunch {command} train.py [its own arguments]")
-    if not is_file:
+    if not is_file:  # a module, or a program
         return script
     path = Path(script)
     if path.is_dir() and not (path / "__main__.py").is_file():
@@ -140,7 +135,6 @@ def plan_for_this_node(
         ranks: Workers over all nodes, where they are known.
     """
     name, home = run_name(os.environ)
-    run_id, folder = run_id or name, folder or home
     node = NodeFacts(
         gpus=[gpu.visible_name for gpu in hardware.gpus],
         cpus=hardware.cpu_count,
@@ -153,8 +147,8 @@ def plan_for_this_node(
         loaded.config,
         node=node,
         target=target,
-        run_id=run_id,
-        run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or run_id),
+        run_id=run_id or name,
+        run_dir=Path(loaded.config.launch.log_dir).absolute() / (folder or home),
         allow_unsharded=allow_unsharded,
         notes=(*loaded.note_lines(), *hardware.notes),
         ranks=ranks,
@@ -162,9 +156,8 @@ def plan_for_this_node(
     check_groups(loaded.config)
     if node_range(loaded.config)[1] > 1:
         return plan
-    return replace(
-        plan, env={**interface_variables(loaded.config, "127.0.0.1", os.environ, alone=True), **plan.env}
-    )
+    alone = interface_variables(loaded.config, "127.0.0.1", os.environ, alone=True)
+    return replace(plan, env={**alone, **plan.env})
 
 
 def with_verdict(plan: LaunchPlan, loaded: LoadedConfig) -> LaunchPlan:
@@ -175,10 +168,9 @@ def with_verdict(plan: LaunchPlan, loaded: LoadedConfig) -> LaunchPlan:
 
 def show_plan(plan: LaunchPlan, request: LaunchRequest, out: Output) -> None:
     """Print the plan: one JSON object, or lines that a shell runs, without variables that only hold defaults."""
-    loaded = request.loaded
     plan = replace(plan, notes=(*plan.notes, *torch_notes()))
     if request.as_json:
-        out.json({"config": str(loaded.path) if loaded.path else None, **plan.to_dict()})
+        out.json({"config": request.file, **plan.to_dict()})
         return
     for note in plan.notes:
         out.note(note)
@@ -188,16 +180,13 @@ def show_plan(plan: LaunchPlan, request: LaunchRequest, out: Output) -> None:
         if spec.default is not None and spec.env.startswith(("FSDPLAUNCH_", "ACCELERATE_"))
     }
     usual = () if request.show_all else [name for name in plan.env if plan.env[name] == defaults.get(name)]
-    shown = {name: value for name, value in plan.env.items() if name not in usual}
-    assignments = (f"{name}={_shown_value(name, value)}" for name, value in shown.items())
-    out.data(" \\\n".join(["env", *(f"  {item}" for item in assignments), "  " + shlex.join(plan.argv)]))
+    lines = ["env"]
+    for name, value in plan.env.items():
+        if name not in usual:  # the value of a secret is left to the shell, which may have it
+            lines.append(f"  {name}=" + (f'"${name}"' if is_secret(name, value) else shlex.quote(value)))
+    out.data(" \\\n".join([*lines, "  " + shlex.join(plan.argv)]))
     if usual:
         out.say(f"{counted(len(usual), 'variable')} that hold defaults are left out; --all shows them")
-
-
-def _shown_value(name: str, value: str) -> str:
-    """Return a variable's value for a shell; that of a secret is left to the shell, which may have it."""
-    return f'"${name}"' if is_secret(name, value) else shlex.quote(value)
 
 
 def torch_notes() -> list[str]:
@@ -214,13 +203,8 @@ def pass_checks(
     fatal = [finding for finding in findings if finding.fatal]
     status = max((finding.error.exit_code for finding in fatal), default=0)
     if as_json and (check_only or fatal):
-        out.json(
-            {
-                "stage": "preflight",
-                "exit_code": status,
-                "findings": [asdict(finding) for finding in findings],
-            }
-        )
+        found = [asdict(finding) for finding in findings]
+        out.json({"stage": "preflight", "exit_code": status, "findings": found})
     for finding in findings:
         if finding.fatal:
             out.error(finding.error)
@@ -234,63 +218,38 @@ def pass_checks(
 
 
 def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
-    """Say what starts, with which file, and where its output goes."""
-    fsdp = plan.config.fsdp_config
-    place = {"cuda": "GPUs, nccl", "xla": f"PyTorch/XLA on {plan.env.get(DEVICE) or os.environ.get(DEVICE)}"}
-    nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
-    out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {_source(loaded)}")
-    if shards_on_xla(plan.config):
-        way = "xla_fsdp_v2 (SPMD)" if runs_spmd(plan.config) else "XlaFullyShardedDataParallel"
-        how = f"{way}, {fsdp.fsdp_auto_wrap_policy}"
-    elif shards_models(plan.config):
-        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}{_layers(plan)}"
-    else:
-        how = f"{plan.config.distributed_type}, not sharded"
-    precision = plan.config.precision.param or "the model's own precision"
-    out.say(
-        f"  {counted(plan.workers, 'worker')}{nodes} ({place.get(plan.device, 'CPU, gloo')}), {how}, {precision}"
-    )
-    out.say(
-        out.dim(f"  logs {short_path(plan.run_dir)}, stop with Ctrl-C (once: let the workers end; twice: now)")
-    )
-    for note in plan.notes:
-        out.note(note)
-
-
-def _layers(plan: LaunchPlan) -> str:
-    """Return what of the mesh goes beyond FSDP: how many ranks split each layer, and each sequence."""
-    sizes = mesh_sizes(plan.config, plan.world_size)
-    layers = f", layers split over {sizes.tensor}" if sizes.tensor > 1 else ""
-    return layers + (f", sequences over {sizes.context}" if sizes.context > 1 else "")
-
-
-def _source(loaded: LoadedConfig) -> str:
-    """Return the file, and how many keys other layers have changed."""
+    """Say what starts, with which file and how many keys that other layers have changed, and where output goes."""
+    config, fsdp = plan.config, plan.config.fsdp_config
     layers = [origin.layer for origin in loaded.origins.values()]
     words = {"env": "the environment", "flag": "the command line"}
     changed = [f"{layers.count(layer)} from {name}" for layer, name in words.items() if layer in layers]
     file = str(loaded.path) if loaded.path else "none, built-in defaults (fsdplaunch config writes one)"
-    return f"{file} ({', '.join(changed)})" if changed and loaded.path else file
-
-
-def run_and_report(plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
-    """Run the plan, say how it began and ended, and return the status to exit with."""
-    announce(plan, loaded, out)
-    result = run_shown(plan, as_json=as_json, out=out)
-    report(result, plan, as_json=as_json, out=out)
-    return result.exit_code
+    file += f" ({', '.join(changed)})" if changed and loaded.path else ""
+    out.say(f"fsdplaunch {__version__}  run {plan.run_id}  config {file}")
+    if shards_on_xla(config):
+        way = "xla_fsdp_v2 (SPMD)" if runs_spmd(config) else "XlaFullyShardedDataParallel"
+        how = f"{way}, {fsdp.fsdp_auto_wrap_policy}"
+    elif shards_models(config):
+        sizes = mesh_sizes(config, plan.world_size)
+        how = f"FSDP{fsdp.fsdp_version} {fsdp.fsdp_sharding_strategy}, {fsdp.fsdp_auto_wrap_policy}"
+        how += f", layers split over {sizes.tensor}" if sizes.tensor > 1 else ""
+        how += f", sequences over {sizes.context}" if sizes.context > 1 else ""
+    else:
+        how = f"{config.distributed_type}, not sharded"
+    place = {"cuda": "GPUs, nccl", "xla": f"PyTorch/XLA on {plan.env.get(DEVICE) or os.environ.get(DEVICE)}"}
+    nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
+    workers = f"{counted(plan.workers, 'worker')}{nodes} ({place.get(plan.device, 'CPU, gloo')})"
+    precision = config.precision.param or "the model's own precision"
+    out.say(f"  {workers}, {how}, {precision}")
+    stop = "stop with Ctrl-C (once: let the workers end; twice: now)"
+    out.say(out.dim(f"  logs {short_path(plan.run_dir)}, {stop}"))
+    for note in plan.notes:
+        out.note(note)
 
 
 def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunControl | None = None) -> RunResult:
     """Run the plan and say which signals are passed on; with `as_json`, stdout is left to the result alone."""
     from fsdplaunch.launch.runner import run_plan
-
-    output = sys.stderr.fileno() if as_json else None
-    return run_plan(plan, output=output, on_signal=signal_printer(plan, out), control=control)
-
-
-def signal_printer(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
-    """Return what says that a signal was passed on."""
 
     def say(number: int, count: int) -> None:
         name = signal.Signals(number).name
@@ -301,7 +260,7 @@ def signal_printer(plan: LaunchPlan, out: Output) -> Callable[[int, int], None]:
         else:
             out.say(f"{name}: killing the workers")
 
-    return say
+    return run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=say, control=control)
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:

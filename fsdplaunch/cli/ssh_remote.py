@@ -16,7 +16,6 @@ import threading
 import time
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from fsdplaunch.files import atomic_file
 
@@ -41,7 +40,11 @@ def main() -> None:
 
     print(READY, file=sys.stderr, flush=True)  # noqa: T201  (read by the local side)
     try:
-        _prepare(task)
+        os.chdir(task["folder"])
+        path = Path(task["config_file"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as part:  # another node may write the same file
+            part.write_text(task["config"], encoding="utf-8")
     except OSError as error:
         print(f"error: {error.strerror}: {error.filename}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(3)
@@ -50,14 +53,6 @@ def main() -> None:
     from fsdplaunch.cli.app import run
 
     sys.exit(run(task["argv"]))
-
-
-def _prepare(task: dict[str, Any]) -> None:
-    os.chdir(task["folder"])
-    path = Path(task["config_file"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as part:  # another node may write the same file
-        part.write_text(task["config"], encoding="utf-8")
 
 
 def obey(messages: FileIO, grace: float, silence: float) -> None:

@@ -1,11 +1,12 @@
 """The doctor's checks, in the order of its report. Each is a pure function of the facts."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from statistics import median
 from typing import Any
 
-from fsdplaunch.config.resolve import CPU_WORKERS
+from fsdplaunch.config.resolve import CPU_WORKERS, workers_per_node
 from fsdplaunch.display_text import GIB, MIB
 from fsdplaunch.doctor.facts import Check, DoctorFacts, NetworkInterface, Status
 from fsdplaunch.errors import EXIT_MACHINE
@@ -14,22 +15,14 @@ from fsdplaunch.probe.hardware import Gpu
 from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
 
-def check_python(facts: DoctorFacts) -> Iterator[Check]:
-    """Check the interpreter; that it is new enough is known by the time this runs."""
-    yield Check("python", "ok", facts.python)
-
-
 def check_torch(facts: DoctorFacts) -> Iterator[Check]:
     """Check that there is a torch that can be imported, new enough, with torch.distributed and gloo."""
     torch = facts.torch
     if torch is None:
         yield Check("torch", "skipped", "not asked (--no-torch)")
-        return
-    if torch.error:
+    elif torch.error:
         yield Check("torch", "problem", f"cannot be used: {torch.error}", how_to_install())
-        return
-    found = mismatch(torch.version)
-    if found is not None:
+    elif (found := mismatch(torch.version)) is not None:
         yield Check("torch", "problem" if found.is_fatal else "warning", found.message, found.hint)
     elif not (torch.has_distributed and torch.has_gloo):
         lacks = "torch.distributed" if not torch.has_distributed else "gloo"
@@ -44,24 +37,16 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
     if not driver.version:
-        if torch is not None and torch.sees_gpus:
-            text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
-            yield Check(
-                "driver", "warning", text, "only NVIDIA GPUs are used; are the driver's libraries complete?"
-            )
-        elif facts.wants_gpus and torch is not None and torch.cuda:
-            hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
-            yield Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
-        else:
-            yield Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
+        yield _without_driver(facts)
         return
     runs = f", runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
+    wanted: Status = "problem" if facts.wants_gpus else "warning"
     if torch is None or torch.error:
         yield Check("driver", "ok", f"{driver.version}{runs}")
     elif not torch.cuda:
         hint = "pip install a CUDA build of torch, or set use_cpu: true"
         text = f"{driver.version}{runs}, but torch {torch.version} was built without CUDA"
-        yield Check("driver", "problem" if facts.wants_gpus else "warning", text, hint)
+        yield Check("driver", wanted, text, hint)
     elif driver.cuda and (parse(torch.cuda) or (0, 0))[0] > driver.cuda[0]:
         hint = "install a newer driver, or a torch built for an older CUDA"
         text = f"{driver.version} runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}, torch needs {torch.cuda}"
@@ -69,9 +54,21 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     elif facts.gpus and torch.sees_gpus < len(facts.gpus):
         reason = f": {torch.gpu_error}" if torch.gpu_error else ""
         text = f"the driver shows {len(facts.gpus)} GPUs, torch can use {torch.sees_gpus}{reason}"
-        yield Check("driver", "problem" if facts.wants_gpus else "warning", text, "nvidia-smi says more")
+        yield Check("driver", wanted, text, "nvidia-smi says more")
     else:
         yield Check("driver", "ok", f"{driver.version}{runs}")
+
+
+def _without_driver(facts: DoctorFacts) -> Check:
+    torch = facts.torch
+    if torch is not None and torch.sees_gpus:
+        text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
+        hint = "only NVIDIA GPUs are used; are the driver's libraries complete?"
+        return Check("driver", "warning", text, hint)
+    if facts.wants_gpus and torch is not None and torch.cuda:
+        hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
+        return Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
+    return Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
 
 
 def check_nccl(facts: DoctorFacts) -> Iterator[Check]:
@@ -92,13 +89,9 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("gpus", "warning", note)
     if not facts.gpus:
         required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
-        text = "no NVIDIA GPU is visible"
-        yield Check("gpus", "problem" if required else "skipped", text)
+        yield Check("gpus", "problem" if required else "skipped", "no NVIDIA GPU is visible")
         return
-    kinds: dict[str, int] = {}
-    for gpu in facts.gpus:
-        kind = f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, {_arch(gpu)})"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, {_arch(gpu)})" for gpu in facts.gpus)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
         hint = "choose equal ones with gpu_ids: the slowest sets the pace, the smallest the size"
@@ -108,7 +101,7 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
 
 
 def check_busy(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that nobody else computes on them."""
+    """Check that nobody else computes on the GPUs."""
     for gpu in facts.gpus:
         for pid, used in gpu.busy:
             text = f"GPU {gpu.visible_name} is used by {describe_process(pid)}, {used / GIB:.1f} GiB"
@@ -117,11 +110,10 @@ def check_busy(facts: DoctorFacts) -> Iterator[Check]:
 
 def check_links(facts: DoctorFacts) -> Iterator[Check]:
     """Check that pairs of GPUs can read each other's memory."""
+    slow = [pair for pair, can in facts.driver.peers.items() if not can]
     if len(facts.gpus) < 2:  # noqa: PLR2004
         yield Check("links", "skipped", "fewer than two GPUs")
-        return
-    slow = [pair for pair, can in facts.driver.peers.items() if not can]
-    if slow:
+    elif slow:
         first, second = slow[0]
         pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
         text = f"{pairs} go through host memory, GPU {first} and {second} first"
@@ -132,25 +124,19 @@ def check_links(facts: DoctorFacts) -> Iterator[Check]:
 
 def check_health(facts: DoctorFacts) -> Iterator[Check]:
     """Check that no GPU has lost data in its memory."""
-    for gpu in facts.gpus:
-        if not gpu.bad_memory:
-            continue
+    for gpu in (gpu for gpu in facts.gpus if gpu.bad_memory):
         text = f"GPU {gpu.visible_name} has {gpu.bad_memory} uncorrected memory errors since the driver was loaded"
         yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
 
 
 def check_dtypes(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the GPUs compute in the configured dtype, and that torch has code for them."""
-    if not facts.gpus:
-        return
-    config = facts.config
+    config, archs = facts.config, facts.torch.archs if facts.torch else ()
+    majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
     for gpu in facts.gpus:
         for wanted, instead in cannot_compute(config, gpu) if config is not None and not config.use_cpu else ():
             text = f"GPU {gpu.visible_name} ({gpu.name}) cannot compute in {wanted}"
             yield Check("dtypes", "problem", text, f"set mixed_precision to {instead}")
-    archs = facts.torch.archs if facts.torch else ()
-    majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
-    for gpu in facts.gpus:
         if majors and str(gpu.compute_capability[0]) not in majors:
             text = f"torch has no code for GPU {gpu.visible_name} ({_arch(gpu)})"
             yield Check("dtypes", "problem", text, "install another build of torch")
@@ -185,11 +171,11 @@ def check_memory(facts: DoctorFacts) -> Iterator[Check]:
     """Check how much host memory this process may use."""
     if facts.memory is None:
         yield Check("memory", "skipped", "not known")
-        return
-    text = f"{facts.memory / GIB:.1f} GiB usable"
-    status: Status = "warning" if facts.memory < _LITTLE_MEMORY else "ok"
-    hint = "loading weights and offloading need more" if status == "warning" else ""
-    yield Check("memory", status, text, hint)
+    elif facts.memory < _LITTLE_MEMORY:
+        text = f"{facts.memory / GIB:.1f} GiB usable"
+        yield Check("memory", "warning", text, "loading weights and offloading need more")
+    else:
+        yield Check("memory", "ok", f"{facts.memory / GIB:.1f} GiB usable")
 
 
 def check_shared_memory(facts: DoctorFacts) -> Iterator[Check]:
@@ -229,8 +215,7 @@ def check_disks(facts: DoctorFacts) -> Iterator[Check]:
         kind = f", {disk.kind}" if disk.kind else ""
         text = f"{disk.use} in {disk.path}: {disk.free / GIB:.1f} GiB free{kind}"
         if not disk.writable:
-            hint = "choose another folder"
-            yield Check("disk", "problem", f"{disk.path} cannot be written to", hint)
+            yield Check("disk", "problem", f"{disk.path} cannot be written to", "choose another folder")
         elif disk.free < _NO_SPACE:
             yield Check("disk", "problem", text, "make room")
         elif disk.free < _LITTLE_SPACE:
@@ -259,11 +244,17 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
             yield Check("network", "problem", text, "correct the variable, or unset it")
     if not usable:
         status: Status = "problem" if facts.nodes > 1 else "ok"
-        text = "only this node itself can be reached"
-        yield Check("network", status, text)
+        yield Check("network", status, "only this node itself can be reached")
         return
+
+    def words(interface: NetworkInterface | None) -> str:
+        if interface is None:
+            return "none that is known"
+        speed = f" at {interface.speed / 1000:g} Gbit/s" if interface.speed else ""
+        return f"{interface.name} ({interface.address}){speed}"
+
     gloo, nccl = chosen(facts, "GLOO_SOCKET_IFNAME"), chosen(facts, "NCCL_SOCKET_IFNAME")
-    text = f"gloo takes {_words(gloo)}" + (f", NCCL takes {_words(nccl)}" if facts.gpus else "")
+    text = f"gloo takes {words(gloo)}" + (f", NCCL takes {words(nccl)}" if facts.gpus else "")
     text += f"; up: {', '.join(each.name for each in usable)}"
     virtual = gloo is not None and any(fnmatch(gloo.name, pattern) for pattern in _UNLIKELY)
     if facts.nodes > 1 and (virtual or gloo is None or gloo.name == "lo"):
@@ -274,14 +265,10 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
 
 
 def chosen(facts: DoctorFacts, variable: str) -> NetworkInterface | None:
-    """Return the interface that a backend will take.
+    """Return the interface that a backend will take, which GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is for.
 
-    A variable wins. Gloo takes the one that holds the address this node's name resolves to; NCCL the first in
+    The variable wins. Gloo takes the one that holds the address this node's name resolves to; NCCL the first in
     its order that is neither the loopback nor a container's bridge.
-
-    Args:
-        facts: The node.
-        variable: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
     """
     wanted = facts.environ.get(variable)
     if wanted:
@@ -301,13 +288,6 @@ def _named(name: str, wanted: str) -> bool:
     entries = [entry for entry in wanted.lstrip("^=").split(",") if entry]
     hit = any(name == entry if exact else name.startswith(entry) for entry in entries)
     return hit != but
-
-
-def _words(interface: NetworkInterface | None) -> str:
-    if interface is None:
-        return "none that is known"
-    speed = f" at {interface.speed / 1000:g} Gbit/s" if interface.speed else ""
-    return f"{interface.name} ({interface.address}){speed}"
 
 
 def check_name(facts: DoctorFacts) -> Iterator[Check]:
@@ -338,21 +318,20 @@ def check_port(facts: DoctorFacts) -> Iterator[Check]:
 
 
 def check_config(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that the configuration is right, and that this node can do what it configures."""
+    """Check that the configuration is right, and that there is a GPU for each worker that it sets."""
     for error in facts.config_errors:
         yield Check("config", "problem", error, "fsdplaunch config validate shows all of it")
     if facts.config is None:
         return
-    seen = False
-    for text, hint, fatal in facts.obstacles:
-        seen = True
-        yield Check("config", "problem" if fatal else "warning", text, hint)
-    if not seen:
+    workers, gpus = workers_per_node(facts.config), len(facts.gpus)
+    if workers is not None and 0 < gpus < workers and facts.wants_gpus:
+        text = f"the configuration sets {workers} workers on this node, it has {gpus} visible GPUs"
+        yield Check("config", "problem", text, "lower num_processes, or set use_cpu: true")
+    else:
         yield Check("config", "ok", facts.config_path)
 
 
 CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
-    check_python,
     check_torch,
     check_driver,
     check_nccl,
@@ -374,12 +353,8 @@ CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
 
 
 def run_checks(facts: DoctorFacts) -> list[Check]:
-    """Run every check.
-
-    Args:
-        facts: The node.
-    """
-    return [found for check in CHECKS for found in check(facts)]
+    """Run every check; that the interpreter is new enough is known by the time this runs."""
+    return [Check("python", "ok", facts.python), *(found for check in CHECKS for found in check(facts))]
 
 
 def status_of(checks: Sequence[Check]) -> int:
@@ -404,39 +379,33 @@ _FEWEST = 3
 
 
 def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:
-    """Say what the network test found.
-
-    Args:
-        measured: What the workers wrote: world, hosts, wrong, pairs and all_reduce in bytes per second.
-    """
+    """Say what the network test found: world, hosts, wrong, pairs and all_reduce in bytes per second."""
     world, hosts = measured["world"], measured["hosts"]
     for rank, sizes in measured["wrong"].items():
         text = f"rank {rank} on {hosts[int(rank)]} got a wrong sum for {sizes[0]} elements"
         hint = "test this node's memory, GPU and network card; NCCL_DEBUG=INFO says which way data went"
         yield Check("all-reduce", "problem", text, hint)
     if not measured["wrong"]:
-        text = f"right on all {world} ranks, {speed(measured['all_reduce'])} per link ({measured['backend']})"
+        text = f"right on all {world} ranks, {_speed(measured['all_reduce'])} per link ({measured['backend']})"
         yield Check("all-reduce", "ok", text)
-    kinds: dict[bool, dict[str, float]] = {False: {}, True: {}}
+    kinds: dict[str, dict[str, float]] = {"within a node": {}, "between nodes": {}}
     for pair, rate in measured["pairs"].items():
         first, second = map(int, pair.split("-"))
-        kinds[hosts[first] != hosts[second]][pair] = rate
-    for crosses, pairs in kinds.items():
+        kinds["within a node" if hosts[first] == hosts[second] else "between nodes"][pair] = rate
+    for place, pairs in kinds.items():
         if pairs:
-            yield _of_kind(pairs, hosts, crosses=crosses)
+            yield _compare_links(place, pairs, hosts)
     slow = slowest_rank(measured["pairs"])
     if slow is not None:
         text = f"rank {slow} on {hosts[slow]} is slow with every peer"
         yield Check("links", "warning", text, "look at that node's network and load")
 
 
-def _of_kind(pairs: Mapping[str, float], hosts: list[str], *, crosses: bool) -> Check:
-    name = min(pairs, key=lambda pair: pairs[pair])
+def _compare_links(place: str, pairs: Mapping[str, float], hosts: list[str]) -> Check:
+    name, middle = min(pairs, key=lambda pair: pairs[pair]), median(pairs.values())
     first, second = map(int, name.split("-"))
-    middle = median(pairs.values())
-    place = "between nodes" if crosses else "within a node"
-    where = f"{hosts[first]} and {hosts[second]}" if crosses else hosts[first]
-    text = f"{place}: {speed(middle)} in the middle of {len(pairs)}, slowest {speed(pairs[name])}"
+    where = hosts[first] if hosts[first] == hosts[second] else f"{hosts[first]} and {hosts[second]}"
+    text = f"{place}: {_speed(middle)} in the middle of {len(pairs)}, slowest {_speed(pairs[name])}"
     text += f" (rank {first} and {second}, {where})"
     if len(pairs) >= _FEWEST and pairs[name] < SLOW * middle:
         return Check("links", "warning", text, "cable, switch port or interface of that link")
@@ -444,11 +413,7 @@ def _of_kind(pairs: Mapping[str, float], hosts: list[str], *, crosses: bool) -> 
 
 
 def slowest_rank(pairs: Mapping[str, float]) -> int | None:
-    """Return the rank whose fastest connection is below half of the median of others; None without one.
-
-    Args:
-        pairs: Bytes per second by pair, `0-1`.
-    """
+    """Return the rank whose fastest connection is below half of the median of others; None without one."""
     best: dict[int, float] = {}
     for name, rate in pairs.items():
         for rank in map(int, name.split("-")):
@@ -459,6 +424,6 @@ def slowest_rank(pairs: Mapping[str, float]) -> int | None:
     return rank if best[rank] < SLOW * median(best.values()) else None
 
 
-def speed(rate: float) -> str:
+def _speed(rate: float) -> str:
     """Return bytes per second in words: 2.1 GB/s."""
     return f"{rate / _GBYTE:.1f} GB/s" if rate >= _GBYTE else f"{rate / _MBYTE:.0f} MB/s"

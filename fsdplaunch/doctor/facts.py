@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -92,13 +93,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInterface:
-    """A network interface that is up.
-
-    Attributes:
-        name: `eth0`.
-        address: Its first IPv4 address; empty when it has none.
-        speed: Megabits per second; None when it does not say.
-    """
+    """A network interface that is up; its first IPv4 address, and megabits per second where it says them."""
 
     name: str
     address: str
@@ -130,7 +125,6 @@ class DoctorFacts:
         config: The configuration; None when it could not be read.
         config_path: Its file, in words.
         config_errors: What is wrong with it.
-        obstacles: What preflight says would stop a run: (text, hint, fatal).
     """
 
     python: str
@@ -153,7 +147,6 @@ class DoctorFacts:
     config: Config | None = None
     config_path: str = ""
     config_errors: tuple[str, ...] = ()
-    obstacles: tuple[tuple[str, str, bool], ...] = ()
 
     @property
     def wants_gpus(self) -> bool:
@@ -177,22 +170,18 @@ def collect_facts(
     torch: TorchFacts | None,
     environ: Mapping[str, str],
 ) -> DoctorFacts:
-    """Look at this node.
-
-    Args:
-        loaded: The configuration; None when it could not be read.
-        config_errors: Why it could not.
-        torch: What torch says about itself, if it was asked.
-        environ: The process's variables.
-    """
+    """Look at this node; the configuration may be one that could not be read."""
     config = loaded.config if loaded else None
     hardware = read_hardware(environ)
-    port = join_port(config) if config else 0
+    port = join_port(config) if config and opens_port(config) else 0
     folders = {"run folders": config.launch.log_dir if config else "runs"}
     folders["checkpoints"] = config.checkpoint.dir if config else "checkpoints"
-    obstacles = []
-    if config is not None:
-        obstacles += list(_counts(config, len(hardware.gpus)))
+    shared, address = None, ""
+    with suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm").total  # noqa: S108  (asked about, not written to)
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # RLIM_INFINITY is -1
     return DoctorFacts(
         python=f"{platform.python_version()} ({sys.executable})",
         torch=torch,
@@ -201,66 +190,30 @@ def collect_facts(
         notes=hardware.notes,
         cpus=hardware.cpu_count,
         memory=hardware.memory_bytes,
-        shared_memory=_shared_memory(),
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK)[0],
+        shared_memory=shared,
+        open_files=(soft, hard),
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         disks=tuple(_disk(use, Path(folder)) for use, folder in folders.items()),
         interfaces=tuple(read_interfaces()),
         hostname=socket.gethostname(),
-        own_address=_own_address(),
-        port=port if config is None or opens_port(config) else 0,
-        port_is_taken=is_taken(port) if config is None or opens_port(config) else False,
+        own_address=address,
+        port=port,
+        port_is_taken=is_taken(port),
         environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
         config=config,
         config_path=str(loaded.path) if loaded and loaded.path else "none, built-in defaults",
         config_errors=config_errors,
-        obstacles=tuple(dict.fromkeys(obstacles)),
     )
 
 
-def _counts(config: Any, gpus: int) -> Iterator[tuple[str, str, bool]]:
-    """Return whether there is a GPU for each configured worker."""
-    from fsdplaunch.config.resolve import workers_per_node
-
-    configured = workers_per_node(config)
-    if configured is not None and gpus and configured > gpus and not config.use_cpu:
-        text = f"the configuration sets {configured} workers on this node, it has {gpus} visible GPUs"
-        yield text, "lower num_processes, or set use_cpu: true", True
-
-
 def read_interfaces(root: Path = Path("/sys/class/net")) -> Iterator[NetworkInterface]:
-    """Yield the interfaces that are up.
-
-    Args:
-        root: Where the kernel lists them.
-    """
+    """Yield the interfaces that are up, as the kernel lists them in `root`."""
     addresses = interfaces()
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        state = read_text(folder / "operstate").strip()
-        if state not in ("up", "unknown"):
-            continue
-        speed = read_text(folder / "speed").strip()
-        known = int(speed) if speed.isdecimal() and int(speed) > 0 else None
-        yield NetworkInterface(name=folder.name, address=addresses.get(folder.name, ""), speed=known)
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
-def _shared_memory() -> int | None:
-    try:
-        return shutil.disk_usage("/dev/shm").total  # noqa: S108  (asked about, not written to)
-    except OSError:
-        return None
-
-
-def _limit(kind: int) -> tuple[int, int]:
-    soft, hard = resource.getrlimit(kind)
-    return tuple(-1 if value == resource.RLIM_INFINITY else value for value in (soft, hard))  # type: ignore[return-value]
+        if read_text(folder / "operstate").strip() in ("up", "unknown"):
+            speed = read_text(folder / "speed").strip()
+            known = int(speed) if speed.isdecimal() and int(speed) > 0 else None
+            yield NetworkInterface(name=folder.name, address=addresses.get(folder.name, ""), speed=known)
 
 
 def _disk(use: str, folder: Path) -> Disk:
@@ -276,12 +229,7 @@ def _disk(use: str, folder: Path) -> Disk:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the kind of file system a folder is on; empty when unknown.
-
-    Args:
-        folder: An absolute path that exists.
-        mounts: The kernel's table.
-    """
+    """Return the kind of file system a folder (absolute) is on, by the kernel's table; empty when unknown."""
     best, kind = "", ""
     for line in read_text(mounts).splitlines():
         words = line.split()
@@ -322,20 +270,10 @@ sys.stdout.write("\\n" + json.dumps({
 
 
 def probe_torch(python: str = sys.executable) -> TorchFacts:
-    """Start an interpreter that imports torch and says what it has; seconds.
-
-    Args:
-        python: The interpreter that workers would run.
-    """
+    """Start an interpreter, that of the workers, which imports torch and says what it has; takes seconds."""
+    streams: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     try:
-        done = subprocess.run(
-            [python, "-c", _CODE],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-            preexec_fn=ended_with_us(),
-        )
+        done = subprocess.run([python, "-c", _CODE], check=False, preexec_fn=ended_with_us(), **streams)
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"importing it takes longer than {TIMEOUT_SECONDS} s")
     except OSError as error:
@@ -356,13 +294,7 @@ _OWNER = re.compile(r"(process \d+ \()([^,)]+)(?=[,)])")
 
 
 def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -> str:
-    """Return a text in which secrets, users, nodes and addresses are replaced.
-
-    Args:
-        text: Anything.
-        users: Names of users.
-        hosts: Names of nodes.
-    """
+    """Return a text in which secrets, users, nodes and addresses are replaced."""
     text = _SECRET_PAIR.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text))
     text = IN_URL.sub(f"{HIDDEN}@", text)
     text = _HOME.sub(r"/\1/USER", text)
@@ -374,12 +306,7 @@ def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -
 
 
 def bug_report_block(
-    facts: DoctorFacts,
-    checks: Sequence[Check],
-    *,
-    version: str,
-    settings: Mapping[str, str],
-    users: Sequence[str],
+    facts: DoctorFacts, checks: Sequence[Check], *, version: str, settings: Mapping[str, str], users: Sequence[str]
 ) -> str:
     """Return the block for a bug report, as Markdown.
 
@@ -390,17 +317,15 @@ def bug_report_block(
         settings: Keys of the configuration that are not at their default, as texts.
         users: Names of users to hide.
     """
+
+    def hidden(name: str, value: str) -> str:
+        return HIDDEN if is_secret(name, value) else value
+
     words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "-"}
     lines = [f"fsdplaunch {version}", ""]
     lines += [f"{words[check.status]:<8}{check.topic}: {check.text}" for check in checks]
-    lines += ["", "configuration:", *(f"  {name}: {_value(name, value)}" for name, value in settings.items())]
-    lines += [
-        "environment:",
-        *(f"  {name}={_value(name, value)}" for name, value in sorted(facts.environ.items())),
-    ]
+    lines += ["", "configuration:", *(f"  {name}: {hidden(name, value)}" for name, value in settings.items())]
+    lines += ["environment:"]
+    lines += [f"  {name}={hidden(name, value)}" for name, value in sorted(facts.environ.items())]
     hosts = (facts.hostname, facts.hostname.partition(".")[0])
     return "```\n" + redact("\n".join(lines), users=users, hosts=hosts) + "\n```"
-
-
-def _value(name: str, value: str) -> str:
-    return HIDDEN if is_secret(name, value) else value

@@ -48,17 +48,27 @@ def run_network_test() -> None:
             swap = partial(_exchange, peer, first=rank == first, device=device)
             seconds[f"{first}-{second}"] = _timed(swap, device)
     found = from_all({"wrong": wrong, "pairs": seconds, "together": together})
-    if rank == 0:
-        _write(found, hosts, world, str(dist.get_backend(dist.group.WORLD)))
+    if rank != 0:
+        return
+    pairs: dict[str, float] = {}
+    for answer in found:
+        for name, took in answer["pairs"].items():
+            pairs[name] = max(pairs.get(name, 0.0), took)
+    answer = {
+        "world": world,
+        "backend": str(dist.get_backend(dist.group.WORLD)),
+        "hosts": hosts,
+        "wrong": {str(rank): each["wrong"] for rank, each in enumerate(found) if each["wrong"]},
+        # Both ways: twice the message per pair. A ring moves 2 (n - 1) / n of the tensor over each link.
+        "pairs": {name: 2 * _PAIR_BYTES / took for name, took in pairs.items()},
+        "all_reduce": 2 * (world - 1) / world * _SUM_BYTES / max(each["together"] for each in found),
+    }
+    if folder := os.environ.get(RUN_DIR):
+        (Path(folder) / ANSWER).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def sum_is_right(count: int, device: torch.device) -> bool:
-    """Return whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, exact in fp32.
-
-    Args:
-        count: Elements.
-        device: Where they are.
-    """
+    """Return whether all ranks' tensors add up: each holds its rank + 1 plus a pattern, exact in fp32."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(count, device=device).remainder(251).to(torch.float32)
     value = pattern + (rank + 1)
@@ -68,11 +78,7 @@ def sum_is_right(count: int, device: torch.device) -> bool:
 
 
 def pairs_to_measure(hosts: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of ranks to measure.
-
-    Args:
-        hosts: The node of each rank.
-    """
+    """Yield the pairs of ranks to measure; `hosts` has the node of each rank."""
     world = len(hosts)
     if world <= _MOST_FOR_ALL_PAIRS:
         yield from combinations(range(world), 2)
@@ -103,26 +109,6 @@ def _timed(act: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
-
-
-def _write(found: list[dict[str, Any]], hosts: list[str], world: int, backend: str) -> None:
-    pairs: dict[str, float] = {}
-    for answer in found:
-        for name, seconds in answer["pairs"].items():
-            pairs[name] = max(pairs.get(name, 0.0), seconds)
-    together = max(answer["together"] for answer in found)
-    answer = {
-        "world": world,
-        "backend": backend,
-        "hosts": hosts,
-        "wrong": {str(rank): each["wrong"] for rank, each in enumerate(found) if each["wrong"]},
-        # Both ways: twice the message per pair. A ring moves 2 (n - 1) / n of the tensor over each link.
-        "pairs": {name: 2 * _PAIR_BYTES / seconds for name, seconds in pairs.items()},
-        "all_reduce": 2 * (world - 1) / world * _SUM_BYTES / together,
-    }
-    folder = os.environ.get(RUN_DIR)
-    if folder:
-        (Path(folder) / ANSWER).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,7 @@ _MOST = 200
 
 
 def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the configuration for two CPU workers on one node, and what had to change beside that.
-
-    Args:
-        config: Resolved.
-    """
+    """Return the configuration for two CPU workers on one node, and what had to change beside that."""
     fsdp, notes = config.fsdp_config, []
     strategy, reshard = fsdp.fsdp_sharding_strategy, fsdp.fsdp_reshard_after_forward
     if strategy is not None and strategy.startswith("HYBRID"):
@@ -70,13 +66,7 @@ def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def remember(config: Config, target: LaunchTarget, *, equal: bool) -> None:
-    """Write down what a comparison found.
-
-    Args:
-        config: Resolved, before `shrunk`.
-        target: What was run.
-        equal: Whether the workers computed what one process does.
-    """
+    """Write down what a comparison found; the configuration is the one before `shrunk`."""
     digest = _digest(config, target)
     if digest is not None:
         file = Path(config.launch.log_dir) / _FILE
@@ -86,12 +76,7 @@ def remember(config: Config, target: LaunchTarget, *, equal: bool) -> None:
 
 
 def recall(config: Config, target: LaunchTarget) -> str | None:
-    """Return what to say about this script with this configuration; None where it cannot be told.
-
-    Args:
-        config: Resolved.
-        target: What is launched.
-    """
+    """Return what to say about this script with this configuration; None where it cannot be told."""
     digest = _digest(config, target)
     if digest is None:
         return None
@@ -102,13 +87,11 @@ def recall(config: Config, target: LaunchTarget) -> str | None:
 
 
 def _digest(config: Config, target: LaunchTarget) -> str | None:
-    """Return a digest of a script's text and its configuration; None where there is no text to read."""
     name = target.name.replace(".", "/")
     files = [Path(name + ".py"), Path(name) / "__main__.py"] if target.is_module else [Path(target.name)]
     script = next((file for file in files if file.is_file()), None)
     if script is None or not target.is_python or not os.access(script, os.R_OK):
         return None
-    small = shrunk(config)[0]
-    small = replace(small, launch=replace(small.launch, keep_global_batch=True))
-    settings = json.dumps(encode(small), sort_keys=True)
+    small = replace(config, launch=replace(config.launch, keep_global_batch=True))
+    settings = json.dumps(encode(shrunk(small)[0]), sort_keys=True)
     return hashlib.sha256(script.read_bytes() + settings.encode()).hexdigest()[:32]

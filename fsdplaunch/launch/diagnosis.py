@@ -31,6 +31,7 @@ _NEEDS_GPU = re.compile(
 )
 """What torch's builds with and without CUDA say where there is no GPU, and what scripts say that ask before."""
 _ASSERTS_GPU = re.compile(r"^\s*assert\b.*\b(cuda|accelerator)\.(is_available|device_count)\(\)", re.MULTILINE)
+_NEVER = r"(?!)"
 _SAME_CALLS = "check that every rank makes the same calls, evaluation and saving included"
 
 
@@ -80,13 +81,7 @@ class FailureFacts:
 
 
 def failure_facts(record: Mapping[str, Any], config: Config | None, python: str) -> FailureFacts | None:
-    """Return what an agent's record says about its last attempt; None when no worker failed in it.
-
-    Args:
-        record: What the agent wrote.
-        config: The configuration.
-        python: The interpreter the workers ran in.
-    """
+    """Return what an agent's record says about its last attempt; None when no worker failed in it."""
     attempts = record.get("attempts") or []
     cause = attempts[-1]["cause"] if attempts else None
     if cause is None:
@@ -109,13 +104,14 @@ def diagnose(facts: FailureFacts) -> Diagnosis:
     return next((found for recognise in _KINDS if (found := recognise(facts)) is not None), Diagnosis())
 
 
-def _says(pattern: str, why: str, *remedies: str, died_of: str = "") -> _Recognise:
-    """Recognize a failure by its text, or by the signal that killed the worker."""
-    compiled, diagnosis = re.compile(pattern, re.I | re.S), Diagnosis(why=why, remedies=remedies)
+def _says(pattern: str, why: str, *remedies: str, died_of: Sequence[str] = ()) -> _Recognise:
+    """Recognize a failure by its text, or by the signal that killed the worker, which `why` names as SIGNAL."""
+    compiled = re.compile(pattern, re.I | re.S)
 
     def recognise(facts: FailureFacts) -> Diagnosis | None:
-        found = compiled.search(facts.text) or (died_of and facts.died_of == died_of)
-        return diagnosis if found else None
+        if not compiled.search(facts.text) and facts.died_of not in died_of:
+            return None
+        return Diagnosis(why=why.replace("SIGNAL", facts.died_of), remedies=remedies)
 
     return recognise
 
@@ -129,20 +125,23 @@ def _own_hint(facts: FailureFacts) -> Diagnosis | None:
 def _gpu_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     if not _NO_GPU_MEMORY.search(facts.text):
         return None
-    asked = re.search(rf"Tried to allocate {_SIZE}", facts.text)
-    total = re.search(rf"total capacity of {_SIZE}", facts.text)
-    free = re.search(rf"of which {_SIZE} is free", facts.text)
-    others = re.search(rf"Process \d+ has {_SIZE} memory in use", facts.text)
+
+    def size(words: str) -> str:
+        found = re.search(words, facts.text)
+        return found[1] if found else ""
+
+    asked, total = size(rf"Tried to allocate {_SIZE}"), size(rf"total capacity of {_SIZE}")
+    free, others = size(rf"of which {_SIZE} is free"), size(rf"Process \d+ has {_SIZE} memory in use")
     why = "the GPU's memory is used up"
     if total and free:
-        why = f"of the GPU's {total[1]} only {free[1]} were free"
-        why += f", and {asked[1]} were wanted" if asked else ""
+        why = f"of the GPU's {total} only {free} were free"
+        why += f", and {asked} were wanted" if asked else ""
     if others:
-        why += f"; another process holds {others[1]}"
+        why += f"; another process holds {others}"
     remedies = _savings(facts.config)
-    unused = re.search(rf"{_SIZE} is reserved by PyTorch but unallocated", facts.text)
-    if unused and asked and _bytes(unused[1]) >= _bytes(asked[1]):
-        why += f"; {unused[1]} are held in pieces that are too small"
+    unused = size(rf"{_SIZE} is reserved by PyTorch but unallocated")
+    if unused and asked and _bytes(unused) >= _bytes(asked):
+        why += f"; {unused} are held in pieces that are too small"
         remedies.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     return Diagnosis(why=why, remedies=tuple(remedies))
 
@@ -202,12 +201,10 @@ def _collective_timeout(facts: FailureFacts) -> Diagnosis | None:
     seconds = facts.config.launch.process_group_timeout_seconds if facts.config else None
     limit = f" for {seconds:.0f} s" if seconds else ""
     who = f"rank {_ranks(missing)}, which did not come" if missing else "the others, which did not come"
+    longer = "--process-group-timeout-seconds with a larger number, if one rank is meant to take long"
     return Diagnosis(
         why=f"it waited in a collective{limit} for {who}: ranks took different paths, or one is slow",
-        remedies=(
-            _SAME_CALLS,
-            "--process-group-timeout-seconds with a larger number, if one rank is meant to take long",
-        ),
+        remedies=(_SAME_CALLS, longer),
     )
 
 
@@ -215,10 +212,8 @@ def _lost_connection(facts: FailureFacts) -> Diagnosis | None:
     """Recognize a broken connection about which nothing else is known."""
     if not is_consequence(facts.cause):
         return None
-    return Diagnosis(
-        why="the connection to another rank broke, and no rank of this node says why",
-        remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",),
-    )
+    why = "the connection to another rank broke, and no rank of this node says why"
+    return Diagnosis(why=why, remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",))
 
 
 def _nccl_error(facts: FailureFacts) -> Diagnosis | None:
@@ -227,26 +222,6 @@ def _nccl_error(facts: FailureFacts) -> Diagnosis | None:
     if not found:
         return None
     return Diagnosis(why=f"NCCL: {found[1].strip()}", remedies=("NCCL_DEBUG=INFO, and every rank's stderr.log",))
-
-
-def _killed_from_outside(facts: FailureFacts) -> Diagnosis | None:
-    if facts.died_of not in ("SIGKILL", "SIGTERM"):
-        return None
-    return Diagnosis(
-        why=f"something outside this run sent {facts.died_of}: a user, a scheduler, or the kernel of a node"
-        " without memory",
-        remedies=("the scheduler's log; as root: dmesg | grep -i 'killed process'",),
-    )
-
-
-def _native_crash(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a crash in compiled code, whose stack faulthandler has written."""
-    if facts.died_of not in ("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT") or is_consequence(facts.cause):
-        return None
-    return Diagnosis(
-        why=f"compiled code crashed ({facts.died_of})",
-        remedies=("the Python lines it was called from are in the log, below 'Fatal Python error'",),
-    )
 
 
 def _missing_module(facts: FailureFacts) -> Diagnosis | None:
@@ -286,9 +261,8 @@ def _needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
     hidden = facts.config is not None and facts.config.launch.hide_ranks
     hide = "--hide-ranks (launch.hide_ranks), if it does so because RANK is set: it then runs as one process"
     own = "the script's own option for the CPU, such as --device cpu, if it has one"
-    return Diagnosis(
-        why="the script asks for a GPU, and its workers run on the CPU", remedies=(own,) if hidden else (hide, own)
-    )
+    why = "the script asks for a GPU, and its workers run on the CPU"
+    return Diagnosis(why=why, remedies=(own,) if hidden else (hide, own))
 
 
 def _left_by_itself(facts: FailureFacts) -> Diagnosis | None:
@@ -306,7 +280,23 @@ def _ranks(ranks: Sequence[int]) -> str:
     return listed(list(map(str, ranks)), 8)
 
 
-_GPU_FAULTS: Sequence[_Recognise] = (
+_KINDS: Sequence[_Recognise] = (
+    _own_hint,
+    _says(
+        "ended without sharding a model",
+        "each worker would have trained a replica of its own",
+        "call fsdplaunch.prepare(model, ...) in the script",
+        "--allow-unsharded, if that is meant",
+    ),
+    _gpu_out_of_memory,
+    _host_out_of_memory,
+    _says(
+        "insufficient shared memory|creating shared memory segment",
+        "shared memory (/dev/shm) is used up, which data loaders and NCCL pass data through",
+        "fewer data loader workers",
+        "a larger /dev/shm (docker run --shm-size=8g)",
+        died_of=("SIGBUS",),  # nearly always
+    ),
     _says(
         "duplicate GPU detected",
         "two ranks compute on one GPU: the script chooses it by something else than LOCAL_RANK",
@@ -359,25 +349,6 @@ _GPU_FAULTS: Sequence[_Recognise] = (
         "this GPU does not compute in fp8",
         "--mixed-precision bf16",
     ),
-)
-_KINDS: Sequence[_Recognise] = (
-    _own_hint,
-    _says(
-        "ended without sharding a model",
-        "each worker would have trained a replica of its own",
-        "call fsdplaunch.prepare(model, ...) in the script",
-        "--allow-unsharded, if that is meant",
-    ),
-    _gpu_out_of_memory,
-    _host_out_of_memory,
-    _says(
-        "insufficient shared memory|creating shared memory segment",
-        "shared memory (/dev/shm) is used up, which data loaders and NCCL pass data through",
-        "fewer data loader workers",
-        "a larger /dev/shm (docker run --shm-size=8g)",
-        died_of="SIGBUS",  # nearly always
-    ),
-    *_GPU_FAULTS,
     _unequal_collectives,
     _collective_timeout,
     _says(
@@ -388,8 +359,18 @@ _KINDS: Sequence[_Recognise] = (
     ),
     _nccl_error,
     _lost_connection,
-    _killed_from_outside,
-    _native_crash,
+    _says(
+        _NEVER,
+        "something outside this run sent SIGNAL: a user, a scheduler, or the kernel of a node without memory",
+        "the scheduler's log; as root: dmesg | grep -i 'killed process'",
+        died_of=("SIGKILL", "SIGTERM"),
+    ),
+    _says(
+        _NEVER,
+        "compiled code crashed (SIGNAL)",
+        "the Python lines it was called from are in the log, below 'Fatal Python error'",
+        died_of=("SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT"),
+    ),
     _missing_module,
     _wrong_block_class,
     _says(

@@ -23,13 +23,11 @@ PRELOADED = (
     "fsdplaunch.runtime.torch_internals.compiler_import",
 )
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
-_TORCH = ("torch", "torch.distributed")
-_BOOTSTRAP = ("-m", BOOTSTRAP)
 
 
 def is_python(command: Sequence[str]) -> bool:
     """Return whether workers run the bootstrap, and not a program of its own."""
-    return tuple(command[:2]) == _BOOTSTRAP
+    return tuple(command[:2]) == ("-m", BOOTSTRAP)
 
 
 def is_forked(config: Config, command: Sequence[str]) -> bool:
@@ -38,13 +36,8 @@ def is_forked(config: Config, command: Sequence[str]) -> bool:
 
 
 def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what to import before the fork server is forked, and in it.
-
-    Args:
-        config: Resolved configuration.
-        command: The workers' command, which follows the agent's options.
-    """
+    """Return what to import before the fork server is forked, and in it; `command` is the workers'."""
     if not is_forked(config, command):
         return (), ()
     sharding = PRELOADED if config.distributed_type == "FSDP" and not uses_xla(config) else ()
-    return _TORCH, (BOOTSTRAP, *sharding, *config.launch.preload)
+    return ("torch", "torch.distributed"), (BOOTSTRAP, *sharding, *config.launch.preload)

@@ -172,11 +172,10 @@ def build_plan(
         f"--monitor-interval={launch.monitor_interval_seconds}",
         f"--role={launch.role}",
         *([f"--event-log-handler={launch.event_log}"] if launch.event_log else []),
-        *_rendezvous(_with_a_free_port(config, node), run_id),
+        *_rendezvous(config, node, run_id),
         f"--log-dir={run_dir}",
     ]
-    known = _with_device_known(config, device)
-    env = _worker_variables(known, node, workers, device=device, run_dir=run_dir, ranks=ranks)
+    env = _worker_variables(config, node, workers, device=device, run_dir=run_dir, ranks=ranks)
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"
     if device == "xla":
@@ -200,24 +199,21 @@ def build_plan(
 def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
     if device == "xla":
         return xla_processes(config, environ=node.environ, chips=node.tpu_chips)
-    workers = _workers_on_node(config, gpus=gpus if device == "cuda" else 0, cpus=node.cpus)
+    gpus = gpus if device == "cuda" else 0
+    auto, asked = gpus or CPU_WORKERS, config.launch.workers_per_node
+    if config.distributed_type == "NO":
+        workers = 1
+    elif asked == "gpu" and not gpus:
+        msg = "launch.workers_per_node is gpu, but this run has no GPUs"
+        raise MachineError(msg, hint="set it to auto or to a number to run on CPU with gloo")
+    elif asked is not None:
+        workers = asked if isinstance(asked, int) else node.cpus if asked == "cpu" else auto
+    else:
+        workers = auto if config.num_processes == "auto" else config.num_processes // config.num_machines
     if device == "cuda" and workers > gpus:
         msg = f"the configuration asks for {workers} workers on this node, but it has {gpus} visible GPUs"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
     return workers
-
-
-def _workers_on_node(config: Config, *, gpus: int, cpus: int) -> int:
-    if config.distributed_type == "NO":
-        return 1
-    auto = gpus or CPU_WORKERS
-    asked = config.launch.workers_per_node
-    if asked == "gpu" and not gpus:
-        msg = "launch.workers_per_node is gpu, but this run has no GPUs"
-        raise MachineError(msg, hint="set it to auto or to a number to run on CPU with gloo")
-    if asked is not None:
-        return asked if isinstance(asked, int) else cpus if asked == "cpu" else auto
-    return auto if config.num_processes == "auto" else config.num_processes // config.num_machines
 
 
 def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
@@ -240,14 +236,14 @@ def _worker_variables(
     config: Config, node: NodeFacts, workers: int, *, device: str, run_dir: Path, ranks: int | None
 ) -> dict[str, str]:
     """Return the variables that agent and workers get beside the caller's."""
-    world = workers * config.num_machines if ranks is None else ranks
+    if device == "cpu" and config.distributed_type.startswith("MULTI"):
+        config = replace(config, use_cpu=True)  # accelerate would make no process group without it
     # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
-    on_xla = uses_xla(config)
+    on_xla, world = uses_xla(config), workers * config.num_machines if ranks is None else ranks
     env = encode(without_secrets(config if on_xla else with_mesh(config, world))[0])
-    env[RUN_DIR] = str(run_dir)
+    env |= {RUN_DIR: str(run_dir), DEVICE: device}
     if on_xla:
         env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA
-    env[DEVICE] = device
     if device == "cpu":
         # Whatever torch or a script finds by itself, the workers compute where the plan says.
         env |= {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if node.has_amd else {})
@@ -269,12 +265,14 @@ def _worker_variables(
     return env | config.launch.env
 
 
-def _rendezvous(config: Config, run_id: str) -> list[str]:
+def _rendezvous(config: Config, node: NodeFacts, run_id: str) -> list[str]:
     """Return where the agents meet. `is_host` and the local address are always given: torchrun's guesses hang."""
     launch, endpoint, address = config.launch, config.launch.rendezvous_endpoint, config.launch.local_address
     if config.num_machines == 1:
-        address = address or "127.0.0.1"
-        endpoint = endpoint or f"{address}:{config.main_process_port or 0}"
+        address, port = address or "127.0.0.1", config.main_process_port or 0
+        if node.port_is_taken:  # any free one; several nodes could not agree on another one here
+            endpoint, port = None, 0
+        endpoint = endpoint or f"{address}:{port}"
     elif endpoint is None and config.main_process_ip:
         endpoint = f"{config.main_process_ip}:{config.main_process_port or DEFAULT_PORT}"
     if endpoint is None:
@@ -285,8 +283,7 @@ def _rendezvous(config: Config, run_id: str) -> list[str]:
         hint = f"set {variable_of('machine_rank')} on each node: 0 on the first, 1 on the next"
         raise UsageError(msg, hint=hint)
     timeout = max(1, round(launch.rendezvous_timeout_seconds))
-    is_host = config.num_machines == 1 or config.machine_rank == 0
-    settings = {"is_host": int(is_host), "join_timeout": timeout} | launch.rendezvous_options
+    settings = {"is_host": int(opens_port(config)), "join_timeout": timeout} | launch.rendezvous_options
     return [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
@@ -294,19 +291,6 @@ def _rendezvous(config: Config, run_id: str) -> list[str]:
         f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
         *([f"--local-addr={address}"] if address else []),
     ]
-
-
-def _with_device_known(config: Config, device: str) -> Config:
-    """Return the configuration with use_cpu set where accelerate would make no process group without it."""
-    alone = device == "cpu" and config.distributed_type.startswith("MULTI")
-    return replace(config, use_cpu=True) if alone else config
-
-
-def _with_a_free_port(config: Config, node: NodeFacts) -> Config:
-    """Return the configuration with any free port for a lone node; several cannot agree on another one here."""
-    if config.num_machines > 1 or not node.port_is_taken:
-        return config
-    return replace(config, main_process_port=0, launch=replace(config.launch, rendezvous_endpoint=None))
 
 
 def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -> list[str]:

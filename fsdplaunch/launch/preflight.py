@@ -3,7 +3,6 @@
 Each check looks at one thing and yields findings; none raises, prints or starts anything.
 """
 
-import importlib.util
 import os
 import resource
 import shutil
@@ -13,6 +12,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from fsdplaunch.config.resolve import uses_xla
@@ -24,8 +25,8 @@ from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_po
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Gpu
 
-_LITTLE_SPACE = GIB
-_NO_SPACE = 64 * MIB
+_LITTLE_SPACE, _NO_SPACE = GIB, 64 * MIB
+_CORRECT = "correct the script"
 FILES, _FILES_PER_WORKER = 64, 8
 """Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
 
@@ -49,14 +50,12 @@ class Finding:
     @property
     def error(self) -> LaunchError:
         """Return it as an error."""
-        if self.in_script:
-            return LaunchError(self.message, hint=self.hint)
-        return MachineError(self.message, hint=self.hint)
+        return (LaunchError if self.in_script else MachineError)(self.message, hint=self.hint)
 
 
 def is_taken(port: int) -> bool:
     """Return whether no server could listen on all addresses now, as torch's store does; port 0 is always free."""
-    if port == 0:
+    if not port:
         return False
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):  # noqa: S104  (see above)
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
@@ -81,20 +80,14 @@ def describe_process(pid: int) -> str:
 
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
-    """Check everything a launch needs here.
-
-    Args:
-        plan: What is about to be run.
-        gpus: Visible GPUs, in CUDA's order.
-    """
+    """Check everything a launch needs here; `gpus` are the visible ones."""
     config = plan.config
-    folders = [plan.run_dir.parent, Path(config.checkpoint.dir)]
     return [
         *check_target(plan.target),
         *check_torch(),
         *(check_torch_xla() if uses_xla(config) else ()),
         *check_gpus(config, [gpu for gpu in gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
-        *check_space(folders),
+        *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
         *check_weights(config),
         *check_port(config),
         *_check_open_files(plan.workers),
@@ -118,32 +111,19 @@ def check_warm_folder(config: Config) -> Iterator[Finding]:
 
 def check_target(target: LaunchTarget) -> Iterator[Finding]:
     """Check that what is to run can be found, and compiled or executed."""
-    name = target.name
+    name, path = target.name, Path(target.name)
     if not target.is_python:
         if shutil.which(name) is None:
-            yield Finding(
-                message=f"{name} is not an executable program", hint="leave --no-python out for a script"
-            )
+            message = f"{name} is not an executable program"
+            yield Finding(message=message, hint="leave --no-python out for a script")
     elif target.is_module:
-        top = name.partition(".")[0]
-        if not _is_module(top):
+        top, found = name.partition(".")[0], False
+        with suppress(ImportError, ValueError):  # looking for a top-level module imports nothing
+            found = PathFinder.find_spec(top, [str(Path.cwd())]) is not None or find_spec(top) is not None
+        if not found:
             yield Finding(message=f"no module named {top}", hint=f"looked in {Path.cwd()} and where Python looks")
-    else:
-        path = Path(name)
-        file = path / "__main__.py" if path.is_dir() else path
-        if file.suffix in ("", ".py"):  # and not an archive
-            yield from _check_source(file)
-
-
-def _is_module(name: str) -> bool:
-    """Return whether a top-level module can be found; looking for it imports nothing."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        del sys.path[0]
+    elif path.is_dir() or path.suffix in ("", ".py"):  # and not an archive
+        yield from _check_source(path / "__main__.py" if path.is_dir() else path)
 
 
 def _check_source(file: Path) -> Iterator[Finding]:
@@ -151,21 +131,17 @@ def _check_source(file: Path) -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+        return
     except OSError as error:
-        yield Finding(
-            message=f"{file} cannot be read: {(error.strerror or '').lower()}", hint="see its permissions"
-        )
+        message, hint = f"{file} cannot be read: {(error.strerror or '').lower()}", "see its permissions"
     except SyntaxError as error:
         text = f": {error.text.strip()}" if error.text else ""
-        yield Finding(
-            message=f"{file}:{error.lineno or 1}: {error.msg}{text}", hint="correct the script", in_script=True
-        )
+        message, hint = f"{file}:{error.lineno or 1}: {error.msg}{text}", _CORRECT
     except (RecursionError, MemoryError):
-        yield Finding(
-            message=f"{file} nests deeper than Python can compile", hint="correct the script", in_script=True
-        )
+        message, hint = f"{file} nests deeper than Python can compile", _CORRECT
     except ValueError as error:
-        yield Finding(message=f"{file}: {error}", hint="name a Python script, or use --no-python for a program")
+        message, hint = f"{file}: {error}", "name a Python script, or use --no-python for a program"
+    yield Finding(message=message, hint=hint, in_script=hint == _CORRECT)
 
 
 def check_torch() -> Iterator[Finding]:
@@ -184,12 +160,7 @@ def check_torch_xla() -> Iterator[Finding]:
 
 
 def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Check that the GPUs the workers get can compute in the configured dtype, and are not in use.
-
-    Args:
-        config: Resolved configuration.
-        gpus: Those that are used.
-    """
+    """Check that the GPUs the workers get can compute in the configured dtype, and are not in use."""
     for gpu in gpus:
         number = gpu.visible_name
         for wanted, instead in cannot_compute(config, gpu):
@@ -210,11 +181,7 @@ def cannot_compute(config: Config, gpu: Gpu) -> Iterator[tuple[str, str]]:
 
 
 def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
-    """Check that there is room, and permission, to write where the run and its checkpoints go.
-
-    Args:
-        folders: Where files will be written; they need not exist yet.
-    """
+    """Check that there is room, and permission, to write in folders, which need not exist yet."""
     places = (
         next(path for path in (folder, *folder.parents) if path.exists()) for folder in map(Path.absolute, folders)
     )
@@ -245,8 +212,8 @@ def check_weights(config: Config) -> Iterator[Finding]:
     try:
         find_weight_files(Path(config.checkpoint.weights))
     except CheckpointError as error:
-        hint = error.hint or "see checkpoint.weights"
-        yield Finding(message=f"checkpoint.weights: {error.message}", hint=hint)
+        message = f"checkpoint.weights: {error.message}"
+        yield Finding(message=message, hint=error.hint or "see checkpoint.weights")
 
 
 def check_port(config: Config) -> Iterator[Finding]:

@@ -75,17 +75,15 @@ def _blames_another(text: str) -> bool:
     return _LOST_PEER.search(text) is not None and _OWN_FAULT.search(text) is None
 
 
-def moment(worker: Worker) -> int:
-    """Return when a worker failed, in ns: when its exception was recorded, or else when it was found dead."""
-    error = worker["error"]
-    return int(error["time_ns"]) if error is not None and error.get("time_ns") else int(worker["ended_ns"] or 0)
-
-
 def first_failure(workers: Sequence[Worker]) -> Worker | None:
     """Return the worker whose failure explains the others': the earliest that does not blame another one.
 
     Only where all of them blame a connection, the earliest of these.
     """
+
+    def moment(worker: Worker) -> int:  # when its exception was recorded, or else when it was found dead
+        return int((worker["error"] or {}).get("time_ns") or worker["ended_ns"] or 0)
+
     failed = [worker for worker in workers if has_failed(worker)]
     return min(failed, key=lambda worker: (is_consequence(worker), moment(worker)), default=None)
 
@@ -120,22 +118,17 @@ def failure_status(worker: Worker) -> int:
 def user_frames(traceback: str, *, folder: str = "") -> list[str]:
     """Return the traceback's last frames outside installed libraries and this package, `file:line in name   code`.
 
-    Where there are none, the innermost of all.
-
-    Args:
-        traceback: As Python prints it.
-        folder: What files inside it are named by their path from here.
+    Where there are none, the innermost of all. Files inside of `folder` are named by their path from there.
     """
     lines = [*traceback.rstrip().splitlines(), ""]
     found = [(match, code) for line, code in pairwise(lines) if (match := _FRAME.match(line))]
     own = [pair for pair in found if not is_installed(pair[0]["file"])] or found[-1:]
-    return [_frame(match, code, folder) for match, code in own[-_FRAME_LIMIT:]]
-
-
-def _frame(match: re.Match[str], code: str, folder: str) -> str:
-    file = match["file"].removeprefix(folder.rstrip("/") + "/") if folder else match["file"]
-    text = f"   {code.strip()}" if code.startswith("    ") else ""
-    return f"{file}:{match['line']} in {match['name']}{text}"
+    shown = []
+    for match, code in own[-_FRAME_LIMIT:]:
+        file = match["file"].removeprefix(folder.rstrip("/") + "/") if folder else match["file"]
+        text = f"   {code.strip()}" if code.startswith("    ") else ""
+        shown.append(f"{file}:{match['line']} in {match['name']}{text}")
+    return shown
 
 
 def is_installed(file: str) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
 """Where in torch's C++ code a message comes from, which helps nobody here."""
 _STUBBORN = "did not stop when asked and was killed"
-_TAIL_LIMIT = 6
-"""Lines of error output to show where there is no exception."""
-_MESSAGE_LIMIT = 4
-"""Lines of the exception's own text to show."""
-_MINUTE, _HOUR = 60, 3600
+_TAIL_LIMIT, _MESSAGE_LIMIT = 6, 4
+"""Lines to show: of the error output where there is no exception, and of an exception's own text."""
+_MOST_LISTED = 8
+_WIDEST = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +87,8 @@ class RunResult:
         """Return the result as plain data."""
         failure = None
         if self.failure is not None:
-            failure = {name: getattr(self.failure, name) for name in Failure.__dataclass_fields__}
-            failure |= {"why": self.diagnosis.why, "try": list(self.diagnosis.remedies)}
+            why = {"why": self.diagnosis.why, "try": list(self.diagnosis.remedies)}
+            failure = {**asdict(self.failure), **why}
         return {
             "stage": "run",
             "exit_code": self.exit_code,
@@ -113,7 +112,7 @@ def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
                 "rank": worker["rank"],
                 "exit_code": shell_status(worker["code"]) if worker["code"] is not None else None,
                 "signal": worker["signal"],
-                "message": (worker["error"] or {}).get("message"),
+                "message": _message(worker),
                 "seconds": _lifetime(worker),
                 "peak_bytes": worker["peak_bytes"],
                 "steps": worker.get("steps"),
@@ -134,17 +133,13 @@ def read_result(
         seconds: Wall time of the whole run.
         gpus: The GPU of each local rank; empty on CPU.
     """
-    attempts = record.get("attempts") or []
     stopped_by = record.get("stopped_by")
-    failure = None
-    if exit_code and not stopped_by:
-        failure = _failure(record, exit_code, gpus)
     return RunResult(
         exit_code=exit_code,
         seconds=seconds,
-        failure=failure,
+        failure=_failure(record, exit_code, gpus) if exit_code and not stopped_by else None,
         stopped_by=stopped_by,
-        attempts=attempts,
+        attempts=record.get("attempts") or [],
         notes=record.get("notes") or (),
     )
 
@@ -155,14 +150,13 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
     if cause is None:
         lost = tuple(record.get("lost") or ())
         return Failure(rank=None, exit_code=exit_code, message=record.get("error"), lost=lost)
-    error, local_rank = cause["error"] or {}, cause["local_rank"]
-    number, node = attempts[-1]["attempt"], cause.get("node")
+    local_rank, number, node = cause["local_rank"], attempts[-1]["attempt"], cause.get("node")
     return Failure(
         rank=cause["rank"],
         exit_code=exit_code,
         signal=own_signal(cause),
-        message=error.get("message"),
-        traceback=error.get("traceback"),
+        message=_message(cause),
+        traceback=(cause["error"] or {}).get("traceback"),
         local_rank=local_rank,
         pid=cause["pid"],
         host=cause.get("host") or record.get("host"),
@@ -181,6 +175,10 @@ def _lifetime(worker: Worker) -> float | None:
     return round((end - worker["started_ns"]) / 1e9, 3) if end else None
 
 
+def _message(worker: Worker) -> str | None:
+    return (worker["error"] or {}).get("message")
+
+
 def describe_others(cause: Worker, workers: Sequence[Worker]) -> list[str]:
     """Say what became of the workers beside the one that failed first, alike ones together."""
     groups: dict[str, list[int]] = {}
@@ -188,24 +186,23 @@ def describe_others(cause: Worker, workers: Sequence[Worker]) -> list[str]:
         if worker["rank"] != cause["rank"]:
             same = has_failed(worker) and _message(worker) == _message(cause) is not None
             groups.setdefault("failed in the same way" if same else _end_of(worker), []).append(worker["rank"])
-    return [_sentence(ranks, end) for end, ranks in groups.items()]
-
-
-def _sentence(ranks: Sequence[int], end: str) -> str:
-    if len(ranks) > 1 and end.startswith(("was ", _STUBBORN)):
-        end = end.replace("was ", "were ", 1)
-    return f"{_ranks(ranks)} {end}"
-
-
-def _message(worker: Worker) -> str | None:
-    return (worker["error"] or {}).get("message")
+    sentences = []
+    for end, ranks in groups.items():
+        who = f"{len(ranks)} other ranks" if len(ranks) > _MOST_LISTED else f"ranks {', '.join(map(str, ranks))}"
+        if len(ranks) == 1:
+            sentences.append(f"rank {ranks[0]} {end}")
+        elif end.startswith(("was ", _STUBBORN)):
+            sentences.append(f"{who} {end.replace('was ', 'were ', 1)}")
+        else:
+            sentences.append(f"{who} {end}")
+    return sentences
 
 
 def _end_of(worker: Worker) -> str:
     if has_failed(worker):
         words = _SOURCE.sub("", brief(worker).partition(" ")[2].partition(" ")[2])  # without its own number
         words = words.partition(". ")[0]
-        return words if len(words) < 100 else words[:97] + "..."  # noqa: PLR2004
+        return words if len(words) < _WIDEST else words[: _WIDEST - 3] + "..."
     if worker["code"] == 0:
         return "ended well"
     if worker["code"] is None or -worker["code"] not in worker["sent"]:
@@ -213,24 +210,15 @@ def _end_of(worker: Worker) -> str:
     return _STUBBORN if worker["code"] == -9 else "was stopped because of it"  # noqa: PLR2004
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:  # noqa: PLR2004
-        return f"{len(ranks)} other ranks"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def duration(seconds: float) -> str:
     """Return `0.4 s`, `12 s`, `4 m 12 s`, `2 h 04 m`."""
     if seconds < 10:  # noqa: PLR2004
         return f"{seconds:.1f} s"
-    rounded = round(seconds)
-    if rounded < _MINUTE:
-        return f"{rounded} s"
-    if rounded < _HOUR:
-        return f"{rounded // _MINUTE} m {rounded % _MINUTE:02} s"
-    return f"{rounded // _HOUR} h {rounded % _HOUR // _MINUTE:02} m"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, left = divmod(minutes, 60)
+    return f"{hours} h {left:02} m" if hours else f"{minutes} m {rest:02} s"
 
 
 def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:
@@ -245,11 +233,17 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     failure = result.failure
     if failure is None:
         return []
+    if failure.lost:
+        hint = "is that node up, and its network?"
+        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
+        return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     if failure.rank is None:
-        return _agent_lines(failure, run_dir, fixed_size=fixed_size)
-    lines = [_head(failure), *_place(failure), *_exception(failure, folder)]
-    lines += [f"  {words}" for words in failure.others]
-    lines += [f"  {_again(result)}"] if len(result.attempts) > 1 else []
+        message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:_MESSAGE_LIMIT]]
+        head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
+        return [head, *message, "", f"  log  {run_dir}/{AGENT_LOG}"]
+    lines = _failed_rank(failure, folder)
+    if (tries := len(result.attempts)) > 1:
+        lines.append(f"  it was attempt {tries}; the attempts before it are in result.json")
     diagnosis = result.diagnosis
     rest = [("why", diagnosis.why)] if diagnosis.why else []
     rest += [("try", remedy) for remedy in diagnosis.remedies[:1]]
@@ -258,56 +252,29 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
 
 
-def _agent_lines(failure: Failure, run_dir: str, *, fixed_size: bool) -> list[str]:
-    message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:_MESSAGE_LIMIT]]
-    if failure.lost:
-        hint = "is that node up, and its network?"
-        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
-        return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
-    head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
-    return [head, *message, "", f"  log  {run_dir}/{AGENT_LOG}"]
-
-
-def _head(failure: Failure) -> str:
+def _failed_rank(failure: Failure, folder: str) -> list[str]:
+    """Say how a rank ended, where it ran, its exception with the user's lines, and what became of the others."""
+    how = f"was killed by {failure.signal}" if failure.signal else f"failed with exit code {failure.exit_code}"
     after = f" after {duration(failure.seconds)}" if failure.seconds is not None else ""
     steps = f", at step {failure.steps}" if failure.steps else ""
-    if failure.signal:
-        return f"rank {failure.rank} was killed by {failure.signal}{after}{steps}"
-    return f"rank {failure.rank} failed with exit code {failure.exit_code}{after}{steps}"
-
-
-def _place(failure: Failure) -> list[str]:
-    parts = [
-        f"on {failure.host}" if failure.host else "",
-        f"GPU {failure.gpu}" if failure.gpu is not None else "",
-        f"process {failure.pid}" if failure.pid is not None else "",
-    ]
-    text = ", ".join(part for part in parts if part)
-    return [f"  {text}"] if text else []
-
-
-def _exception(failure: Failure, folder: str) -> list[str]:
+    place = [f"on {failure.host}"] if failure.host else []
+    place += [f"GPU {failure.gpu}"] if failure.gpu is not None else []
+    place += [f"process {failure.pid}"] if failure.pid is not None else []
+    lines = [f"rank {failure.rank} {how}{after}{steps}", *([f"  {', '.join(place)}"] if place else [])]
     if failure.message is None:
-        return [f"    {shortened(line)}" for line in failure.tail[-_TAIL_LIMIT:]]
-    text = failure.message.partition("\nhint: ")[0]
-    message = shortened(text).splitlines()
-    lines = [f"  {line}" for line in message[:_MESSAGE_LIMIT]]
-    lines += ["  ..."] if len(message) > _MESSAGE_LIMIT else []
-    lines += ["  (the log below has all of it)"] if len(text) > MOST else []
-    return [*lines, *(f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder))]
-
-
-def _again(result: RunResult) -> str:
-    return f"it was attempt {len(result.attempts)}; the attempts before it are in result.json"
+        lines += [f"    {shortened(line)}" for line in failure.tail[-_TAIL_LIMIT:]]
+    else:
+        text = failure.message.partition("\nhint: ")[0]
+        message = shortened(text).splitlines()
+        lines += [f"  {line}" for line in message[:_MESSAGE_LIMIT]]
+        lines += ["  ..."] if len(message) > _MESSAGE_LIMIT else []
+        lines += ["  (the log below has all of it)"] if len(text) > MOST else []
+        lines += [f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder)]
+    return lines + [f"  {words}" for words in failure.others]
 
 
 def end_line(result: RunResult, *, workers: int) -> str:
-    """Say how a run without a failure ended.
-
-    Args:
-        result: The end of the run.
-        workers: Workers over all nodes.
-    """
+    """Say how a run without a failure ended; `workers` over all nodes."""
     if result.stopped_by is not None:
         saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004
         return f"stopped by {result.stopped_by} after {duration(result.seconds)}{saved}"

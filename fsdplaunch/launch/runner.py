@@ -61,11 +61,7 @@ def _start_agent(
     folder: Path | None,
     held_port: socket.socket | None,
 ) -> tuple[AgentProcess, int]:
-    """Start the plan's agent, in a session of its own.
-
-    Returns:
-        The agent, and our end of its lifeline: to be held until the agent has ended.
-    """
+    """Start the plan's agent in a session of its own; return our end of its lifeline, to be held until it ends."""
     # Nothing is ever written: that its other end closes, which no way of dying avoids, says that we have gone.
     lifeline, held = os.pipe()
     # A Ctrl-C waits until the agent can answer it: its interpreter alone would print a traceback.
@@ -84,7 +80,8 @@ def _start_agent(
                     [0, 1 if output is None else output, 2, *files],
                     keep_seconds=plan.config.launch.keep_warm_seconds,
                     blocked=[*before, signal.SIGINT],
-                    lost_status=lambda: _recorded_status(plan),
+                    # One that wrote no status was killed.
+                    lost_status=lambda: read_json(agent_record(plan.run_dir)).get("exit_code", -signal.SIGKILL),
                 )
             agent = agent or subprocess.Popen(
                 plan.argv,
@@ -145,33 +142,10 @@ def run_plan(
     os.close(lifeline)
     if code < 0:  # it could not do so itself
         remove_abandoned_dirs()
-    return _written(plan, _result(plan, status, record, round(time.monotonic() - start, 3)))
-
-
-def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
-    """Write the result into the run's folder; one that finds no room there is the run's all the same."""
-    try:
-        write_json(plan.run_dir / RESULT, result.to_dict())
-        if result.failure is not None and result.failure.lost:
-            (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
-    except OSError as error:
-        return replace(result, unwritten=error.strerror or str(error))
-    return result
-
-
-def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
-    """Wait for the agent's end; where the run is over before, ask it to end, and kill it if it does not."""
-    while is_over is None or not is_over():
-        try:
-            return agent.wait(_LOOK_SECONDS if is_over else None)
-        except subprocess.TimeoutExpired:
-            continue
-    agent.send_signal(signal.SIGTERM)
-    try:
-        return agent.wait(grace + _AGENT_SECONDS)
-    except subprocess.TimeoutExpired:
-        agent.kill()
-        return agent.wait()
+    result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
+    if result.failure and (facts := failure_facts(record, plan.config, plan.argv[0])) is not None:
+        result = replace(result, diagnosis=diagnose(facts))
+    return _written(plan, result)
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
@@ -186,33 +160,35 @@ def _prepare_run_dir(plan: LaunchPlan) -> None:
         link_latest(plan.run_dir)
 
 
-def _recorded_status(plan: LaunchPlan) -> int:
-    """Return the status that the agent wrote down; one that wrote none was killed."""
-    return int(read_json(agent_record(plan.run_dir)).get("exit_code", -signal.SIGKILL))
+def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
+    """Wait for the agent's end; where the run is over before, ask it to end, and kill it if it does not."""
+    while is_over is None or not is_over():
+        with suppress(subprocess.TimeoutExpired):
+            return agent.wait(_LOOK_SECONDS if is_over else None)
+    agent.send_signal(signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        return agent.wait(grace + _AGENT_SECONDS)
+    agent.kill()
+    return agent.wait()
 
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """Return this node's status and its agent's record."""
-    status = shell_status(code)
-    record = read_json(agent_record(plan.run_dir)) or _without_record(plan, code, received)
+    """Return this node's status and its agent's record, or what to make of one that could not write it."""
+    status, record = shell_status(code), read_json(agent_record(plan.run_dir))
+    if not record and received:  # it was ended while it was starting
+        record = {"stopped_by": signal_name(received[0])}
+    elif not record and code < 0:
+        record = {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
+    elif not record and code:
+        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
     if status == 0 and (missing := unsharded_ranks(plan, record)):
-        status, record = 1, _with_unsharded_cause(record, plan, missing[0])
+        message = f"NeverShardedError: {plan.script} ended without sharding a model"
+        error = {"message": message, "traceback": None, "time_ns": 0}
+        *before, last = record["attempts"]
+        worker = next(worker for worker in last["workers"] if worker["rank"] == missing[0])
+        cause = {**worker, "code": 1, "error": error}
+        return 1, {**record, "attempts": [*before, {**last, "cause": cause}]}
     return status, record
-
-
-def _result(plan: LaunchPlan, status: int, record: Mapping[str, Any], seconds: float) -> RunResult:
-    result = read_result(record, exit_code=status, seconds=seconds, gpus=plan.gpus)
-    facts = failure_facts(record, plan.config, plan.argv[0]) if result.failure else None
-    return replace(result, diagnosis=diagnose(facts)) if facts is not None else result
-
-
-def _without_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> dict[str, Any]:
-    """Return what to make of an agent that could not write down how it ended."""
-    if received:  # it was ended while it was starting
-        return {"stopped_by": signal_name(received[0])}
-    if code < 0:
-        return {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
-    return {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))} if code else {}
 
 
 def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
@@ -227,16 +203,15 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
 
 
-def _with_unsharded_cause(record: Mapping[str, Any], plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """Return the agent's record, with the rank that did not shard as the failure it is."""
-    attempts = [*record.get("attempts", [])]
-    if not attempts:
-        return dict(record)
-    message = f"NeverShardedError: {plan.script} ended without sharding a model"
-    error = {"message": message, "traceback": None, "time_ns": 0}
-    worker = next(worker for worker in attempts[-1]["workers"] if worker["rank"] == rank)
-    attempts[-1] = {**attempts[-1], "cause": {**worker, "code": 1, "error": error}}
-    return {**record, "attempts": attempts}
+def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
+    """Write the result into the run's folder; one that finds no room there is the run's all the same."""
+    try:
+        write_json(plan.run_dir / RESULT, result.to_dict())
+        if result.failure is not None and result.failure.lost:
+            (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+    except OSError as error:
+        return replace(result, unwritten=error.strerror or str(error))
+    return result
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
 """Of an object in a cluster; none begins with a dash, as an option does."""
 _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-State = tuple[str, bool]
+_State = tuple[str, bool]
 """One or a few words, and whether the run may still do something."""
 _TASK = "task"
 """Folder of a task of an array inside its run's, with its number."""
@@ -40,67 +40,9 @@ _JOBS = {
     "here": _PROCESS,
     "ssh": _PROCESS | {"hosts?": [str]},
     "slurm": {"job": _matching(_JOB)},
-    "kubernetes": {
-        "name": _matching(_NAME),
-        "namespace?": Maybe(_matching(_NAME)),
-    },
+    "kubernetes": {"name": _matching(_NAME), "namespace?": Maybe(_matching(_NAME))},
 }
 """What each route knows a run by."""
-
-
-def _read_job(run_dir: Path) -> dict[str, Any]:
-    """Return how a run was started and what its scheduler knows it by; empty where that cannot be believed."""
-    job = read_json(run_dir / JOB)
-    route = job.get("route")
-    return job if isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route]) else {}
-
-
-def _result_of(run_dir: Path) -> dict[str, Any] | None:
-    """Return how the last start of a run ended, of which SLURM may have made several; None when it has not."""
-    tries = sorted((path for path in run_dir.glob("try*") if path.is_dir()), key=lambda path: path.stat().st_ctime)
-    result = read_json((tries or [run_dir])[-1] / RESULT)
-    return result if type(result.get("exit_code")) is int else None
-
-
-def _ended_state(result: Mapping[str, Any]) -> str:
-    if result.get("stopped_by"):
-        return f"stopped by {result['stopped_by']}"
-    return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
-
-
-def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> State:
-    """Return the state of a job or of one task of its array; `reported` is None when SLURM has forgotten it."""
-    if reported is None:
-        return (_ended_state(ended) if ended else "unknown to SLURM"), False
-    word, _, reason = reported.partition(" ")
-    if word in slurm.UNFINISHED:
-        return f"{word.lower()} {reason}".rstrip(), True
-    if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
-        return word.lower(), False
-    return _ended_state(ended), False
-
-
-def _process_state(job: Mapping[str, Any]) -> State:
-    """Return the state of a run that a process of some node looks after."""
-    if not job:
-        return "unknown", False
-    if job["host"] != socket.gethostname():
-        return f"started on {job['host']}", True
-    return ("running", True) if _is_alive(job) else ("lost: its launcher has gone", False)
-
-
-def _is_alive(job: Mapping[str, Any]) -> bool:
-    """Return whether the process that started a run is still there, and not another one of its number."""
-    since = _start_of(int(job["pid"]))
-    return since is not None and since == job.get("since")
-
-
-def _start_of(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
-    with suppress(OSError, IndexError, ValueError):
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return None if words[0] == "Z" else int(words[19])
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +87,19 @@ def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     write_json(run_dir / JOB, about)
 
 
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
+    with suppress(OSError, IndexError, ValueError):
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return None if words[0] == "Z" else int(words[19])
+    return None
+
+
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
-    return _read_all(found[:limit])
-
-
-def _read_all(folders: Sequence[Path]) -> list[Run]:
-    jobs = {path: _read_job(path) for path in folders}
-    numbers = [job["job"] for job in jobs.values() if job.get("route") == "slurm"]
-    states = slurm.job_states(numbers)
-    return [_read(path, job, states.get(str(job.get("job")), {})) for path, job in jobs.items()]
+    return [_read(path) for path in found[:limit]]
 
 
 def _is_run(path: Path) -> bool:
@@ -183,40 +126,74 @@ def find_run(folder: Path, name: str) -> Run:
         count = f"{len(chosen)} runs" if chosen else "no run"
         msg = f"{count} in {folder} by the name {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
-    (run,) = _read_all([folder / chosen[0]])
-    return run
+    return _read(folder / chosen[0])
 
 
-def _read(path: Path, job: Mapping[str, Any], reported: Mapping[str, str]) -> Run:
-    """Return a run out of its folder; `reported` has SLURM's states of its tasks, its own under ""."""
-    route = str(job.get("route") or "here")
+def _read(path: Path) -> Run:
+    """Return a run out of its folder; what no launcher could have written of its start is not believed."""
+    job = read_json(path / JOB)
+    route = job.get("route")
+    if not (isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route])):
+        route, job = "here", {}
+    if route == "slurm":
+        state = _state_of_array(path, slurm.job_states(job["job"]))
+    elif (ended := _result_of(path)) is not None:
+        state = _ended_state(ended), False
+    elif route == "kubernetes":
+        state = feature(KUBERNETES).state_of(job)
+    elif not job:
+        state = "unknown", False
+    elif job["host"] != socket.gethostname():
+        state = f"started on {job['host']}", True
+    elif (since := _start_of(job["pid"])) is not None and since == job.get(
+        "since"
+    ):  # not another one of its number
+        state = "running", True
+    else:
+        state = "lost: its launcher has gone", False
     script = str(read_json(path / PLAN).get("script") or "")
-    run = Run(id=path.name, dir=path, route=route, job=job, script=script, state="", unfinished=False)
-    if route == "slurm" and (tasks := _tasks(path, reported)):
-        counts = Counter(state for state, _ in tasks)
-        words = ", ".join(f"{count} {state}" for state, count in counts.items())
-        return replace(run, state=words, unfinished=any(unfinished for _, unfinished in tasks))
-    state, unfinished = _state(run, reported.get(""))
-    return replace(run, state=state, unfinished=unfinished)
+    return Run(id=path.name, dir=path, route=route, job=job, script=script, state=state[0], unfinished=state[1])
 
 
-def _state(run: Run, reported: str | None) -> State:
-    ended = _result_of(run.dir)
-    if run.route == "slurm":
-        return _slurm_state(reported, ended)
-    if ended is not None:
-        return _ended_state(ended), False
-    if run.route != "kubernetes":
-        return _process_state(run.job)
-    state, unfinished = feature(KUBERNETES).state_of(run.job)
-    return state, unfinished
+def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> _State:
+    """Return the state of a job of SLURM's, which counts the tasks of an array that have started or are known.
 
-
-def _tasks(run_dir: Path, reported: Mapping[str, str]) -> list[State]:
-    """Return the states of an array's tasks that have started, or of which SLURM knows, by number."""
+    Args:
+        run_dir: Its folder.
+        reported: SLURM's states of its tasks by number, its own under "".
+    """
     started = (path.name.removeprefix(_TASK) for path in run_dir.glob(f"{_TASK}*"))
     numbers = sorted(int(text) for text in {*started, *reported} if text.isdecimal())
-    return [_slurm_state(reported.get(str(one)), _result_of(run_dir / f"{_TASK}{one}")) for one in numbers]
+    tasks = [_slurm_state(reported.get(str(one)), _result_of(run_dir / f"{_TASK}{one}")) for one in numbers]
+    if not tasks:
+        return _slurm_state(reported.get(""), _result_of(run_dir))
+    counts = Counter(state for state, _ in tasks)
+    return ", ".join(f"{count} {state}" for state, count in counts.items()), any(again for _, again in tasks)
+
+
+def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> _State:
+    """Return the state of a job or of one task of its array; `reported` is None when SLURM has forgotten it."""
+    if reported is None:
+        return (_ended_state(ended) if ended else "unknown to SLURM"), False
+    word, _, reason = reported.partition(" ")
+    if word in slurm.UNFINISHED:
+        return f"{word.lower()} {reason}".rstrip(), True
+    if ended is None or (word.startswith(_FINISHED_BADLY) and not (word == "FAILED" and ended["exit_code"])):
+        return word.lower(), False
+    return _ended_state(ended), False
+
+
+def _result_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return how the last start of a run ended, of which SLURM may have made several; None when it has not."""
+    tries = sorted((path for path in run_dir.glob("try*") if path.is_dir()), key=lambda path: path.stat().st_ctime)
+    result = read_json((tries or [run_dir])[-1] / RESULT)
+    return result if type(result.get("exit_code")) is int else None
+
+
+def _ended_state(result: Mapping[str, Any]) -> str:
+    if result.get("stopped_by"):
+        return f"stopped by {result['stopped_by']}"
+    return "done" if result["exit_code"] == 0 else f"failed ({result['exit_code']})"
 
 
 def status_of(run: Run) -> int:
@@ -275,12 +252,10 @@ class LogTail:
 
     def read(self, files: Sequence[Path]) -> bytes:
         """Return the new bytes, file by file."""
-        return b"".join(map(self._part, files))
-
-    def _part(self, path: Path) -> bytes:
-        with suppress(OSError), open_file(path) as file:
-            file.seek(self._seen.get(path, 0))
-            part = file.read()
-            self._seen[path] = self._seen.get(path, 0) + len(part)
-            return part
-        return b""
+        parts = []
+        for path in files:
+            with suppress(OSError), open_file(path) as file:
+                file.seek(self._seen.get(path, 0))
+                parts.append(file.read())
+                self._seen[path] = self._seen.get(path, 0) + len(parts[-1])
+        return b"".join(parts)

@@ -4,7 +4,7 @@ The secrets among launch.env travel apart from the configuration, and no file ke
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdplaunch.config.schema.config import Config
@@ -30,36 +30,26 @@ def is_secret(name: str, value: str = "") -> bool:
     return bool(_NAME.search(name) or SECRET_VALUE.search(value) or IN_URL.search(value))
 
 
-def _split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that anybody may read, and those that nobody may."""
-    secret = {name: value for name, value in variables.items() if is_secret(name, value)}
-    return {name: value for name, value in variables.items() if name not in secret}, secret
-
-
 def without_secrets(config: Config) -> tuple[Config, dict[str, str]]:
     """Return a configuration without the secrets in launch.env, and these."""
-    shown, secrets = _split_secrets(config.launch.env)
-    if not secrets:
-        return config, {}
+    variables = config.launch.env
+    secrets = {name: value for name, value in variables.items() if is_secret(name, value)}
+    shown = {name: value for name, value in variables.items() if name not in secrets}
     return replace(config, launch=replace(config.launch, env=shown)), secrets
 
 
 def without_secret_overrides(overrides: Sequence[str], config: Config) -> tuple[list[str], dict[str, str]]:
-    """Return a command line's overrides without the secrets in launch.env, and these.
-
-    Args:
-        overrides: `KEY=VALUE` texts.
-        config: What they led to.
-    """
+    """Return a command line's overrides without the secrets in launch.env, and these; `config` came of them."""
     shown: list[str] = []
     secrets: dict[str, str] = {}
     for one in overrides:
         key, _, value = one.partition("=")
         name = key.strip().removeprefix(f"{_KEY}.")
         if key.strip() == _KEY:
-            left, found = _split_secrets(config.launch.env)
+            left, found = without_secrets(config)
             secrets |= found
-            shown += [f"{_KEY}.{name}={text}" for name, text in left.items()] if found else [one]
+            open_ones = left.launch.env.items()
+            shown += [f"{_KEY}.{name}={text}" for name, text in open_ones] if found else [one]
         elif name != key.strip() and is_secret(name, value):
             secrets[name] = value
         else:

@@ -11,25 +11,14 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 def is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool:
-    """Return whether PyTorch/XLA computes on the CPU: set so, or because there is no TPU.
-
-    Args:
-        config: Resolved.
-        environ: The caller's; a PJRT_DEVICE there is followed.
-        chips: TPU chips of this host.
-    """
+    """Return whether PyTorch/XLA computes on the CPU: it is set, also by PJRT_DEVICE, or there is no TPU."""
     if config.use_cpu:
         return True
     return environ.get(DEVICE, "").upper() == "CPU" if environ.get(DEVICE) else chips == 0
 
 
 def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> int:
-    """Return how many processes PyTorch/XLA has on this host.
-
-    Args:
-        config: Resolved.
-        environ: The caller's.
-        chips: TPU chips of this host.
+    """Return how many processes PyTorch/XLA has on this host, which has so many TPU chips.
 
     Raises:
         MachineError: Several processes on a CPU, where PyTorch/XLA cannot join them.
@@ -39,9 +28,8 @@ def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> 
     if on_cpu and (processes > 1 or config.num_machines > 1):
         where = f"{processes} processes" if processes > 1 else f"{config.num_machines} nodes"
         msg = f"PyTorch/XLA on a CPU cannot join {where}: each would train a model of its own"
-        raise MachineError(
-            msg, hint="use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
-        )
+        hint = "use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
+        raise MachineError(msg, hint=hint)
     return processes
 
 
@@ -63,37 +51,21 @@ def check_groups(config: Config) -> None:
 def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:
     """Return the variables that choose PyTorch/XLA's device, as far as the caller has not.
 
-    Args:
-        config: Resolved.
-        environ: The caller's.
-        chips: TPU chips of this host.
-
     Raises:
         UsageError: CPU_NUM_DEVICES is not a number of devices.
     """
-    quiet = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
-    if not is_on_cpu(config, environ=environ, chips=chips):
-        return quiet | _bf16(config) | ({} if environ.get(DEVICE) else {DEVICE: "TPU"})
-    devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
-    return quiet | {DEVICE: "CPU", _CPU_DEVICES: _given_devices(environ) or devices}
-
-
-def _given_devices(environ: Mapping[str, str]) -> str:
-    """Return how many devices of a CPU the caller's variable asks for; an empty text where it is not set."""
-    given = environ.get(_CPU_DEVICES, "").strip()
-    if given and not (given.isascii() and given.isdecimal() and int(given)):
-        msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
-        raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; xla.cpu_devices says it, too")
-    return given
-
-
-def _bf16(config: Config) -> dict[str, str]:
-    """Return what has PyTorch/XLA make bf16 of floats, and of doubles too unless downcast_bf16 is set."""
-    if not converts_to_bf16(config):
-        return {}
-    if not config.downcast_bf16:
-        return {"XLA_USE_BF16": "1"}
-    return {
-        "XLA_DOWNCAST_BF16": "1",
-        "ACCELERATE_DOWNCAST_BF16": "1",
-    }  # accelerate's own, which it reads in workers
+    found = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
+    if is_on_cpu(config, environ=environ, chips=chips):
+        given = environ.get(_CPU_DEVICES, "").strip()
+        if given and not (given.isascii() and given.isdecimal() and int(given)):
+            msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
+            raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; xla.cpu_devices says it, too")
+        devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
+        return found | {DEVICE: "CPU", _CPU_DEVICES: given or devices}
+    if not environ.get(DEVICE):
+        found[DEVICE] = "TPU"
+    if converts_to_bf16(config) and config.downcast_bf16:  # of floats alone; accelerate's own is read in workers
+        found |= {"XLA_DOWNCAST_BF16": "1", "ACCELERATE_DOWNCAST_BF16": "1"}
+    elif converts_to_bf16(config):  # of doubles too
+        found["XLA_USE_BF16"] = "1"
+    return found

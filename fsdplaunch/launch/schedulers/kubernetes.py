@@ -15,7 +15,6 @@ from typing import Any
 
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, variable_of
-from fsdplaunch.config.schema.launch_sections import KubernetesSection
 from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, UsageError
 from fsdplaunch.launch.plan import DEFAULT_PORT
 from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, ask, stream_for
@@ -32,8 +31,6 @@ _CONTAINER = "trainer"
 _MARGIN_SECONDS = 15
 _LONGEST_NAME = 52
 """A pod's name adds `-INDEX-SUFFIX` and must be a DNS label of at most 63 characters."""
-
-
 LOOK_SECONDS = 2.0
 """Between two looks at a run that is followed."""
 _MOST_STREAMS = 32
@@ -91,28 +88,39 @@ def objects(
         parts.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service})
         env[variable_of("main_process_ip")] = f"{name}-0.{name}"
         env[variable_of("main_process_port")] = str(config.main_process_port or DEFAULT_PORT)
-    container = _container(config, words, name, env, secrets)
-    return [
-        *parts,
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job(config, container, name)},
-    ]
+    job = _job(config, _container(config, words, name, env, secrets), name)
+    return [*parts, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": job}]
 
 
 def _job(config: Config, container: Object, name: str) -> Object:
-    count = config.num_machines
+    kube, count = config.kubernetes, config.num_machines
+    who = {"runAsUser": kube.user, "runAsGroup": kube.user, "fsGroup": kube.user} if kube.user else {}
+    named: Object = {
+        "serviceAccountName": kube.service_account,
+        "nodeSelector": {key: str(value) for key, value in kube.node_selector.items()},
+        "imagePullSecrets": [{"name": one} for one in kube.pull_secrets],
+    }
+    memory: Object = {"medium": "Memory", **({"sizeLimit": kube.shm_size} if kube.shm_size else {})}
+    volumes = [{"name": "config", "configMap": {"name": name}}, {"name": "shm", "emptyDir": memory}]
+    for number, source in enumerate(kube.volumes.values()):
+        claim = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else dict(source)
+        volumes.append({"name": f"volume-{number}", **claim})
     pod = {
         "restartPolicy": "Never",
         **({"subdomain": name} if count > 1 else {}),
         "enableServiceLinks": False,
-        "automountServiceAccountToken": config.kubernetes.service_account is not None,
-        **_pod(config, name),
+        "automountServiceAccountToken": kube.service_account is not None,
+        **{key: value for key, value in named.items() if value},
+        "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
+        "securityContext": {"runAsNonRoot": True, **who, "seccompProfile": {"type": "RuntimeDefault"}},
+        "volumes": volumes,
         "containers": [container],
     }
     return {
         "completions": count,
         "parallelism": count,
         "completionMode": "Indexed",
-        "backoffLimit": config.kubernetes.retries * count,
+        "backoffLimit": kube.retries * count,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
@@ -129,27 +137,16 @@ def _on_code(action: str, code: int) -> Object:
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
 
 
-def _pod(config: Config, name: str) -> Object:
-    """Return what the configuration says of a pod."""
-    kube = config.kubernetes
-    who = {"runAsUser": kube.user, "runAsGroup": kube.user, "fsGroup": kube.user} if kube.user else {}
-    named: Object = {
-        "serviceAccountName": kube.service_account,
-        "nodeSelector": {key: str(value) for key, value in kube.node_selector.items()},
-        "imagePullSecrets": [{"name": one} for one in kube.pull_secrets],
-    }
-    return {
-        **{key: value for key, value in named.items() if value},
-        "terminationGracePeriodSeconds": round(config.launch.shutdown_grace_seconds) + _MARGIN_SECONDS,
-        "securityContext": {"runAsNonRoot": True, **who, "seccompProfile": {"type": "RuntimeDefault"}},
-        "volumes": _volumes(kube, name),
-    }
-
-
 def _container(
     config: Config, words: Sequence[str], name: str, env: Mapping[str, str], secrets: Mapping[str, str]
 ) -> Object:
     kube = config.kubernetes
+    if wrong := set(kube.resources) - {"requests", "limits"}:
+        msg = f"kubernetes.resources holds {', '.join(sorted(wrong))}, and not requests and limits only"
+        raise UsageError(msg, hint="for example {limits: {nvidia.com/gpu: 8, memory: 200Gi}}")
+    resources = {  # quantities as texts, which Kubernetes takes for every resource
+        part: {key: str(value) for key, value in dict(amounts).items()} for part, amounts in kube.resources.items()
+    }
     hidden = [{"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}} for key in secrets]
     return {
         "name": _CONTAINER,
@@ -159,40 +156,14 @@ def _container(
         **({"workingDir": kube.working_dir} if kube.working_dir else {}),
         "env": [*({"name": key, "value": literal(value)} for key, value in env.items()), *hidden],
         **({"envFrom": [{"secretRef": {"name": one}} for one in kube.secrets]} if kube.secrets else {}),
-        **({"resources": _resources(kube)} if kube.resources else {}),
+        **({"resources": resources} if resources else {}),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": _mounts(kube),
+        "volumeMounts": [
+            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  (the container's own)
+            *({"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(kube.volumes)),
+        ],
     }
-
-
-def _resources(kube: KubernetesSection) -> Object:
-    """Return quantities as texts, which Kubernetes takes for every resource."""
-    wrong = set(kube.resources) - {"requests", "limits"}
-    if wrong:
-        msg = f"kubernetes.resources holds {', '.join(sorted(wrong))}, and not requests and limits only"
-        raise UsageError(msg, hint="for example {limits: {nvidia.com/gpu: 8, memory: 200Gi}}")
-    return {
-        part: {name: str(value) for name, value in dict(amounts).items()}
-        for part, amounts in kube.resources.items()
-    }
-
-
-def _volumes(kube: KubernetesSection, name: str) -> list[Object]:
-    """Return the pods' volumes: the configuration, shared memory, and what the configuration mounts."""
-    memory: Object = {"medium": "Memory", **({"sizeLimit": kube.shm_size} if kube.shm_size else {})}
-    own = [{"name": "config", "configMap": {"name": name}}, {"name": "shm", "emptyDir": memory}]
-    for number, source in enumerate(kube.volumes.values()):
-        claim = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else dict(source)
-        own.append({"name": f"volume-{number}", **claim})
-    return own
-
-
-def _mounts(kube: KubernetesSection) -> list[Object]:
-    own: list[Object] = [
-        {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  (the container's own)
-    ]
-    return own + [{"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(kube.volumes)]
 
 
 def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
@@ -201,11 +172,7 @@ def words_for(action: Sequence[str], namespace: str | None) -> list[str]:
 
 
 def apply(text: str, namespace: str | None) -> str:
-    """Make the objects; returns what kubectl says.
-
-    Raises:
-        LaunchError: There is no kubectl, or the cluster refuses.
-    """
+    """Make the objects; returns what kubectl says."""
     return _ask(words_for(["apply", "-f", "-"], namespace), text)
 
 
@@ -224,9 +191,6 @@ def read(what: Sequence[str], namespace: str | None) -> dict[str, Any]:
     Args:
         what: Its kind and name, or its kind and a selector.
         namespace: Of the object; None for that of kubectl's context.
-
-    Raises:
-        LaunchError: There is no kubectl, or the cluster does not answer.
     """
     text = _ask(words_for(["get", *what, "--ignore-not-found", "--output", "json"], namespace))
     return dict(json.loads(text)) if text else {}
@@ -253,11 +217,7 @@ def state_of(job: Job) -> State:
 
 
 def object_state(found: Mapping[str, Any]) -> State:
-    """Return the state of a Job.
-
-    Args:
-        found: The object; empty when it is not there any more.
-    """
+    """Return the state of a Job; of an object that is empty, as it is not there any more, too."""
     if not found:
         return "deleted", False
     status = found.get("status") or {}
@@ -276,7 +236,12 @@ def status_of(job: Job) -> int:
     """Return the exit status of a run that has ended: 0, or that of the container that failed first."""
     if state_of(job)[0] == "done":
         return 0
-    ends = [end for pod in _pods(job) if (end := _end_of(pod, _CONTAINER)) and end["exitCode"]]
+    ends = []
+    for pod in _pods(job):
+        for one in (pod.get("status") or {}).get("containerStatuses") or ():
+            end = (one.get("state") or {}).get("terminated")
+            if one["name"] == _CONTAINER and end and end["exitCode"]:
+                ends.append(end)
     first = min(ends, key=lambda end: str(end.get("finishedAt")), default=None)
     return int(first["exitCode"]) if first else EXIT_FAILED
 
@@ -287,20 +252,12 @@ def _pods(job: Job) -> list[dict[str, Any]]:
     return sorted(found.get("items") or (), key=lambda pod: int(pod["metadata"]["labels"].get(_INDEX, 0)))
 
 
-def _end_of(pod: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    for one in (pod.get("status") or {}).get("containerStatuses") or ():
-        if one["name"] == name:
-            end = (one.get("state") or {}).get("terminated")
-            return dict(end) if end else None
-    return None
-
-
 def show_logs(job: Job) -> int:
     """Print what all pods have printed; returns kubectl's status."""
     what = ["logs", "--tail=-1", "--container", _CONTAINER, "--selector", f"job-name={job['name']}"]
     screen = ShownStreams()
     stream = _open_stream(what, job, screen)
-    screen.copy_all()
+    screen.copy()
     return stream.wait()
 
 
@@ -323,8 +280,8 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
             _open_streams(job, streams, screen)
             if not unfinished:
                 break
-            screen.copy(LOOK_SECONDS)
-        screen.copy_all()
+            screen.pause(LOOK_SECONDS)
+        screen.copy()
         for stream in streams.values():
             stream.wait()
     finally:

@@ -1,7 +1,6 @@
-"""Launchers on other nodes: the command that each route starts there, and how what they print is shown here.
+"""Other programs that start launchers, such as schedulers: what they are asked, and how what they print is shown.
 
-Every route quotes the command's words in its own way, or not at all. On our terminal, what steers it is taken out
-of other programs' output; into a file or pipe it goes as it is.
+On our terminal, what steers it is taken out of other programs' output; into a file or pipe it goes as it is.
 """
 
 import os
@@ -10,45 +9,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from fsdplaunch.display_text import TerminalFilter
 from fsdplaunch.errors import LaunchError, MachineError
-from fsdplaunch.launch.plan import LaunchTarget
 
 _OWN_KEYS = ("machine_rank", "local_address", "launch.local_address")
 _CHUNK = 1 << 16
-
-
-def launch_words(
-    program: Sequence[str],
-    target: LaunchTarget,
-    *,
-    config: str | None = None,
-    overrides: Sequence[str] = (),
-    allow_unsharded: bool = False,
-    as_json: bool = False,
-) -> list[str]:
-    """Return one `fsdplaunch launch` command line.
-
-    Args:
-        program: What starts fsdplaunch.
-        target: What every rank runs.
-        config: The file to read; None for the default one.
-        overrides: `KEY=VALUE` texts.
-        allow_unsharded: Accept a script that never shards a model.
-        as_json: Print the result as JSON.
-    """
-    flags = [
-        *(["--json"] if as_json else []),
-        *(["--config", config] if config else []),
-        *(word for override in overrides for word in ("--set", override)),
-        *(["--module"] if target.is_module else []),
-        *([] if target.is_python else ["--no-python"]),
-        *(["--allow-unsharded"] if allow_unsharded else []),
-    ]
-    end = ["--"] if target.name.startswith("-") else []
-    return [*program, "launch", *flags, *end, target.name, *target.arguments]
 
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:
@@ -91,11 +58,7 @@ def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, l
 
 
 def stream_for(screen: TextIO | None) -> int | None:
-    """Return what a program's stream has to be, for `subprocess`, to be shown on a stream of ours.
-
-    Returns:
-        PIPE for a terminal, whose text is to be copied; None where the program itself may write there.
-    """
+    """Return what a program's stream is to be to be shown on ours: a pipe for a terminal, or else itself there."""
     return subprocess.PIPE if screen is not None and screen.isatty() else None
 
 
@@ -120,57 +83,33 @@ class Screen:
         self._stream.buffer.flush()
 
 
-def _copy_piece(source: IO[bytes], screen: Screen) -> bool:
-    """Show the next piece of a program's output, once there is one; return whether more may come."""
-    data = os.read(source.fileno(), _CHUNK)
-    if data:
-        screen.write(data)
-    else:
-        screen.end()
-    return bool(data)
-
-
-def copy_all(source: IO[bytes], screen: Screen) -> None:
-    """Show a program's output until its end."""
-    while _copy_piece(source, screen):
-        pass
-
-
 class ShownStreams:
-    """Streams of several programs, shown as they come; one thread looks after all."""
+    """Streams of several programs, shown as they come, without threads."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
     def add(self, process: "subprocess.Popen[bytes]", **screens: TextIO) -> None:
-        """Show what a program prints, where it was started with `stream_for`.
-
-        Args:
-            process: The program.
-            screens: Where its `stdout`, `stderr` are shown.
-        """
+        """Show what a program that was started with `stream_for` prints, its `stdout`, `stderr` on these."""
         for name, screen in screens.items():
             if (source := getattr(process, name)) is not None:
                 self._selector.register(source, selectors.EVENT_READ, Screen(screen))
 
-    def copy(self, seconds: float) -> None:
-        """Show what comes within some seconds."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if not self._turn(left):
-                time.sleep(left)
-
-    def copy_all(self) -> None:
-        """Show all that is still to come."""
-        while self._turn(None):
-            pass
-
-    def _turn(self, seconds: float | None) -> bool:
-        if not self._selector.get_map():
-            return False
-        for key, _ in self._selector.select(seconds):
-            source: Any = key.fileobj
-            if not _copy_piece(source, key.data):
+    def copy(self, seconds: float | None = None) -> None:
+        """Show all that is still to come, or what comes of it within some seconds."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._selector.get_map() and (end is None or time.monotonic() < end):
+            for key, _ in self._selector.select(None if end is None else end - time.monotonic()):
+                source: Any = key.fileobj
+                if data := os.read(source.fileno(), _CHUNK):
+                    key.data.write(data)
+                    continue
+                key.data.end()
                 self._selector.unregister(source)
                 source.close()
-        return True
+
+    def pause(self, seconds: float) -> None:
+        """Let some seconds pass, and show what comes meanwhile."""
+        end = time.monotonic() + seconds
+        self.copy(seconds)
+        time.sleep(max(0.0, end - time.monotonic()))

@@ -24,7 +24,6 @@ UNFINISHED = frozenset(
 """States of a job that may still do something."""
 _STRAGGLER_SECONDS = 30.0
 """Between the ends of the first and the last launcher, beside the grace: more than they wait for each other."""
-OUTPUT, _ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
 _LOST_TIMES = 20
 """How often a job goes back into the queue because a node was lost: a network may be broken for good."""
 _PART = '"${SLURM_ARRAY_TASK_ID:+task$SLURM_ARRAY_TASK_ID/}try${SLURM_RESTART_COUNT:-0}"'
@@ -70,31 +69,28 @@ fi
 def submit(script: str) -> str:
     """Submit a batch script; returns the job's number.
 
-    Args:
-        script: Its path.
-
     Raises:
         LaunchError: There is no sbatch here, or it refuses.
     """
     return _ask(["sbatch", "--parsable", script]).strip().partition(";")[0]
 
 
-def job_states(jobs: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the state of each job that SLURM still knows, with the reason of those that wait.
+def job_states(job: str) -> dict[str, str]:
+    """Return the state of each task of a job's array, by number; of a job without an array under "".
 
-    Args:
-        jobs: Numbers, as `submit` returns them.
-
-    Returns:
-        For each job the state of each task of its array, by number; of a job without an array under "".
+    They have the reason of those that wait with them; empty where SLURM does not know the job any more.
     """
-    if not jobs or not shutil.which("squeue"):
-        return {}
-    found = {}
-    for job in jobs:  # one by one: squeue refuses a list with one number that is too old
-        if states := _listed(job) or _accounted(job):
-            found[job] = states
-    return found
+    states = {}
+    for line in _said(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"]):
+        name, state, reason = line.strip().split("|", 2)  # a number or NUMBER_TASK
+        waits = state == "PENDING" and reason not in ("", "None")
+        states[name.partition("_")[2]] = f"{state} ({reason})" if waits else state
+    if states or not shutil.which("squeue"):
+        return states
+    # SLURM's accounting, which many sites do not have.
+    said = _said(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
+    lines = (line.partition("|")[::2] for line in said if "|" in line)
+    return {name.partition("_")[2]: state.split()[0] for name, state in lines if state.strip()}
 
 
 def _said(words: Sequence[str]) -> list[str]:
@@ -105,23 +101,6 @@ def _said(words: Sequence[str]) -> list[str]:
         raise
     except LaunchError:
         return []
-
-
-def _listed(job: str) -> dict[str, str]:
-    """Return the states out of lines JOB|STATE|REASON, where JOB is a number or NUMBER_TASK."""
-    states = {}
-    for line in _said(["squeue", "-h", "-r", "-t", "all", "-j", job, "-o", "%i|%T|%r"]):
-        name, state, reason = line.strip().split("|", 2)
-        waits = state == "PENDING" and reason not in ("", "None")
-        states[name.partition("_")[2]] = f"{state} ({reason})" if waits else state
-    return states
-
-
-def _accounted(job: str) -> dict[str, str]:
-    """Return the states in SLURM's accounting, which many sites do not have."""
-    said = _said(["sacct", "-n", "-X", "-P", "-j", job, "-o", "JobID,State"])
-    lines = (line.partition("|")[::2] for line in said if "|" in line)
-    return {name.partition("_")[2]: state.split()[0] for name, state in lines if state.strip()}
 
 
 def cancel(job: str) -> None:
@@ -174,55 +153,56 @@ def batch_script(
     folder: Path,
     secrets: Path | None = None,
 ) -> str:
-    """Return the script.
+    """Return the script. All paths are absolute.
 
     Args:
         config: Resolved.
         command: What starts the launcher on each node; `srun` gets it word by word.
         run_id: The run's name.
-        run_dir: The run's folder, absolute.
-        folder: Where the script is to run, absolute.
-        secrets: A file of variables that are not for this script's readers, absolute.
+        run_dir: The run's folder.
+        folder: Where the script is to run.
+        secrets: A file of variables that are not for this script's readers.
 
     Raises:
         UsageError: A value cannot stand in a line of the script.
     """
     slurm = config.slurm
-    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in options(config, run_id=run_id, run_dir=run_dir))]
-    lines += ["", f"# run {shlex.quote(run_id)}, written by fsdplaunch launch --slurm", *_environment(run_id)]
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _options(config, run_id=run_id, run_dir=run_dir))]
+    lines += ["", f"# run {shlex.quote(run_id)}, written by fsdplaunch launch --slurm"]
+    # The name that all launchers use, and what SLURM forgets to hand on.
+    lines += [f"export {GROUP_RUN}={shlex.quote(run_id)}/{_PART}"]
+    lines += ['[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK']
     lines += [f"cd -- {shlex.quote(str(folder))} || exit 1"]
     lines += [f". {shlex.quote(str(secrets))} || exit 1"] if secrets else []
     lines += [f"module load {shlex.quote(module)} || exit 1" for module in slurm.modules]
     lines += [*slurm.setup, ""]
-    words = " \\\n        ".join(shlex.quote(word) for word in command)
-    body = _BODY.replace("@SRUN@", " ".join(map(shlex.quote, _srun(config)))).replace("@COMMAND@", words)
-    requeue = _REQUEUE if slurm.requeue else ""
+    srun = _one_launcher_each(config)
+    srun += [f"--container-image={slurm.container_image}"] if slurm.container_image else []
+    srun += [f"--container-mounts={','.join(slurm.container_mounts)}"] if slurm.container_mounts else []
     facts = {
+        "SRUN": shlex.join(srun),
         "GROUP": GROUP_RUN,
-        "SAVED": EXIT_SAVED,
+        "SAVED": str(EXIT_SAVED),
         "LOST": LOST,
-        "TIMES": _LOST_TIMES,
+        "TIMES": str(_LOST_TIMES),
         "RUNS": shlex.quote(str(run_dir.parent)),
+        "COMMAND": " \\\n        ".join(shlex.quote(word) for word in command),  # last: it may hold such marks
     }
+    body = _BODY + (_REQUEUE if slurm.requeue else "")
     for name, value in facts.items():
-        requeue = requeue.replace(f"@{name}@", str(value))
-    return "\n".join(lines) + body + requeue + 'exit "$code"\n'
+        body = body.replace(f"@{name}@", value)
+    return "\n".join(lines) + body + 'exit "$code"\n'
 
 
-def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
-    """Return what follows #SBATCH on each line.
-
-    Raises:
-        UsageError: A value holds a line break.
-    """
+def _options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
+    """Yield what follows #SBATCH on each line."""
     slurm = config.slurm
     least, most = node_range(config)
-    output = _ARRAY_OUTPUT if slurm.array else OUTPUT
     named = {
         "job-name": run_id,
         "nodes": str(least) if least == most else f"{least}-{most}",
         "ntasks-per-node": "1",
-        "output": str(run_dir).replace("%", "%%") + f"/{output}",
+        "output": f"{str(run_dir).replace('%', '%%')}/{'slurm-%A_%a.out' if slurm.array else 'slurm-%j.out'}",
         "open-mode": "append",
         "partition": slurm.partition,
         "account": slurm.account,
@@ -236,38 +216,17 @@ def options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
         "signal": f"B:USR1@{slurm.signal_seconds}" if slurm.signal_seconds else None,
     }
     for name, value in named.items():
-        if value is not None:
-            yield f"--{name}={_option_value(name, value)}"
+        if value is None:
+            continue
+        if not _PLAIN.fullmatch(value):
+            msg = f"--{name}={value!r} cannot be given to sbatch: it holds a line break or a control character"
+            raise UsageError(msg, hint="choose another name or folder")
+        if not re.fullmatch(r"[\w.,:/%@+=&|*()\[\]-]+", value):  # sbatch reads it in quotes
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'  # noqa: PLW2901
+        yield f"--{name}={value}"
     yield "--requeue" if slurm.requeue else "--no-requeue"
     for line in slurm.lines:
         if not _PLAIN.fullmatch(line):
             msg = f"slurm.lines: {line!r} is more than one line"
             raise UsageError(msg, hint="give each #SBATCH line an entry of its own")
         yield line.removeprefix("#SBATCH").strip()
-
-
-def _option_value(name: str, value: str) -> str:
-    """Return a value as sbatch reads it from the script: in quotes where it holds more than plain characters."""
-    if not _PLAIN.fullmatch(value):
-        msg = f"--{name}={value!r} cannot be given to sbatch: it holds a line break or a control character"
-        raise UsageError(msg, hint="choose another name or folder")
-    if re.fullmatch(r"[\w.,:/%@+=&|*()\[\]-]+", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _environment(run_id: str) -> list[str]:
-    """Return variables for the launchers: the name they all use, and what SLURM forgets to hand on."""
-    return [
-        f"export {GROUP_RUN}={shlex.quote(run_id)}/{_PART}",
-        '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
-    ]
-
-
-def _srun(config: Config) -> list[str]:
-    slurm, words = config.slurm, _one_launcher_each(config)
-    if slurm.container_image:
-        words.append(f"--container-image={slurm.container_image}")
-    if slurm.container_mounts:
-        words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
-    return words

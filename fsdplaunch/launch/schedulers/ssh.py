@@ -22,11 +22,11 @@ from fsdplaunch.config.schema.launch_sections import SshSection
 from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
-from fsdplaunch.launch.schedulers.remote_launchers import Screen, copy_all, stream_for
+from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, stream_for
 
 READY = "fsdplaunch: far side ready"
 """What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
-_SSH_FAILED = 255
+SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f'\"`$;|&<>()\\]{1,300}")
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
@@ -80,18 +80,14 @@ def _read_hostfile(path: Path) -> list[SshHost]:
         raise UsageError(msg) from None
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        words = line.partition("#")[0].strip()
         if not words:
             continue
-        slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-        if (
-            len(words) - len(slots) != 1
-            or len(slots) > 1
-            or not all(re.fullmatch(r"[0-9]{1,6}", slot) and int(slot) for slot in slots)
-        ):
+        found = re.fullmatch(r"(\S+)(?:\s+slots=0*([1-9][0-9]{0,5}))?", words)
+        if not found:
             msg = f"{path}:{number}: {line.strip()!r} is not NAME or NAME slots=N"
             raise UsageError(msg)
-        hosts.append(SshHost(name=words[0], slots=int(slots[0]) if slots else None))
+        hosts.append(SshHost(name=found[1], slots=int(found[2]) if found[2] else None))
     if not hosts:
         msg = f"ssh.hostfile: {path} names no node"
         raise UsageError(msg)
@@ -123,16 +119,12 @@ def client_words(
     """
     far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", SSH_REMOTE]
     return [
-        "ssh",
-        "-T",
-        "-oBatchMode=yes",
+        *("ssh", "-T", "-oBatchMode=yes"),
         *section.options,  # of two values for one option, ssh takes the first
         f"-oConnectTimeout={_CONNECT_SECONDS}",
         f"-oServerAliveInterval={max(1, round(silence / _ALIVE_TIMES))}",
         f"-oServerAliveCountMax={_ALIVE_TIMES}",
-        "--",
-        host,
-        "exec " + shlex.join(far),
+        *("--", host, "exec " + shlex.join(far)),
     ]
 
 
@@ -142,11 +134,6 @@ def network_name(host: str, section: SshSection) -> str:
     done = subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     return found[1] if found else host.rpartition("@")[2]
-
-
-def to_line(message: Mapping[str, Any]) -> bytes:
-    """Return a message to the remote side: one line, whatever it holds."""
-    return json.dumps(message).encode() + b"\n"
 
 
 def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: str) -> tuple[str, str]:
@@ -161,7 +148,7 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
     words = " ".join(line.strip() for line in lines if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
         return (f"the connection was lost ({words})", "is the node up?")
-    if status == _SSH_FAILED:
+    if status == SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
     if status in _NOT_FOUND:
         return (f"it has no {python}", "set ssh.python to the interpreter there")
@@ -172,11 +159,6 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
 
 def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, SetValue]) -> None:
     """Refuse what would otherwise be overruled by the list of nodes in silence.
-
-    Args:
-        config: Resolved.
-        hosts: The nodes.
-        origins: Which layer decided each key.
 
     Raises:
         UsageError: Configuration and list contradict each other.
@@ -193,7 +175,7 @@ def _contradictions(
         origin = origins.get(path)
         return origin.text if origin is not None and origin.layer in _HERE else None
 
-    count, (least, most) = len(hosts), node_range(config)
+    count, (least, most), total = len(hosts), node_range(config), config.num_processes
     named = f"ssh names {count} node{'s' if count > 1 else ''}"
     if config.launch.nodes is not None and not least <= count <= most:
         yield f"launch.nodes is {config.launch.nodes}, but {named}", "make the two agree"
@@ -201,13 +183,11 @@ def _contradictions(
         yield f"num_machines is {config.num_machines}, but {named}", "leave num_machines out"
     if who := set_by("machine_rank"):
         yield f"machine_rank is set ({who}), but the list of nodes numbers them", "leave machine_rank out"
-    slots = [host.slots for host in hosts if host.slots]
-    if isinstance(config.num_processes, int) and len(slots) == count and config.num_processes != sum(slots):
-        words = f"num_processes is {config.num_processes}, but the hostfile's slots are {sum(slots)}"
-        yield words, "leave num_processes out"
-    asked = config.launch.workers_per_node
-    if isinstance(config.num_processes, int) and not slots and asked is None and config.num_processes % count:
-        words = f"num_processes is {config.num_processes}, which cannot be split evenly, but {named}"
+    slots, asked = [host.slots for host in hosts if host.slots], config.launch.workers_per_node
+    if total != "auto" and len(slots) == count and total != sum(slots):
+        yield f"num_processes is {total}, but the hostfile's slots are {sum(slots)}", "leave num_processes out"
+    if total != "auto" and not slots and asked is None and total % count:
+        words = f"num_processes is {total}, which cannot be split evenly, but {named}"
         yield words, "leave num_processes out, or set each node's workers in a hostfile: NAME slots=N"
     other = next((host for host in hosts if host.slots and host.slots != asked), None)
     if other is not None and (who := set_by("launch", "workers_per_node")):
@@ -234,7 +214,6 @@ class SessionSpec:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
-@dataclass(slots=True, eq=False)
 class SshSession:
     """One node's ssh client.
 
@@ -246,12 +225,24 @@ class SshSession:
         late: It took too long to start, and was ended.
     """
 
-    host: str
-    process: "subprocess.Popen[bytes]"
-    ready: bool = False
-    lines: list[str] = field(default_factory=list)
-    late: bool = False
-    readers: list[threading.Thread] = field(default_factory=list)
+    def __init__(self, host: str, process: "subprocess.Popen[bytes]", show: Callable[[str, str], None]) -> None:
+        self.host, self.process = host, process
+        self.ready = self.late = False
+        self.lines: list[str] = []
+        self._show, self._heard_out = show, False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        stream = self.process.stderr
+        for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if stream is not None else ():
+            text = line.decode(errors="replace").rstrip("\r\n")
+            if not self.ready and text == READY:
+                self.ready = True
+            elif self.ready:
+                self._show(self.host, text)
+            else:
+                self.lines = [*self.lines, text][-_KEPT_LINES:]
 
     @property
     def has_failed(self) -> bool:
@@ -263,21 +254,24 @@ class SshSession:
 
     def hear_out(self) -> None:
         """Read the rest of its output, READY perhaps in it. Once: a shared connection may keep it open."""
-        while self.readers:
-            self.readers.pop().join(timeout=1)
+        if not self._heard_out:
+            self._heard_out = True
+            self._reader.join(timeout=1)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the remote side a message."""
+        """Send the remote side a message: one line, whatever it holds."""
         with suppress(OSError, ValueError):
             if self.process.stdin is not None:
-                self.process.stdin.write(to_line(message))
+                self.process.stdin.write(json.dumps(message).encode() + b"\n")
                 self.process.stdin.flush()
 
     def hang_up(self) -> None:
-        """Close the remote side's input: it ends what it has started."""
+        """Close the remote side's input: it ends what it has started; one that has not started is killed."""
         with suppress(OSError):
             if self.process.stdin is not None:
                 self.process.stdin.close()
+        if not self.ready:
+            self.process.kill()
 
 
 class SshSessions:
@@ -292,7 +286,7 @@ class SshSessions:
             beat_seconds: How often the remote sides hear that we are there.
         """
         self.clients: list[SshSession] = []
-        self._show, self._needed = show, needed
+        self._show, self._needed, self._output = show, needed, ShownStreams()
         self._beat_seconds, self._last_beat = beat_seconds, time.monotonic()
         self._failed: list[SshSession] = []
         self._signals: list[int] = []
@@ -306,26 +300,10 @@ class SshSessions:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
         )
-        client = SshSession(host=part.host, process=process)
-        tasks = [partial(self._read, client)]
-        if process.stdout is not None:
-            tasks.append(partial(copy_all, process.stdout, Screen(sys.stdout)))
-        client.readers = [threading.Thread(target=task, daemon=True) for task in tasks]
-        for reader in client.readers:
-            reader.start()
+        self._output.add(process, stdout=sys.stdout)
+        client = SshSession(part.host, process, self._show)
         self.clients.append(client)
         client.send({**part.task, "env": {**part.task.get("env", {}), **part.secrets}})
-
-    def _read(self, client: SshSession) -> None:
-        stream = client.process.stderr
-        for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if stream is not None else ():
-            text = line.decode(errors="replace").rstrip("\r\n")
-            if not client.ready and text == READY:
-                client.ready = True
-            elif client.ready:
-                self._show(client.host, text)
-            else:
-                client.lines = [*client.lines, text][-_KEPT_LINES:]
 
     def signal(self, number: int) -> None:
         """Have every node's launcher get a signal; may be called in a signal handler."""
@@ -355,7 +333,8 @@ class SshSessions:
                 self.hang_up()
                 if now - since > 2 * end_seconds:
                     self.kill()
-            time.sleep(POLL_SECONDS)
+            self._output.pause(POLL_SECONDS)
+        self._output.copy(1)  # a shared connection may keep it open
         for client in self.clients:
             client.hear_out()
         return bad or self._look()
@@ -385,23 +364,18 @@ class SshSessions:
                 left = len(self.clients) - len(self._failed)
                 if client is self.clients[0] or left < self._needed:
                     return client
-                self._show(client.host, f"{_last_words(client)}; {left} nodes go on")
+                status = client.process.returncode
+                words = client.lines[-1] if client.lines else f"ended with {status}"
+                lost = client.ready and status == SSH_FAILED
+                self._show(client.host, f"{'the connection was lost' if lost else words}; {left} nodes go on")
         return None
 
     def hang_up(self) -> None:
-        """End every node's part; nodes that have not started are not waited for."""
+        """End every node's part."""
         for client in self.clients:
             client.hang_up()
-            if not client.ready:
-                client.process.kill()
 
     def kill(self) -> None:
         """End the clients themselves."""
         for client in self.clients:
             client.process.kill()
-
-
-def _last_words(client: SshSession) -> str:
-    if client.ready and client.process.returncode == _SSH_FAILED:
-        return "the connection was lost"
-    return client.lines[-1] if client.lines else f"ended with {client.process.returncode}"

@@ -8,21 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.cli.single_node import LaunchRequest
 from fsdplaunch.config.schema.config import Config, LaunchSection, SlurmSection, SshSection
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination.placement import assumed_settings, find_placement
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.schedulers.remote_launchers import launch_words
 from fsdplaunch.launch.schedulers.slurm import batch_script
-from fsdplaunch.launch.schedulers.ssh import check_client, client_words, explain_end, read_hosts, to_line
+from fsdplaunch.launch.schedulers.ssh import check_client, client_words, explain_end, read_hosts
 
 ODD = ("a b", "$(touch evaluated)", 'it\'s "quoted"', "two\nlines", "`id`", "$HOME", "\\", "*", "", "--x=1;2", "&")
 SCRIPT = "my 'odd' $(touch evaluated).py"
 TARGET = LaunchTarget(name=SCRIPT, arguments=ODD)
 
 
-def words_of(program: list[str]) -> list[str]:
-    return launch_words(program, TARGET, config="a config.yaml", overrides=("launch.env.A=$B c",))
+def words_of(
+    program: list[str], target: LaunchTarget = TARGET, *, config: str | None = "a config.yaml"
+) -> list[str]:
+    flags = dict.fromkeys(("dry_run", "check_only", "allow_unsharded", "show_all", "as_json", "follow"), False)
+    request = LaunchRequest(loaded=None, target=target, overrides=(), **flags)
+    return request.words(program, config, overrides=("launch.env.A=$B c",) if config else ())
 
 
 def test_command_gives_every_word_back():
@@ -32,7 +36,7 @@ def test_command_gives_every_word_back():
 
 
 def test_script_that_looks_like_an_option_is_kept_apart():
-    assert launch_words(["f"], LaunchTarget(name="-x.py")) == ["f", "launch", "--", "-x.py"]
+    assert words_of(["f"], LaunchTarget(name="-x.py"), config=None) == ["f", "launch", "--", "-x.py"]
 
 
 def written(tmp_path: Path, config: Config, words: list[str], folder: Path | None = None) -> Path:
@@ -162,12 +166,6 @@ def test_lost_connection_is_noticed_when_a_node_counts_as_lost_unless_said_other
     assert first["-oServerAliveInterval"] == "-oServerAliveInterval=60"
     assert "-oServerAliveInterval=10" in words
     assert first["-oServerAliveCountMax"] == "-oServerAliveCountMax=3"
-
-
-def test_message_to_the_remote_side_is_one_line_whatever_it_holds():
-    line = to_line({"argv": list(ODD)})
-    assert line.count(b"\n") == 1
-    assert json.loads(line)["argv"] == list(ODD)
 
 
 def test_node_without_ssh_is_told_so(monkeypatch):
