@@ -7,7 +7,7 @@ command is called, and gets the options by their names, so `fsdplaunch --help` t
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import typer.models
@@ -15,7 +15,6 @@ from typer import Argument, Option
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.options import (
-    ASSIGNMENTS,
     ConfigOption,
     JsonOption,
     LogDirOption,
@@ -26,14 +25,13 @@ from fsdplaunch.cli.options import (
     ScriptToTry,
     SetOption,
     both_ways,
-    completed,
     does,
+    flag,
     group,
-    keys_and_sections,
     number,
-    presets,
     script_argument,
     size,
+    takes,
     whole,
 )
 from fsdplaunch.cli.output import Output
@@ -112,27 +110,23 @@ def launch(
     file: ConfigOption = None,
     overrides: SetOption = None,
     module: ModuleOption = False,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the environment and the command; start nothing")
-    ] = False,
-    show_all: Annotated[bool, Option("--all", help="With --dry-run: also variables that hold defaults")] = False,
-    check_only: Annotated[
-        bool, Option("--check-only", help="Check that this machine can run it; start nothing")
-    ] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Print the environment and the command; start nothing")] = False,
+    show_all: Annotated[bool, flag("--all", "With --dry-run: also variables that hold defaults")] = False,
+    check_only: Annotated[bool, flag("--check-only", "Check that this machine can run it; start nothing")] = False,
     no_python: Annotated[
         bool, both_ways("--no-python", "SCRIPT is a program of its own, not run in Python")
     ] = False,
     allow_unsharded: Annotated[
-        bool, Option("--allow-unsharded", help="Accept a script that never shards a model")
+        bool, flag("--allow-unsharded", "Accept a script that never shards a model")
     ] = False,
     slurm: Annotated[
-        bool, Option("--slurm", help="Submit to SLURM as slurm: in the file says; start nothing here")
+        bool, flag("--slurm", "Submit to SLURM as slurm: in the file says; start nothing here")
     ] = False,
     kubernetes: Annotated[
-        bool, Option("--kubernetes", help="Apply Kubernetes objects as kubernetes: in the file says")
+        bool, flag("--kubernetes", "Apply Kubernetes objects as kubernetes: in the file says")
     ] = False,
     follow: Annotated[
-        bool, Option("--follow", help="With --slurm or --kubernetes: show the output until the end")
+        bool, flag("--follow", "With --slurm or --kubernetes: show the output until the end")
     ] = False,
     noted: NotedOption = None,
     help_all: Annotated[
@@ -155,43 +149,37 @@ def merge_weights(
         bool, both_ways("--unsafe-serialization", "Write pytorch_model.bin instead of safetensors")
     ] = False,
     file_format: Annotated[
-        str, Option("--format", metavar="FORMAT", help="safetensors, or torch for pytorch_model.bin")
+        str, takes("FORMAT", "safetensors, or torch for pytorch_model.bin", "--format")
     ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
-        both_ways(
-            "--remove-checkpoint-dir", "Delete the checkpoint once the result was read back and found equal"
-        ),
+        both_ways("--remove-checkpoint-dir", "Delete the checkpoint once the result has been found equal"),
     ] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace weights that OUTPUT holds")] = False,
-    verify: Annotated[bool, Option("--verify", help="Read the result back and compare")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace weights that OUTPUT holds")] = False,
+    verify: Annotated[bool, flag("--verify", "Read the result back and compare")] = False,
     no_checksums: Annotated[
-        bool, Option("--no-checksums", help="Do not compare with the checkpoint's checksums while copying")
+        bool, flag("--no-checksums", "Do not compare with the checkpoint's checksums while copying")
     ] = False,
     max_shard_size: Annotated[str, size("--max-shard-size", "Largest output file, as in 5GB")] = "50GB",
-    dtype: Annotated[
-        str | None, Option(metavar="TYPE", help="Convert floating-point weights: bf16, fp16 or fp32")
-    ] = None,
+    dtype: Annotated[str | None, takes("TYPE", "Convert floating-point weights: bf16, fp16 or fp32")] = None,
     only: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Merge only these weights: shell pattern or prefix")
+        list[str] | None, takes("PATTERN", "Merge only these weights: shell pattern or prefix")
     ] = None,
     exclude: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Leave these weights out: shell pattern or prefix")
+        list[str] | None, takes("PATTERN", "Leave these weights out: shell pattern or prefix")
     ] = None,
-    rename: Annotated[
-        list[str] | None, Option(metavar="OLD=NEW", help="Replace the leading parts OLD of names by NEW")
-    ] = None,
+    rename: Annotated[list[str] | None, takes("OLD=NEW", "Replace the leading parts OLD of names by NEW")] = None,
     keep_tied: Annotated[
-        bool, Option("--keep-tied", help="Write a weight with several names under each of them")
+        bool, flag("--keep-tied", "Write a weight with several names under each of them")
     ] = False,
     optimizer: Annotated[
-        bool, Option("--optimizer", help="Merge the optimizer's state into optimizer.bin instead")
+        bool, flag("--optimizer", "Merge the optimizer's state into optimizer.bin instead")
     ] = False,
     copy_from: Annotated[
-        Path | None, Option(metavar="MODEL_DIR", help="Copy config, tokenizer and the like from this folder")
+        Path | None, takes("MODEL_DIR", "Copy config, tokenizer and the like from this folder")
     ] = None,
     jobs: Annotated[int, whole("--jobs", 1, 256, "How many threads write")] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written; write nothing")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join a sharded checkpoint into safetensors."""
@@ -218,10 +206,8 @@ def estimate(
     gpu_memory: Annotated[int | None, size("--gpu-memory", "Memory of one GPU, as in 80GB")] = None,
     batch_size: Annotated[int, whole("--batch-size", 1, 2**24, "Sequences per rank and step")] = 1,
     seq_len: Annotated[int | None, whole("--seq-len", 1, 2**30, "Tokens of each sequence")] = None,
-    optimizer: Annotated[
-        str, Option(metavar="NAME", help="adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")
-    ] = "adamw",
-    exact: Annotated[bool, Option("--exact", help="Shard the model and trace one step (needs torch)")] = False,
+    optimizer: Annotated[str, takes("NAME", "adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")] = "adamw",
+    exact: Annotated[bool, flag("--exact", "Shard the model and trace one step (needs torch)")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
@@ -236,12 +222,10 @@ def doctor(
     file: ConfigOption = None,
     overrides: SetOption = None,
     network: Annotated[
-        bool, Option("--network", help="Start a short test of the connections between all workers")
+        bool, flag("--network", "Start a short test of the connections between all workers")
     ] = False,
-    no_torch: Annotated[bool, Option("--no-torch", help="Do not import torch (saves seconds)")] = False,
-    paste: Annotated[
-        bool, Option("--paste", help="Print the block for a bug report, without secrets and names")
-    ] = False,
+    no_torch: Annotated[bool, flag("--no-torch", "Do not import torch (saves seconds)")] = False,
+    paste: Annotated[bool, flag("--paste", "Print the block for a bug report, without secrets and names")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine has and what prevents training.
@@ -260,7 +244,7 @@ def check(
     module: ModuleOption = False,
     steps: Annotated[int | None, whole("--steps", 1, 10**6, CHECK_STEPS, show_default=False)] = None,
     compare: Annotated[
-        bool, Option("--compare", help="Run it in one process too, and compare losses, gradients, parameters")
+        bool, flag("--compare", "Run it in one process too, and compare losses, gradients, parameters")
     ] = False,
     tolerance: Annotated[float, number("--tolerance", 0, 1, "Relative difference that counts as equal")] = 1e-4,
     noted: NotedOption = None,
@@ -279,7 +263,7 @@ def check(
 )
 @does("warm:warm")
 def warm(
-    stop: Annotated[bool, Option("--stop", help="End them; runs go on")] = False,
+    stop: Annotated[bool, flag("--stop", "End them; runs go on")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Keep torch imported for the next launch.
@@ -304,19 +288,19 @@ def tune(
     module: ModuleOption = False,
     tries: Annotated[
         list[str] | None,
-        Option("--try", metavar="KEY=V1,V2", help="Try these values, and only keys that are named so"),
+        takes("KEY=V1,V2", "Try these values, and only keys that are named so", "--try"),
     ] = None,
     steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a first launch")] = 10,
     limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,
     memory: Annotated[int | None, size("--memory", "What a worker may need [default: the GPU's memory]")] = None,
-    precision: Annotated[bool, Option("--allow-precision", help="Try other dtypes too")] = False,
+    precision: Annotated[bool, flag("--allow-precision", "Try other dtypes too")] = False,
     compile: Annotated[  # noqa: A002  (as the option has it)
-        bool, Option("--compile", help="Try torch.compile too")
+        bool, flag("--compile", "Try torch.compile too")
     ] = False,
     allow_writes: Annotated[
-        bool, Option("--allow-writes", help="Let the script write outside of its own folder")
+        bool, flag("--allow-writes", "Let the script write outside of its own folder")
     ] = False,
-    write: Annotated[Path | None, Option(metavar="FILE", help="Write the best as a configuration")] = None,
+    write: Annotated[Path | None, takes("FILE", "Write the best as a configuration")] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -364,8 +348,8 @@ def runs_logs(
     rank: Annotated[
         int | None, whole("--rank", 0, 2**24, "One rank's output instead of what the launcher showed")
     ] = None,
-    stderr: Annotated[bool, Option("--stderr", help="That rank's error output")] = False,
-    follow: Annotated[bool, Option("--follow", help="Go on until the run ends")] = False,
+    stderr: Annotated[bool, flag("--stderr", "That rank's error output")] = False,
+    follow: Annotated[bool, flag("--follow", "Go on until the run ends")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
@@ -378,10 +362,6 @@ def runs_cancel(run: RunArgument, file: ConfigOption = None, log_dir: LogDirOpti
     """Ask a run to end; its workers may save first."""
 
 
-def _answer(metavar: str, text: str) -> Any:
-    return Option(metavar=metavar, help=text)
-
-
 @config_app.callback(
     invoke_without_command=True,
     epilog="Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset laptop_cpu --yes; "
@@ -391,32 +371,23 @@ def _answer(metavar: str, text: str) -> Any:
 def config(
     context: typer.Context,
     yes: Annotated[bool, Option("--yes", "-y", help="Take every suggestion without asking")] = False,
-    no_input: Annotated[bool, Option("--no-input", help="Never ask; fail where an answer is needed")] = False,
-    output: Annotated[
-        Path | None, Option("-o", "--output", metavar="FILE", help="File to write [default: fsdp.yaml]")
-    ] = None,
+    no_input: Annotated[bool, flag("--no-input", "Never ask; fail where an answer is needed")] = False,
+    output: Annotated[Path | None, takes("FILE", "File to write [default: fsdp.yaml]", "-o", "--output")] = None,
     overrides: SetOption = None,
-    preset: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Start from a preset; `config presets` lists them",
-            autocompletion=completed(presets),
-        ),
-    ] = None,
+    preset: Annotated[str | None, takes("NAME", "Start from a preset; `config presets` lists them")] = None,
     source: Annotated[
-        Path | None, Option("--from", metavar="FILE", help="Start from another file, for example accelerate's")
+        Path | None, takes("FILE", "Start from another file, for example accelerate's", "--from")
     ] = None,
     overwrite: OverwriteOption = False,
-    where: Annotated[str | None, _answer("PLACE", "here, machines, slurm, cpu or tpu")] = None,
-    nodes: Annotated[str | None, _answer("N", "Nodes that take part")] = None,
-    rendezvous: Annotated[str | None, _answer("HOST:PORT", "Address of node 0")] = None,
-    workers_per_node: Annotated[str | None, _answer("N", "Workers on each node, or auto")] = None,
-    model: Annotated[str | None, _answer("MODEL", "Model folder, or a size such as 8b; not stored")] = None,
-    goal: Annotated[str | None, _answer("GOAL", "balanced, fastest, hybrid or biggest")] = None,
-    precision: Annotated[str | None, _answer("DTYPE", "bf16, fp16 or no")] = None,
-    wrap: Annotated[str | None, _answer("UNITS", "auto, CLASS,..., size:N or none")] = None,
-    checkpoint_dir: Annotated[str | None, _answer("FOLDER", "Folder for checkpoints")] = None,
+    where: Annotated[str | None, takes("PLACE", "here, machines, slurm, cpu or tpu")] = None,
+    nodes: Annotated[str | None, takes("N", "Nodes that take part")] = None,
+    rendezvous: Annotated[str | None, takes("HOST:PORT", "Address of node 0")] = None,
+    workers_per_node: Annotated[str | None, takes("N", "Workers on each node, or auto")] = None,
+    model: Annotated[str | None, takes("MODEL", "Model folder, or a size such as 8b; not stored")] = None,
+    goal: Annotated[str | None, takes("GOAL", "balanced, fastest, hybrid or biggest")] = None,
+    precision: Annotated[str | None, takes("DTYPE", "bf16, fp16 or no")] = None,
+    wrap: Annotated[str | None, takes("UNITS", "auto, CLASS,..., size:N or none")] = None,
+    checkpoint_dir: Annotated[str | None, takes("FOLDER", "Folder for checkpoints")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
@@ -427,7 +398,7 @@ def config(
 def config_show(
     file: ConfigOption = None,
     overrides: SetOption = None,
-    origin: Annotated[bool, Option("--origin", help="Say where each value comes from")] = False,
+    origin: Annotated[bool, flag("--origin", "Say where each value comes from")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the effective values."""
@@ -436,9 +407,7 @@ def config_show(
 @config_app.command("set")
 @does("config:set_values")
 def config_set(
-    assignments: Annotated[
-        list[str], Argument(metavar="KEY=VALUE...", help="What to change", autocompletion=ASSIGNMENTS)
-    ],
+    assignments: Annotated[list[str], Argument(metavar="KEY=VALUE...", help="What to change")],
     file: ConfigOption = None,
 ) -> None:
     """Change keys in the file; its comments and layout stay."""
@@ -450,9 +419,7 @@ def config_validate(
     files: Annotated[
         list[Path] | None, Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
     ] = None,
-    strict: Annotated[
-        bool, Option("--strict", help="Count notes, such as keys without effect, as problems")
-    ] = False,
+    strict: Annotated[bool, flag("--strict", "Count notes, such as keys without effect, as problems")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Report every problem of one or more files."""
@@ -461,14 +428,7 @@ def config_validate(
 @config_app.command("explain")
 @does("config:explain")
 def config_explain(
-    word: Annotated[
-        str | None,
-        Argument(
-            metavar="KEY",
-            help="A key or a section [default: list all]",
-            autocompletion=completed(keys_and_sections),
-        ),
-    ] = None,
+    word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
     file: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -484,9 +444,7 @@ def config_schema() -> None:
 @config_app.command("presets")
 @does("config:presets")
 def config_presets(
-    name: Annotated[
-        str | None, Argument(metavar="NAME", help="Print this one", autocompletion=completed(presets))
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Print this one")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List ready-made configurations, or print one."""
@@ -497,9 +455,7 @@ def config_presets(
 def config_convert(
     source: Annotated[Path, Argument(metavar="SOURCE", help="File to read")],
     target: Annotated[Path, Argument(metavar="TARGET", help="File to write")],
-    to: Annotated[
-        str, Option(metavar="FORMAT", help="fsdp2, or accelerate for a file that accelerate launch takes")
-    ],
+    to: Annotated[str, takes("FORMAT", "fsdp2, or accelerate for a file that accelerate launch takes")],
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
