@@ -88,7 +88,7 @@ def _check_names(stored: set[str], needed: set[str], where: Path) -> None:
     raise CheckpointError(msg, hint="build and wrap the model as it was when the checkpoint was saved")
 
 
-def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
+def _read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
     """Read a model's full state dict on rank 0; the others get an empty mapping.
 
     Names and shapes are checked here, on rank 0 and before anything is sent: torch would notice there only, while
@@ -100,13 +100,13 @@ def read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
             state = read_plain(path)
             _check_names(set(state), set(shapes), path)
             for name, shape in shapes.items():
-                if (stored := shape_of(state[name])) != shape:
+                if (stored := _shape_of(state[name])) != shape:
                     msg = f"{path} has {name} of shape {stored}, the model of {shape}"
                     raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
     return state
 
 
-def read_full_optimizer(path: Path, names: set[str]) -> State:
+def _read_full_optimizer(path: Path, names: set[str]) -> State:
     """Read an optimizer's full state on rank 0; the others get its parameter groups only."""
     state: State = {}
     with raise_on_all_ranks(f"read {path}"):
@@ -120,15 +120,16 @@ def read_full_optimizer(path: Path, names: set[str]) -> State:
     return state or {"state": {}, "param_groups": groups}
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the full shape of a tensor, plain or sharded; of any other value, that of a scalar."""
+def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.size()) if isinstance(value, torch.Tensor | ShardedTensor) else ()
 
 
 def _read_flat(present: State, path: Path) -> None:
     """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views."""
     read, shards = read_plain(path), {name: _own_shard(value) for name, value in present.items()}
-    if {name: shape_of(each) for name, each in read.items()} != {n: shape_of(each) for n, each in shards.items()}:
+    if {name: _shape_of(each) for name, each in read.items()} != {
+        n: _shape_of(each) for n, each in shards.items()
+    }:
         msg = f"the flat shards in {path} are of another model, or of another number of ranks"
         raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
     with torch.no_grad():
@@ -197,23 +198,24 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
     )
 
 
-def load_model(model: nn.Module, folder: Path, index: int, kind: str | None = None) -> None:
-    """Read one model back, in whichever form the folder holds it, in `kind` where it holds several."""
+def load_model(model: nn.Module, folder: Path, index: int) -> None:
+    """Read one model back, in whichever form the folder holds it."""
+    local, sharded = folder / f"{_local_name(index)}.bin", folder / f"{MODEL}_{index}"
+    file = folder / f"{_stem(MODEL, index)}.bin"
     with quiet_torch():
-        if kind in (None, "LOCAL_STATE_DICT") and (folder / f"{_local_name(index)}.bin").exists():
+        if local.exists():
             with state_dict_type(model, "local_state_dict"):
-                _read_flat(model.state_dict(), folder / f"{_local_name(index)}.bin")
+                _read_flat(model.state_dict(), local)
             return
         state: State = get_model_state_dict(model)
         own_names = {clean_name(name): name for name in state}
         state = renamed(state, clean_name)
-        file = folder / f"{_stem(MODEL, index)}.bin"
-        if (folder / f"{MODEL}_{index}").is_dir() and not (kind == "FULL_STATE_DICT" and file.exists()):
-            read_sharded({"model": state}, folder / f"{MODEL}_{index}", strict=True)
+        if sharded.is_dir():
+            read_sharded({"model": state}, sharded, strict=True)
             set_model_state_dict(model, renamed(state, own_names.__getitem__))
         elif file.exists():
-            shapes = {name: shape_of(value) for name, value in state.items()}
-            full = renamed(read_full(file, shapes), own_names.__getitem__)
+            shapes = {name: _shape_of(value) for name, value in state.items()}
+            full = renamed(_read_full(file, shapes), own_names.__getitem__)
             set_model_state_dict(model, full, options=_from_rank_0())
         else:
             msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
@@ -229,10 +231,8 @@ def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: 
     return StateToSave(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state={"optimizer": state})
 
 
-def load_optimizer(
-    model: nn.Module, optimizer: Optimizer, folder: Path, index: int, kind: str | None = None
-) -> None:
-    """Read one optimizer of a model back, in whichever form the folder holds it; `kind` as in `load_model`."""
+def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: int) -> None:
+    """Read one optimizer of a model back, in whichever form the folder holds it."""
     sharded, full = folder / f"{OPTIMIZER}_{index}", folder / f"{_stem(OPTIMIZER, index)}.bin"
     if not sharded.is_dir() and not full.exists():
         msg = f"{folder} holds no optimizer {index}"
@@ -240,14 +240,14 @@ def load_optimizer(
     with quiet_torch(), left_out_frozen(model, optimizer):
         state: State = get_optimizer_state_dict(model, optimizer)
         own_names = {clean_name(name): name for group in state["param_groups"] for name in group["params"]}
-        if sharded.is_dir() and not (kind == "FULL_STATE_DICT" and full.exists()):
+        if sharded.is_dir():
             state = renamed_optimizer(state, clean_name)
             absent = read_sharded({"optimizer": state}, sharded, strict=False)
             stateless = {name for name in own_names if any(key.startswith(f"{_STATES}{name}.") for key in absent)}
             options = None
         else:
             # A file that accelerate wrote under FSDP1 has one step count for all parameters of a unit.
-            state = unshare_counts(read_full_optimizer(full, set(own_names)))
+            state = unshare_counts(_read_full_optimizer(full, set(own_names)))
             # Rank 0 holds the state, and sends the names of those that have none.
             stateless = from_rank_0(set(own_names) - set(state.get("state", {})))
             options = _from_rank_0(strict=False)  # names are checked; state may be missing

@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -80,38 +78,6 @@ def replicas(rank: int, world: int) -> dict[str, Any]:
 STATES = {"flat": flat_mesh, "replicas": replicas}
 
 
-@dataclass
-class Ranks:
-    """What each of some ranks planned, and what torch makes of it."""
-
-    local: list[SavePlan]
-    shared: list[SharedPlan]
-    own: list[SavePlan]
-    planner: DefaultSavePlanner
-
-
-def planned(kind: str, world: int) -> Ranks:
-    ranks = Ranks([], [], [], DefaultSavePlanner())
-    for rank in range(world):
-        with one_of(rank, world):
-            planner = DefaultSavePlanner()
-            state = STATES[kind](rank, world)
-            planner.set_up_planner(state, is_coordinator=rank == 0)
-            ranks.local.append(planner.create_local_plan())
-            ranks.shared.append(SharedPlan(*flatten_state_dict(state), world))
-            ranks.own.append(ranks.shared[-1].own_plan(ranks.local[-1], rank))
-            ranks.planner = planner if rank == 0 else ranks.planner
-    return ranks
-
-
-def places_of(plans: list[SavePlan]) -> list[list[tuple[int, int]]]:
-    """Invented places of the items in the ranks' files: some small, some beyond 4 GB."""
-    return [
-        [(number * 10 ** (1 + number % 9), 300 + 7**number % 10**11) for number, _ in enumerate(plan.items)]
-        for plan in plans
-    ]
-
-
 def as_plain(metadata: Any) -> Any:
     """All of an index in plain data."""
 
@@ -130,27 +96,34 @@ def as_plain(metadata: Any) -> Any:
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 @pytest.mark.parametrize("kind", STATES)
 def test_plans_and_index_say_what_those_of_torch_say(kind, world, tmp_path):
-    ranks = planned(kind, world)
-    assert len({shared.digest for shared in ranks.shared}) == 1
-    plans, metadata = ranks.planner.create_global_plan(ranks.local)
+    planners, local, shared = [DefaultSavePlanner() for _ in range(world)], [], []
+    for rank, planner in enumerate(planners):
+        with one_of(rank, world):
+            state = STATES[kind](rank, world)
+            planner.set_up_planner(state, is_coordinator=rank == 0)
+            local.append(planner.create_local_plan())
+            shared.append(SharedPlan(*flatten_state_dict(state), world))
+    assert len({each.digest for each in shared}) == 1
+    own_plans = [each.own_plan(local[rank], rank) for rank, each in enumerate(shared)]
+    plans, metadata = planners[0].create_global_plan(local)
     keys = [
         sorted(repr((item.index.fqn, item.index.offset)) for plan in each for item in plan.items)
-        for each in (ranks.own, plans)
+        for each in (own_plans, plans)
     ]
     assert keys[0] == keys[1]
-    counts = [len(plan.items) for plan in ranks.own]  # copies are shared out evenly
+    counts = [len(plan.items) for plan in own_plans]  # copies are shared out evenly
     assert kind != "replicas" or max(counts) - min(counts) <= 2
-    for own, theirs in zip(ranks.own, plans, strict=True):
-        assert own.planner_data == theirs.planner_data
-    places = places_of(ranks.own)
+    assert [plan.planner_data for plan in own_plans] == [plan.planner_data for plan in plans]
+    # Invented places: some small, some beyond 4 GB.
+    places = [[(n * 10 ** (1 + n % 9), 300 + 7**n % 10**11) for n in range(count)] for count in counts]
     metadata.storage_data = {
         item.index: StorageInfo(data_file(rank), *place)
-        for rank, plan in enumerate(ranks.own)
+        for rank, plan in enumerate(own_plans)
         for item, place in zip(plan.items, places[rank], strict=True)
     }
-    for shared in ranks.shared[:: world - 1]:  # the first rank writes, any other could
+    for each in shared[:: world - 1]:  # the first rank writes, any other could
         with (tmp_path / ".metadata").open("wb") as file:
-            write_index(file, shared, places.__getitem__, StorageMeta(checkpoint_id=tmp_path, save_id="one"))
+            write_index(file, each, places.__getitem__, StorageMeta(checkpoint_id=tmp_path, save_id="one"))
         made = pickle.loads((tmp_path / ".metadata").read_bytes())
         assert as_plain(made) == as_plain(pickle.loads(pickle.dumps(metadata)))
     found = read_metadata(tmp_path).places
