@@ -28,15 +28,15 @@ _HOMES = {
     "load_checkpoint": "fsdplaunch.runtime.saving.save_load",
     "should_stop": "fsdplaunch.runtime.should_stop",
     "merge_fsdp_weights": "fsdplaunch.checkpoint.merge.merge",
-    "DistModule": "fsdplaunch.runtime.api.dist_module",
-    "apply_fsdp2": "fsdplaunch.runtime.api.dist_module",
+    "DistModule": "fsdplaunch.runtime.api.accelerate_names",
+    "apply_fsdp2": "fsdplaunch.runtime.api.accelerate_names",
     "disable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "enable_fsdp_ram_efficient_loading": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_load_full_state_dict": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_prepare_auto_wrap_policy": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_prepare_model": "fsdplaunch.runtime.api.accelerate_names",
     "fsdp2_switch_optimizer_parameters": "fsdplaunch.runtime.api.accelerate_names",
-    "load_state_dict": "fsdplaunch.runtime.api.dist_module",
+    "load_state_dict": "fsdplaunch.runtime.api.accelerate_names",
     "full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
     "rekey_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
     "scatter_full_optim_state_dict": "fsdplaunch.runtime.state_dict.named_states",
@@ -50,14 +50,16 @@ if TYPE_CHECKING:
 
     from fsdplaunch.checkpoint.merge.merge import merge_fsdp_weights
     from fsdplaunch.runtime.api.accelerate_names import (
+        DistModule,
+        apply_fsdp2,
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
         fsdp2_load_full_state_dict,
         fsdp2_prepare_auto_wrap_policy,
         fsdp2_prepare_model,
         fsdp2_switch_optimizer_parameters,
+        load_state_dict,
     )
-    from fsdplaunch.runtime.api.dist_module import DistModule, apply_fsdp2, load_state_dict
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params

@@ -36,7 +36,7 @@ from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD
-from fsdplaunch.runtime.torch_internals.tensors import is_function_transforms
+from fsdplaunch.runtime.torch_internals.tensors import is_of_transform
 
 Known = tuple[str, nn.Parameter, bool]
 """A parameter's name, the parameter, and whether other workers hold more of it."""
@@ -212,7 +212,7 @@ class Recorder:
         if next(module.parameters(), None) is None:  # a transform of the dataset, which is given one row
             return
         batch = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), None)
-        if batch is None or batch.is_meta or is_function_transforms(batch):  # a count of operations has no values
+        if batch is None or batch.is_meta or is_of_transform(batch):  # a count of operations has no values
             return
         batch = full_tensor(batch.detach())
         self._now.rows, self._now.content = batch.shape[0], batch.double().sum().item()

@@ -27,17 +27,11 @@ from fsdplaunch.runtime.rank import own_folder, world_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """A library that trains in its own way.
+    """A library that trains in its own way."""
 
-    Attributes:
-        name: Of the class that was built, as its users say it.
-        remedy: How to make it shard.
-        replicates: Whether it keeps replicas, with DistributedDataParallel, unless it is configured otherwise.
-    """
-
-    name: str
-    remedy: str
-    replicates: bool = False
+    name: str  # of the class that was built, as its users say it
+    remedy: str  # how to make it shard
+    replicates: bool = False  # with DistributedDataParallel, unless it is configured otherwise
 
 
 _LIGHTNING = (
@@ -165,12 +159,7 @@ def watch_sharding() -> None:
 
 
 def check_sharded(name: str) -> None:
-    """Raise when the script named `name` ended and no model was ever sharded in this process.
-
-    Raises:
-        NeverShardedError: Always then, unless FSDPLAUNCH_ALLOW_UNSHARDED=1.
-        ShardingError: The configuration's weights were never read.
-    """
+    """Raise when a script ended that never sharded a model, unless it may, or never read configured weights."""
     weights = decode().checkpoint.weights
     if weights is not None and not call_if_imported(WEIGHTS_USED):
         msg = (
@@ -188,13 +177,7 @@ def may_stay_unsharded() -> bool:
 
 
 def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedError:
-    """Return the error for a script named `name` that trained replicas, with what shards in its own way.
-
-    Args:
-        name: The script's.
-        where: What is to be said of the place, if it is known.
-        also: What else would have the model sharded.
-    """
+    """Return the error for a script that trained replicas, with the place, and with what also would shard."""
     workers, whole = world_size(), f" ({_replicated[0]})" if _replicated else ""
     if workers == 1:
         trained = f": its worker held all of it{whole}" if whole else ""
@@ -218,11 +201,7 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
 
 
 def check_at_first_step(name: str) -> None:
-    """Check at the first step of any optimizer, and never again.
-
-    Args:
-        name: The script's, for the error.
-    """
+    """Check at the first step of any optimizer, and never again, for an error that names the script."""
 
     def check() -> None:
         if not may_stay_unsharded():

@@ -172,11 +172,9 @@ def two_forms(form: str) -> list[Any]:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     calls: dict[str, Callable[[], Any]] = {
         "accelerator": lambda: fsdplaunch.fsdp2_load_full_state_dict(accelerator(), model, given),
-        "none": lambda: fsdplaunch.fsdp2_load_full_state_dict(None, model, given, False),
         "by name": lambda: fsdplaunch.fsdp2_load_full_state_dict(
             accelerator=accelerator(), model=model, full_sd=given, cpu_offload=False
         ),
-        "mixed": lambda: fsdplaunch.fsdp2_load_full_state_dict(accelerator(), model=model, full_sd=given),
         "alone": lambda: fsdplaunch.fsdp2_load_full_state_dict(model, given, True),
     }
     returned = [call() is model for name, call in calls.items() if name == form]
@@ -185,11 +183,11 @@ def two_forms(form: str) -> list[Any]:
 
 
 def all_two_forms() -> list[list[Any]]:
-    return [two_forms(form) for form in ("accelerator", "none", "by name", "mixed", "alone")]
+    return [two_forms(form) for form in ("accelerator", "by name", "alone")]
 
 
 def test_full_weights_load_in_every_call_form(two_ranks: RankPool) -> None:
-    assert two_ranks.run(all_two_forms) == [[[True, 0.0]] * 5] * 2
+    assert two_ranks.run(all_two_forms) == [[[True, 0.0]] * 3] * 2
 
 
 def prepared_in_forms() -> list[tuple[bool, int]]:

@@ -12,7 +12,7 @@ from fsdplaunch.runtime.api.gradients import clip_grad_value_
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import batch, build, loss_of, my_part, plugin
 
-ORDERS = (2.0, 1.0, float("inf"))
+ORDERS = (2.0, float("inf"))
 HYBRID = {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP1": (2, {"fsdp_version": 1}),
@@ -42,7 +42,7 @@ def norms(fields: dict[str, Any]) -> list[tuple[list[float], list[float], bool]]
 @pytest.mark.parametrize(("ranks", "fields"), CASES.values(), ids=CASES, indirect=["ranks"])
 def test_norm_of_shards_is_the_norm_of_the_full_gradient(ranks: RankPool, fields: dict[str, Any]) -> None:
     for answers in ranks.run(norms, fields):
-        assert len(answers) == 6
+        assert len(answers) == 4
         for expected, sharded, plain in answers:
             assert sharded == pytest.approx(expected, rel=1e-5)
             assert plain

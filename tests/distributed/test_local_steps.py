@@ -155,22 +155,3 @@ def operators_seen(lr: float) -> int:
 
 def test_no_operator_of_a_step_is_run_on_dtensors(two_ranks: RankPool) -> None:
     assert two_ranks.run(operators_seen, 0.1) == [0, 0]
-
-
-def mixed_state() -> str:
-    """Give a parameter a plain full state, as torch refuses: that stays torch's error."""
-    params = shards()[:1]
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros(SHAPES[0])
-    with stepping_with_local_shards():
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            return str(error)
-    return "stepped"
-
-
-def test_state_that_is_no_shard_is_torchs_error(two_ranks: RankPool) -> None:
-    for error in two_ranks.run(mixed_state):
-        assert "got mixed torch.Tensor and DTensor" in error

@@ -252,12 +252,6 @@ def test_wrap_policy_is_bound_to_a_models_classes() -> None:
     assert sized.auto_wrap_policy.keywords == {"min_num_params": 50}
 
 
-def test_wrap_policy_of_an_unknown_class_is_refused() -> None:
-    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
-    with pytest.raises(ShardingError, match="no module of class LlamaDecoderLayer in TinyLM"):
-        plugin.set_auto_wrap_policy(build())
-
-
 def test_state_dict_type_may_change_and_its_options_with_it() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     assert isinstance(plugin.state_dict_config, ShardedStateDictConfig)
@@ -274,12 +268,6 @@ def test_policy_object_keeps_what_else_it_sets() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
     assert plugin.mixed_precision_policy.cast_forward_inputs is False
     assert plugin.settings().dtypes.template.cast_forward_inputs is False
-
-
-def test_float8_computes_the_rest_in_bf16() -> None:
-    settings = FullyShardedDataParallelPlugin(mixed_precision_policy="fp8").settings()
-    assert settings.float8 is not None
-    assert (settings.dtypes.param, settings.dtypes.master) == (torch.bfloat16, torch.float32)
 
 
 def test_options_given_in_code_stay() -> None:
@@ -302,36 +290,6 @@ def test_buffers_stay_fp32_on_request() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision("bf16", buffer_autocast=True)
     assert plugin.mixed_precision_policy.buffer_dtype == torch.float32
-
-
-def test_policy_of_the_other_version_is_refused() -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    plugin.mixed_precision_policy = MixedPrecision(param_dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match="must be MixedPrecisionPolicy under fsdp_version 2"):
-        plugin.validate_mixed_precision_policy()
-
-
-def test_transformers_gets_what_code_sets_about_loading() -> None:
-    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
-    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-
-
-def test_modules_and_functions_are_kept_as_given() -> None:
-    module = nn.Linear(2, 2)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1,
-        ignored_modules=[module],
-        auto_wrap_policy=callable,
-        param_init_fn=print,
-        limit_all_gathers=False,
-    )
-    settings = plugin.settings()
-    assert settings.ignored == (module,)
-    assert settings.wrap is callable
-    assert settings.param_init_fn is print
-    assert settings.limit_all_gathers is False
 
 
 def test_timeout_is_that_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

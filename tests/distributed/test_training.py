@@ -107,14 +107,10 @@ def transformers_model(family: str) -> Callable[[], nn.Module]:
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-GPT2 = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "LlamaDecoderLayer": ("LlamaConfig", "LlamaForCausalLM", SIZES),
-    "BertLayer": ("BertConfig", "BertForMaskedLM", SIZES | NO_DROPOUT),
     "T5Block": ("T5Config", "T5ForConditionalGeneration", T5 | {"dropout_rate": 0.0, "pad_token_id": 0}),
-    "GPT2Block": ("GPT2Config", "GPT2LMHeadModel", GPT2 | {"attn_pdrop": 0.0}),
     "MixtralDecoderLayer": ("MixtralConfig", "MixtralForCausalLM", SIZES | EXPERTS),
 }
 """By the class of their blocks."""
@@ -171,33 +167,10 @@ def by_its_own_loss(model: Any, optimizer: Any, cut: Cut) -> list[float]:
     return losses
 
 
-def by_value(model: nn.Module, optimizer: Any, cut: Cut) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, cut(batch(step)))
-        loss.backward()
-        if cut is my_part:
-            fsdplaunch.clip_grad_value_(model, 0.01)
-        else:
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
-    return losses
-
-
-def in_two_halves(model: nn.Module, optimizer: Any, cut: Cut) -> list[float]:
-    return _accumulated(model, optimizer, cut, lambda _: nullcontext())
-
-
 def in_two_halves_without_sync(model: nn.Module, optimizer: Any, cut: Cut) -> list[float]:
-    return _accumulated(model, optimizer, cut, fsdplaunch.no_sync if cut is my_part else lambda _: nullcontext())
-
-
-def _accumulated(model: nn.Module, optimizer: Any, cut: Cut, quiet: Any) -> list[float]:
     losses = []
     for step in range(STEPS):
-        with quiet(model):
+        with fsdplaunch.no_sync(model) if cut is my_part else nullcontext():
             (loss_of(model, cut(batch(2 * step))) / 2).backward()
         losses.append(stepping(model, optimizer, loss_of(model, cut(batch(2 * step + 1))) / 2))
     return losses
@@ -212,14 +185,6 @@ def adamw_of(model: nn.Module) -> Any:
 
 def adagrad(model: nn.Module) -> Any:
     return torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
-
-
-def sgd(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def fused(model: nn.Module) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def grouped(model: nn.Module) -> Any:
@@ -242,11 +207,6 @@ def with_a_scheduler(model: nn.Module, make: Any, chosen: Any) -> Made:
     scheduler, model, optimizer = fsdplaunch.prepare(scheduler, model, optimizer, plugin=chosen)
     optimizer.scheduler = scheduler
     return model, optimizer
-
-
-def afterwards(model: nn.Module, make: Any, chosen: Any) -> Made:
-    model = fsdplaunch.prepare(model, plugin=chosen)
-    return model, fsdplaunch.prepare(make(model), plugin=chosen)
 
 
 def made_before_and_prepared_later(model: nn.Module, make: Any, chosen: Any) -> Made:
@@ -340,7 +300,6 @@ FLAT = {"fields": {"use_orig_params": False}, "versions": (1,)}
 RANK_0 = {"cpu_ram_efficient_loading": True}
 IGNORED = {"ignored_modules": r"layers\.0\.feed_forward"}
 WAYS: dict[str, Way] = {
-    "named units": Way(fields={"transformer_cls_names_to_wrap": ["Block"]}, look=units, found=3),
     "found units": Way(look=units, found=3, sizes=(1, 2, 4)),
     "units by size": Way(fields=BY_SIZE, look=units, found=6),
     "no units": Way(fields=NO_UNITS, look=units, found=0),
@@ -351,13 +310,8 @@ WAYS: dict[str, Way] = {
     "hybrid, gathered": Way(fields={"sharding_strategy": "HYBRID_SHARD_ZERO2", **HALF}, sizes=(4,)),
     "offloaded without a GPU": Way(fields={"cpu_offload": True}),
     "prefetching": Way(fields={"forward_prefetch": True}),
-    "flat": Way(**FLAT),
     "tied": Way(make=tied, look=is_one_parameter, found=True),
-    "tied, units by size": Way(fields=BY_SIZE, make=tied, look=is_one_parameter, found=True),
     "recomputed": Way(fields=RECOMPUTED, begin=counting_calls, look=calls_and_names, found=(2 * STEPS, True)),
-    "recomputed, no units": Way(
-        fields=RECOMPUTED | NO_UNITS, begin=counting_calls, look=calls_and_names, found=(2 * STEPS, True)
-    ),
     "every second recomputed": Way(
         fields=RECOMPUTED | {"activation_checkpointing_every": 2},
         begin=counting_calls,
@@ -369,24 +323,17 @@ WAYS: dict[str, Way] = {
     "scalar and few rows": Way(make=Scaled),
     "two dtypes": Way(make=Casting, versions=(2,)),  # FSDP1 clips no fp64 gradients
     "ignored": Way(fields=IGNORED, begin=of_another_seed, look=ignored_is_whole_and_equal, found=True),
-    "another seed on each rank": Way(begin=of_another_seed),
     "weights on rank 0, meta": Way(fields=RANK_0, begin=on_rank_0_only(build, "meta")),
     "weights on rank 0, garbage": Way(fields=RANK_0, begin=on_rank_0_only(build, "garbage")),
     "weights on rank 0, tied": Way(fields=RANK_0, make=tied, begin=on_rank_0_only(tied, "meta")),
-    "clipped by value": Way(train=by_value),
-    "accumulated": Way(train=in_two_halves),
     "accumulated without sync": Way(train=in_two_halves_without_sync),
     "accumulated without sync, ignored": Way(fields=IGNORED, train=in_two_halves_without_sync),
-    "optimizer afterwards": Way(ready=afterwards),
     "optimizer prepared later": Way(ready=made_before_and_prepared_later),
     "groups and scheduler": Way(
         optimizer=grouped, ready=with_a_scheduler, look=rates_after_a_step, found=[5e-3, 2.5e-2], versions=(2,)
     ),
     "adagrad": Way(optimizer=adagrad, look=state_is_sharded, found=True),
-    "sgd": Way(optimizer=sgd),
-    "fused": Way(optimizer=fused),
     "adagrad, flat": Way(optimizer=adagrad, **FLAT),
-    "fused, flat": Way(optimizer=fused, **FLAT),
     **{
         kind: Way(make=transformers_model(kind), train=by_its_own_loss, look=kinds_of_units, found={kind})
         for kind in FAMILIES

@@ -103,21 +103,13 @@ Specs = dict[str, Spec]
 
 @dataclass(slots=True, kw_only=True)
 class ModelTensor:
-    """One parameter or buffer, wherever it is registered.
+    """One parameter or buffer, wherever it is registered."""
 
-    Attributes:
-        name: Its first clean name.
-        names: All its clean names.
-        spec: Its shape and dtype here, and whether it has storage.
-        places: Each module that holds it, and under which attribute.
-        materialized: Whether it has storage on the device and rank 0's values.
-    """
-
-    name: str
-    spec: Spec
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    materialized: bool = False
+    name: str  # its first clean name
+    spec: Spec  # its shape and dtype here, and whether it has storage
+    names: list[str] = field(default_factory=list)  # all its clean names
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # each module, and the attribute in it
+    materialized: bool = False  # with storage on the device and rank 0's values
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.patch import wrap
@@ -30,7 +28,7 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
     on_first_gather,
     unsharded_parameters,
 )
-from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, has_backward_hooks, renew_backward_hooks
+from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]
 Table = OrderedDict[int, Hook]
@@ -38,20 +36,13 @@ Table = OrderedDict[int, Hook]
 
 
 class _Hooked:
-    """The hooks of one shard. It holds them itself, and this: weak references would keep torch from moving it.
-
-    Attributes:
-        hooks: In the order in which they were registered; handles that the script has remove from it.
-        shard: Whose.
-        local: Whether they are called with this rank's own gradient.
-        before: The gradient that the running backward pass adds to; None where there is none.
-    """
+    """The hooks of one shard. It holds them itself, and this: weak references would keep torch from moving it."""
 
     def __init__(self, shard: Any, hooks: Table | None = None) -> None:
-        self.hooks: Table = OrderedDict() if hooks is None else hooks
+        self.hooks: Table = OrderedDict() if hooks is None else hooks  # handles that the script has remove from it
         self.shard = shard
-        self.local = False
-        self.before: Any = None
+        self.local = False  # whether they are called with this rank's own gradient
+        self.before: Any = None  # the gradient that the running backward pass adds to
         with _taking_hooks(shard):
             shard.register_post_accumulate_grad_hook(self.call)
         _hooked.add(self)
@@ -71,13 +62,6 @@ class _Hooked:
         """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
-        code = getattr(next(iter(self.hooks.values())), "__code__", None)
-        line = "the script" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-        with messages.said_only_once():
-            messages.say(
-                f"{line}: this hook is called for the gradient of a penalty and for that of the model's pass, one"
-                " after the other: equal for hooks that scale or mask, not for those that clip"
-            )
         return split_like(self._changed(gradient.full_tensor()), self.shard)
 
     @torch.no_grad()
@@ -177,9 +161,7 @@ def place_gradients(model: nn.Module) -> None:
     for param in parameters_of(model):
         if isinstance(param, DTensor):
             with _taking_hooks(param):
-                if has_backward_hooks(param):
-                    renew_backward_hooks(param)
-                else:
+                if not renew_backward_hooks(param):
                     param.register_hook(_fit_to(param))  # type: ignore[no-untyped-call]
 
 

@@ -27,15 +27,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IgnoredParts:
-    """What is not sharded, while the model is not sharded yet.
+    """What is not sharded, while the model is not sharded yet."""
 
-    Attributes:
-        modules: By clean name; with everything below them.
-        single: Places of the parameters that cannot be split: the module and the attribute.
-    """
-
-    modules: dict[str, nn.Module]
-    single: tuple[tuple[nn.Module, str], ...]
+    modules: dict[str, nn.Module]  # by clean name; with everything below them
+    single: tuple[tuple[nn.Module, str], ...]  # places of parameters that cannot be split: module and attribute
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters as they are now, each once; materializing may have put others in their places."""

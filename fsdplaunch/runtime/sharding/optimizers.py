@@ -41,11 +41,7 @@ class FullParameter(NamedTuple):
 
 
 def note_full_parameters(model: nn.Module) -> Home:
-    """Remember on each full parameter what it is called and shaped, before its model is sharded.
-
-    Returns:
-        Where to put the sharded model when there is one. The parameters themselves are not kept.
-    """
+    """Note on each full parameter what it is called and shaped; return where to put the sharded model, then."""
     home: Home = []
     for name, tensor in named_parameters(model):
         setattr(tensor, ORIGIN, FullParameter(name, tensor.shape, home))

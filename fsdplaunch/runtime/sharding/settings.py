@@ -68,17 +68,7 @@ _MESH = "parallelism_config.parallelism_config_"
 class Settings:
     """Everything that sharding one model needs to know, most of it the value of a key of the configuration.
 
-    Attributes:
-        wrap: The policy's name, or a function of the user's: a module -> whether it is a unit.
-        reshard_after_forward: FSDP2: flag, or the number of ranks to reshard to.
-        ignored: Regular expression for module names, or several, or the modules themselves.
-        replicate_size: Replicas of the model, -1 for what `shard_size` leaves.
-        shard_size: Ranks per replica, -1 or None for what `replicate_size` leaves.
-        param_init_fn: Gives a module without storage its values, or None.
-        compiling: How to compile, or None.
-        float8: How linear layers compute in float8, or None.
-        tensor_size: Ranks that split each layer, -1 for what the other sizes leave.
-        tensor_plan: How they do: patterns of names and styles; empty for the model's own plan.
+    A size of -1 stands for what the other ones leave; a wrap policy may be a function of the user's.
     """
 
     version: int = field(default=2, metadata=of_key("fsdp_version"))
@@ -111,11 +101,11 @@ class Settings:
     context_attention: SequenceAttentionName = field(
         default="auto", metadata=of_key("sharding.context_parallel_attention")
     )
-    tensor_plan: tuple[tuple[str, str], ...] = ()
+    tensor_plan: tuple[tuple[str, str], ...] = ()  # patterns of names and styles; empty for the model's own plan
     dtypes: Dtypes = Dtypes()
     compiling: DynamoConfig | None = None
-    float8: Fp8Config | None = None
-    param_init_fn: Callable[[nn.Module], Any] | None = None
+    float8: Fp8Config | None = None  # how linear layers compute in it
+    param_init_fn: Callable[[nn.Module], Any] | None = None  # gives a module without storage its values
 
     @property
     def wraps_nothing(self) -> bool:

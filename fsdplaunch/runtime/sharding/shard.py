@@ -19,21 +19,7 @@ from fsdplaunch.runtime.inspection.parameters import (
     tied_names,
 )
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
-from fsdplaunch.runtime.sharding import fsdp2
-from fsdplaunch.runtime.sharding.checks import (
-    check_dense,
-    check_model,
-    check_same_values,
-    check_settings,
-    check_sharded_model,
-)
-from fsdplaunch.runtime.sharding.compute import (
-    checkpoint_blocks,
-    compile_forwards,
-    convert_to_float8,
-    forward_methods,
-    register,
-)
+from fsdplaunch.runtime.sharding import checks, compute, fsdp2
 from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
@@ -67,15 +53,15 @@ def shard_model(
     """
     begin_sharding("prepare")
     settings = plugin.settings()
-    check_settings(settings, place.mesh)
-    check_model(model, settings.version)
+    checks.check_settings(settings, place.mesh)
+    checks.check_model(model, settings.version)
     # The order matters: each step sees what the ones before have changed.
-    methods = forward_methods(model, settings)
+    methods = compute.forward_methods(model, settings)
     tied, total = tied_names(model), sum(param.numel() for param in parameters_of(model))
     out = find_ignored(model, settings)
-    check_dense(model, out.below())
+    checks.check_dense(model, out.below())
     home = note_full_parameters(model)
-    converted = convert_to_float8(model, settings, out)
+    converted = compute.convert_to_float8(model, settings, out)
     skipped = {id(param) for param in out.parameters()}
     units = separate_dtypes(model, plan_units(model, settings, out.below()), settings, skipped)
     check_root_unit(model, units, settings, skipped)
@@ -86,8 +72,8 @@ def shard_model(
     with keep_parameter_attributes(model):
         materializer = _materializer(model, settings, place, out, deferred, split)
         if settings.activation_checkpointing:
-            units = checkpoint_blocks(model, units, settings, place.device)
-        compile_forwards(units.values(), settings, regional=True)
+            units = compute.checkpoint_blocks(model, units, settings, place.device)
+        compute.compile_forwards(units.values(), settings, regional=True)
         shard: Callable[..., nn.Module] = fsdp2.shard
         if settings.version == 1:
             from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
@@ -98,8 +84,8 @@ def shard_model(
             sharded = shard(model, units, settings=settings, mesh=place.mesh, **parts)
         materializer.fill(sharded)
         home.append(weakref.ref(sharded))
-        compile_forwards([model], settings, regional=False)
-        register(sharded, model, methods)
+        compute.compile_forwards([model], settings, regional=False)
+        compute.register(sharded, model, methods)
     unsharded = out.parameters()
     ids = {id(param) for param in unsharded}
     trained = [param for param in unsharded if param.requires_grad]
@@ -118,7 +104,7 @@ def shard_model(
         split=split,
         sequences=sequences,
     )
-    check_sharded_model(sharded, prepared, total=total)
+    checks.check_sharded_model(sharded, prepared, total=total)
     register_model(sharded, prepared)
     if not place.layout_only and not is_fake(place.mesh):
         # The first passes show whether ranks that split something compute what one would.
@@ -164,7 +150,7 @@ def _materializer(
     else:
         materializer = Materializer(model, **arguments)
         if not materializer.send and not place.layout_only:
-            check_same_values(materializer.entries, place.mesh, place.device)
+            checks.check_same_values(materializer.entries, place.mesh, place.device)
     for module in out.modules.values():
         materializer.materialize(module)
     materializer.materialize_scalars()

@@ -126,14 +126,7 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
 
     A module that shares a parameter with one outside of it is not a unit: its parameters stay with the parent's,
     because torch can give a shared parameter to one unit only.
-
-    Args:
-        model: The model.
-        settings: Has the policy.
-        left_out: Modules that are not sharded, with everything below them.
-
-    Raises:
-        ShardingError: A policy is set and chooses nothing.
+    A policy that chooses nothing, but for what is left out, is an error.
     """
     chosen = _chosen(model, settings, left_out)
     units = {}

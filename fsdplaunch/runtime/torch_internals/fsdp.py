@@ -244,14 +244,10 @@ def gather_for_any_output(module: nn.Module) -> None:
 
 
 def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = None) -> None:
-    """Give a sharded parameter another local tensor, and let FSDP2 take notice of it.
+    """Give a sharded parameter another local tensor, and let FSDP2's own record of it take notice.
 
-    Args:
-        fsdp_param: FSDP2's own record of the parameter.
-        param: The parameter.
-        local: Its new local tensor.
-        given: The DTensor whose memory that is, if it is to stay that of both: FSDP2 copies a shard that is
-            smaller than other ranks' into memory with padding.
+    `given` is the DTensor whose memory that is, if it is to stay that of both: FSDP2 copies a shard that is
+    smaller than other ranks' into memory with padding.
     """
     param._local_tensor = local
     fsdp_param.reset_sharded_param()
@@ -266,11 +262,9 @@ def first_chunk_only(chunk: Callable[..., Any]) -> Any:
 
 
 def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:
-    """Call `act(group)` before the gradients of each parameter group of an FSDP2 unit are reduced.
+    """Call `act(group)` before the gradients of each parameter group of a module, if it is a unit, are reduced.
 
-    Args:
-        module: Any module; one that is not a unit has no groups.
-        act: In the place of what was given before. Not called in passes that do not reduce.
+    In the place of what was given before, and not in passes that do not reduce.
     """
     for group in param_groups(module) if hasattr(module, "_get_fsdp_state") else []:
         reduce = getattr(group.post_backward, "fsdplaunch_reduces", group.post_backward)
@@ -296,11 +290,7 @@ def names_without_gradient(group: Any) -> tuple[str, ...]:
 
 
 def abandon_pass(model: Any) -> None:
-    """Put the units of a model back to where no pass runs, after one that has raised an error; 2.9 to 2.13.
-
-    Args:
-        model: Sharded, with all its units.
-    """
+    """Put the units of a model back to where no pass runs, after one that has raised an error; 2.9 to 2.13."""
     for module in model.modules():
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -330,16 +320,12 @@ def forget_order(model: Any) -> None:
 
 
 def begin_unit_pass(unit: Any, args: Any, kwargs: Any) -> Any:
-    """Do what FSDP2 does before a unit's forward, for a part of it that is called by itself; 2.9 to 2.13.
-
-    Returns:
-        What the part is to be given.
-    """
+    """Do what FSDP2 does before a unit's forward for a part that is called alone; returns what to give it."""
     return unit._get_fsdp_state()._pre_forward(unit, args, kwargs)
 
 
 def end_unit_pass(unit: Any, args: Any, output: Any) -> Any:
-    """Do what FSDP2 does after a unit's forward; returns what the part is to return; 2.9 to 2.13."""
+    """Do what FSDP2 does after a unit's forward; returns what the part is to return; both seen in 2.9 to 2.13."""
     return unit._get_fsdp_state()._post_forward(unit, args, output)
 
 
@@ -441,17 +427,11 @@ def before_giving_back(
     marked: set[int],
     act: Callable[[], None],
 ) -> None:
-    """Call a function where a group is to give back gathered parameters that were changed.
+    """Call `act` where a group is to give back gathered parameters that were changed.
 
     Looked at after each pass, also where they stay gathered until backward, and after backward, by no call of a
-    function. Gathering is not a change that torch counts. What was given back has no memory.
-
-    Args:
-        ref: The group.
-        gathered: Its full parameters.
-        counts: How often each was changed until last time; to be brought up to date by `act`.
-        marked: What is changed uncounted, if anything.
-        act: The function.
+    function. Gathering is not a change that torch counts. What was given back has no memory. `counts` is how often
+    each was changed until last time, which `act` brings up to date, `marked` what is changed uncounted.
     """
     group = ref()
     if group is None:

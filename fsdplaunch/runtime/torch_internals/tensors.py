@@ -3,7 +3,7 @@
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -18,35 +18,23 @@ __all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree
 """Torch's own, under plain names."""
 
 
-def has_backward_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether `register_hook` was ever called on a tensor."""
-    return tensor._backward_hooks is not None
-
-
-def renew_backward_hooks(tensor: Any) -> None:
-    """Connect the hooks that a tensor lists to its gradient, which moving it leaves behind."""
-    tensor._backward_hooks = tensor._backward_hooks
+def renew_backward_hooks(tensor: Any) -> bool:
+    """Connect the hooks that a tensor lists to its gradient, which moving it leaves behind; return if any."""
+    listed = tensor._backward_hooks
+    if listed is not None:
+        tensor._backward_hooks = listed
+    return listed is not None
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return what is equal for tensors of one storage while it lives, empty or not."""
-    return identity_of(tensor.untyped_storage())
-
-
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return what is equal for two objects that stand for one storage while it lives."""
-    return int(storage._cdata)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def inner_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor inside torchao's float8 weights, else the tensor itself; torchao 0.10 to 0.14."""
     inner: torch.Tensor = getattr(tensor, "_tensor", tensor)
     return inner
-
-
-def is_function_transforms(tensor: torch.Tensor) -> bool:
-    """Return whether torch.func made a tensor, which stands for many and has no values."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 counted_changes = operator.attrgetter("_version")
@@ -102,11 +90,7 @@ def return_no_parameters(_module: Any, _args: Any, output: Any) -> Any:
 
 
 def is_in_transform(*, forward: bool = True) -> bool:
-    """Return whether a transform of torch.func computes now.
-
-    Args:
-        forward: Whether `jvp` counts as one.
-    """
+    """Return whether a transform of torch.func computes now; `jvp` counts as one only with `forward`."""
     functorch = torch._C._functorch
     top = functorch.peek_interpreter_stack()
     return top is not None and (forward or top.key() != functorch.TransformType.Jvp)
@@ -122,8 +106,7 @@ def is_of_transform(values: Any) -> bool:
 def recomputes_later(*, trains: bool) -> bool:
     """Return whether what is computed now is computed again in a backward pass, as in a checkpoint; 2.9 to 2.13.
 
-    Args:
-        trains: Whether the pass around it has gradients: a reentrant checkpoint computes without them.
+    A reentrant checkpoint computes without gradients where the pass around it `trains`.
     """
     if not trains:
         return False
@@ -152,11 +135,10 @@ def metadata_getters() -> frozenset[Any]:
     return frozenset([*getters, *(getattr(tensor, name) for name in methods)])
 
 
-@contextmanager
-def computing_as_plain_tensors() -> Iterator[None]:
-    """Let subclasses' `__torch_function__` be passed by."""
-    with torch._C.DisableTorchFunctionSubclass():
-        yield
+def computing_as_plain_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which subclasses' `__torch_function__` is passed by."""
+    passing: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return passing
 
 
 _DEEPEST = 3
@@ -166,11 +148,7 @@ _MOST = 1000
 
 
 def tensors_held(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, wherever they stand: alone, in a row or a mapping, in an object's attributes.
-
-    Args:
-        value: What a module is given, or has returned.
-    """
+    """Yield the tensors in a value, wherever they stand: alone, in a row or mapping, in an object's attributes."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -214,9 +192,7 @@ def _attributes(value: Any) -> list[Any]:
 def replace_tensors(value: Any, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Put other tensors in the place of those in an object's attributes, and in lists and mappings there.
 
-    Args:
-        value: An object that a module has made and returned, such as a cache of keys and values.
-        instead: Returns what stands in the place of a tensor.
+    Such as those of a cache of keys and values that a module has made and returned.
     """
     seen: set[int] = set()
     inside = [value]
