@@ -208,23 +208,23 @@ def check_at_first_step(name: str) -> None:
             raise never_sharded(name, f"; found at its first optimizer step, {script_line()}")
         _describe_others()
 
+    steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def compare_ranks(optimizer: Any, *_: Any) -> None:
+        made = steps.get(optimizer, 0)
+        steps[optimizer] = made + 1
+        if made % COMPARED_EVERY == 0 and ever_sharded() and os.environ.get(ALLOW_UNSHARDED) != "1":
+            from fsdplaunch.runtime.sharding.checks import check_trained  # only now: a worker must start fast
+
+            check_trained(optimizer, first=made == 0)
+
     before_first_step(optimizers, check)
-    optimizers.register_optimizer_step_pre_hook(_compare_ranks)
+    optimizers.register_optimizer_step_pre_hook(compare_ranks)
     _watch_updates(name)
 
 
 COMPARED_EVERY = 100
 """After how many steps of an optimizer the ranks compare again what they do not divide of what it trains."""
-_steps: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-
-
-def _compare_ranks(optimizer: Any, *_: Any) -> None:
-    made = _steps.get(optimizer, 0)
-    _steps[optimizer] = made + 1
-    if made % COMPARED_EVERY == 0 and ever_sharded() and os.environ.get(ALLOW_UNSHARDED) != "1":
-        from fsdplaunch.runtime.sharding.checks import check_trained  # only now: a worker must start fast
-
-        check_trained(optimizer, first=made == 0)
 
 
 _MOST_PASSES, _MOST_NODES = 10, 5000

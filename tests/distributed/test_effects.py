@@ -8,7 +8,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -477,7 +477,7 @@ def test_every_field_has_rows() -> None:
 
 CHOICES = {
     "sharding_strategy": set(value_kinds.STRATEGY.choices),
-    "backward_prefetch": set(value_kinds.PREFETCH.choices),
+    "backward_prefetch": set(get_args(value_kinds.PrefetchName)),
     "auto_wrap_policy": set(value_kinds.WRAP.choices),
     "state_dict_type": set(value_kinds.STATE_DICT.choices),
     "mixed_precision_policy": {"bf16", "fp16", "fp32", "fp8"},

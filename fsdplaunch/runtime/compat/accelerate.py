@@ -31,19 +31,20 @@ _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
 
 
 def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
-    """Adapt accelerate, if and when the script imports it.
-
-    Args:
-        keeps: Whether the global batch is kept.
-        on_cpu: Whether this worker computes on the CPU.
-    """
+    """Adapt accelerate once it is imported, for a global batch that the run keeps and for workers on the CPU."""
     wrap_once_imported("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
-        wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", _refuse_indivisible)
+
+        def refuse_indivisible(prepare: Any, self: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+            check_divisible(getattr(loader, "batch_size", None), self.num_processes, script_line())
+            return prepare(self, loader, *args, **kwargs)
+
+        # Accelerate would name an option that the script has not set.
+        wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_data_loader", refuse_indivisible)
     if on_cpu:
         adapt_accelerate_to_cpu()
 
@@ -57,7 +58,13 @@ def adapt_accelerate_to_cpu() -> None:
     memory anyway.
     """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    wrap_once_imported(_STATE, "PartialState._prepare_backend", _prepare_gloo)
+
+    def prepare_gloo(_original: Any, *_: Any, **__: Any) -> tuple[str, Any]:
+        return "gloo", sys.modules[
+            _STATE
+        ].DistributedType.MULTI_GPU  # FSDP is for accelerators only, by their name
+
+    wrap_once_imported(_STATE, "PartialState._prepare_backend", prepare_gloo)
     plugins = "accelerate.utils.dataclasses"
     wrap_once_imported(plugins, "FullyShardedDataParallelPlugin.__post_init__", _finish_without_device)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_model", _prepare_on_cpu)
@@ -250,17 +257,6 @@ def _switch_on(option: str, announcement: str = "") -> None:
     wrap_once_imported(_ACCELERATOR, "Accelerator.__init__", build_with_option)
 
 
-def _refuse_indivisible(prepare: Any, self: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a batch that cannot be divided: accelerate would name an option that the script has not set."""
-    check_divisible(getattr(loader, "batch_size", None), self.num_processes, script_line())
-    return prepare(self, loader, *args, **kwargs)
-
-
-def _prepare_gloo(_original: Any, *_: Any, **__: Any) -> tuple[str, Any]:
-    """Return the backend and kind of run; accelerate considers FSDP only where an accelerator is named."""
-    return "gloo", sys.modules[_STATE].DistributedType.MULTI_GPU
-
-
 def _finish_without_device(finish: Any, self: Any) -> None:
     """Let accelerate's plugin be built, which ends by choosing the accelerator for `sync_module_states`.
 
@@ -274,11 +270,7 @@ def _finish_without_device(finish: Any, self: Any) -> None:
 
 
 def _refuse_split_sequences(_original: Any, self: Any, *_prepared: Any) -> Any:
-    """Refuse what torch cannot compute: it splits the sequences of accelerate's scripts.
-
-    Raises:
-        ShardingError: Always.
-    """
+    """Refuse what torch cannot compute: it splits the sequences of accelerate's scripts."""
     size = self.parallelism_config.cp_size
     msg = (
         f"accelerate splits sequences (cp_size {size}) by torch's ring attention, which has no kernel for the CPU"

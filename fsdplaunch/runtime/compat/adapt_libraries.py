@@ -33,12 +33,7 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
-    """Adapt torch now, and other libraries if and when the script imports them.
-
-    Args:
-        config: The worker's.
-        on_cpu: Whether it computes on the CPU.
-    """
+    """Adapt torch now, and other libraries if and when the script imports them."""
 
     @functools.cache
     def adapt_hugging_face_libraries() -> None:

@@ -248,6 +248,7 @@ def _described(model: nn.Module, layout: dict[str, Any]) -> ShardingDescription:
     kept: Counter[str] = Counter()
     for dtype, size, _ in held:
         kept[_dtype_name(dtype) or ""] += size
+    held += [(param.dtype, param.numel(), param.requires_grad) for param in whole]
     split = tuple(name for name, param in named.items() if splits_layer(param))
     compiled = [module for _, module in modules if isinstance(module.__dict__.get("forward"), CompiledForward)]
     return ShardingDescription(
@@ -255,9 +256,8 @@ def _described(model: nn.Module, layout: dict[str, Any]) -> ShardingDescription:
         version=version,
         units=tuple(units),
         root=root,
-        parameters=sum(size for _, size, _ in held) + sum(param.numel() for param in whole),
-        trained=sum(size for _, size, trained in held if trained)
-        + sum(param.numel() for param in whole if param.requires_grad),
+        parameters=sum(size for _, size, _ in held),
+        trained=sum(size for _, size, trained in held if trained),
         kept=dict(kept),
         frozen=tuple(name for name, param in named.items() if not param.requires_grad),
         checkpointed=tuple(clean_name(name) for name, module in modules if isinstance(module, CheckpointWrapper)),

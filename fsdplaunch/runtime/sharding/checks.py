@@ -75,12 +75,9 @@ def _text_of(value: Any) -> str:
 def unequal(
     tensors: Mapping[str, torch.Tensor], groups: list[dist.ProcessGroup | None], device: torch.device
 ) -> list[str]:
-    """Return the names of the tensors whose bytes are not the same on all ranks of the groups.
+    """Return the names, alike on every rank, of tensors whose bytes are not the same on all ranks of the groups.
 
-    Args:
-        tensors: By name, the same names on every rank; DTensors stand for this rank's shard.
-        groups: Compared over one after the other.
-        device: Where a collective's tensor can be.
+    DTensors stand for this rank's shard. The device is where a collective's tensor can be.
     """
     if not tensors:
         return []

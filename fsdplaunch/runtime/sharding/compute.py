@@ -68,12 +68,8 @@ def compile_forwards(modules: Iterable[nn.Module], settings: Settings, *, region
     """Compile the forward of each module, recomputation included, and nothing of the gathering around it.
 
     The methods are exchanged, not the modules, so that no name in the model changes. Blocks of one class share
-    what was compiled for the first.
-
-    Args:
-        modules: The units before they are sharded, or the model once they are.
-        settings: Say which of the two is compiled, and how.
-        regional: Whether these are the units.
+    what was compiled for the first. Given are the units before they are sharded (`regional`), or the model once
+    they are: settings say which of both.
     """
     how = settings.compiling
     if how is None or how.dynamo_use_regional_compilation is not regional:

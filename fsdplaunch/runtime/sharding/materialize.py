@@ -87,11 +87,6 @@ class Materializer:
         inside = (entry for m in module.modules() for entry in self.held.get(m, ()) if not entry.materialized)
         self.materialize_entries(list({id(entry): entry for entry in inside}.values()))
 
-    def materialize_scalars(self) -> None:
-        """Materialize parameters without dimensions, before those that are not sharded are looked up."""
-        scalars = (e for e in self.entries if not e.spec[0] and isinstance(e.tensor, nn.Parameter))
-        self.materialize_entries([entry for entry in scalars if not entry.materialized])
-
     def materialize_entries(self, due: list[ModelTensor]) -> None:
         """Materialize tensors that are not materialized yet."""
         if self.device.type != "meta":  # there the layout alone is wanted, and nothing has values

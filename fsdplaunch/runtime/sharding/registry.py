@@ -24,17 +24,11 @@ class ReplicatedParams:
     Torch leaves the gradients of ignored parameters as each rank computed them, so replicas drift apart from the
     first step on. Each gradient is averaged over all ranks of the mesh as soon as backward has added to it. Doing
     so after every backward of an accumulation is right, too: what was averaged before is equal everywhere.
-
-    Args:
-        params: These parameters.
-        mesh: The ranks; None for all.
-
-    Attributes:
-        paused: Whether gradients are left alone for now (`no_sync`).
+    Without a mesh these are all ranks.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh | None) -> None:
-        self.paused = False
+        self.paused = False  # whether gradients are left alone for now (`no_sync`)
         self.groups: list[dist.ProcessGroup | None] = [None]
         if mesh is not None:
             data = data_mesh(mesh)  # ranks that split layers together have equal gradients

@@ -153,5 +153,6 @@ def _materializer(
             checks.check_same_values(materializer.entries, place.mesh, place.device)
     for module in out.modules.values():
         materializer.materialize(module)
-    materializer.materialize_scalars()
+    due = [each for each in materializer.entries if not each.materialized and not each.spec[0]]
+    materializer.materialize_entries([each for each in due if isinstance(each.tensor, nn.Parameter)])
     return materializer

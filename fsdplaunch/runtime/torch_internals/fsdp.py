@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -92,9 +93,8 @@ def divided_over(unit: Any) -> int:
     return int(unit.process_group.size() * (1 if replicas is None else replicas.size()))
 
 
-def shows_original_parameters(model: nn.Module) -> bool:
-    """Return whether an FSDP1 model was made with `use_orig_params`."""
-    return bool(model._use_orig_params)
+shows_original_parameters: Callable[[Any], bool] = operator.attrgetter("_use_orig_params")
+"""Return whether an FSDP1 model was made with `use_orig_params`."""
 
 
 @contextmanager

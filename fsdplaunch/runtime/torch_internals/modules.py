@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -67,10 +68,8 @@ def before_state_dict(module: nn.Module, function: Callable[[], None]) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return a module's own table of what is called after its forward, as it is."""
-    hooks: dict[int, Any] = module._forward_hooks
-    return hooks
+forward_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_hooks")
+"""Return a module's own table of what is called after its forward, as it is."""
 
 
 def is_built(module: nn.Module) -> bool:
@@ -218,6 +217,5 @@ def is_xla_shard(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_is_sharded")
 
 
-def name_in_unit(shard: Any) -> str:
-    """Return the dotted name, inside its unit, of the parameter that a shard is of."""
-    return str(shard._orig_name)
+name_in_unit: Callable[[Any], str] = operator.attrgetter("_orig_name")
+"""Return the dotted name, inside its unit, of the parameter that a shard of XlaFullyShardedDataParallel is of."""

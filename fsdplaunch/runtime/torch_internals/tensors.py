@@ -277,12 +277,8 @@ class AttentionKernel:
 def kernel_for(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionKernel | None:
     """Return the kernel that torch would choose without mask and dropout; None where it has none that does this.
 
-    The switches of torch.nn.attention.sdpa_kernel hold.
-
-    Args:
-        query: Batch x heads x positions x width.
-        key: The same, with as many heads or fewer: the kernel is given as many.
-        value: As key.
+    The switches of torch.nn.attention.sdpa_kernel hold. Tensors are batch x heads x positions x width; of keys and
+    values there may be fewer heads than of queries: the kernel is given as many.
     """
     widths = {each.size(-1) for each in (query, key, value)}
     if query.device.type == "cpu":
