@@ -106,18 +106,6 @@ def test_fields_hold_torchs_own_objects_under_fsdp1(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_fields_hold_torchs_own_objects_under_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, {"fsdp_config.fsdp_offload_params": True, "mixed_precision": "bf16"})
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-
-
 def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(
         monkeypatch,
@@ -284,12 +272,6 @@ def test_mixed_precision_is_set_unless_a_policy_is_there() -> None:
     assert plugin.settings().dtypes.param == torch.bfloat16
     plugin.set_mixed_precision("fp16", override=True)
     assert plugin.settings().dtypes.param == torch.float16
-
-
-def test_buffers_stay_fp32_on_request() -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    plugin.set_mixed_precision("bf16", buffer_autocast=True)
-    assert plugin.mixed_precision_policy.buffer_dtype == torch.float32
 
 
 def test_timeout_is_that_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
+_KEPT_EQUAL = "fsdplaunch_unsharded"
 
 
 def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
@@ -93,7 +94,7 @@ def shuffle_alike_of_accelerate() -> None:
     _switch_on("use_seedable_sampler")
 
 
-def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> Any:
     """Let accelerate shard models whose state has buffers (BatchNorm's), or parameters that no layer holds.
 
     With `cpu_ram_efficient_loading` it moves the model to the meta device, where modules to ignore are no longer
@@ -102,7 +103,6 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> n
     itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless
     the model has transformers' method for that.
     """
-    prepared: nn.Module
     plugin: Any = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading and plugin.ignored_modules is not None:
         from fsdplaunch.runtime.compat.fsdp1 import send_from_rank_0  # only where it is used
@@ -111,8 +111,7 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> n
         with own_attribute(plugin, "cpu_ram_efficient_loading", False):
             return _prepare_with_buffers(prepare, accelerator, model)
     if not plugin.cpu_ram_efficient_loading:
-        prepared = prepare(accelerator, model)
-        return prepared
+        return prepare(accelerator, model)
 
     def load(state: Any, **kwargs: Any) -> Any:  # old BatchNorms' buffers are taken to be missing
         return type(model).load_state_dict(model, state, **kwargs, strict=False)
@@ -182,9 +181,6 @@ def _keep_unsharded_equal(model: nn.Module) -> None:
     step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
     size = count(sum(param.numel() for param in new))
     messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
-
-
-_KEPT_EQUAL = "fsdplaunch_unsharded"
 
 
 class _SavedAsShards(list[Any]):

@@ -59,14 +59,18 @@ def _adapt_fsdp1_when_built(*, on_cpu: bool) -> None:
 
     @functools.cache
     def adapted() -> Any:
-        from fsdplaunch.runtime.compat.fsdp1 import gather_with_all_ranks, shard_on_cpu, take_out_offload_to_cpu
+        from fsdplaunch.runtime.compat.fsdp1 import (
+            construct_on_cpu,
+            gather_with_all_ranks,
+            take_out_offload_to_cpu,
+        )
         from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
 
         now, Wrapper.__init__ = Wrapper.__init__, build  # type: ignore[method-assign]
         remember_wrappers()
         if on_cpu:
             take_out_offload_to_cpu()
-            shard_on_cpu()
+            wrap(Wrapper, "__init__", construct_on_cpu)
         gather_with_all_ranks()
         inner, Wrapper.__init__ = Wrapper.__init__, now  # type: ignore[method-assign]
         return inner

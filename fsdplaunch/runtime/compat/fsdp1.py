@@ -67,16 +67,12 @@ def _own_memory(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def shard_on_cpu() -> None:
+def construct_on_cpu(construct: Any, *args: Any, **kwargs: Any) -> None:
     """Let scripts and libraries call `FSDP(model, ...)` on a CPU as they do for a GPU.
 
     There torch needs the device by name, and refuses two options: values are sent from rank 0 here
     (`sync_module_states`), and offloading has nothing to do.
     """
-    wrap(Wrapper, "__init__", _construct_on_cpu)
-
-
-def _construct_on_cpu(construct: Any, *args: Any, **kwargs: Any) -> None:
     call = inspect.signature(construct).bind(*args, **kwargs)
     given = call.arguments
     if given.get("device_id") is None and given.get("device_mesh") is None:

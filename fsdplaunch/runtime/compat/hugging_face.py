@@ -160,8 +160,7 @@ def _evaluate(loop: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return loop(self, *args, **kwargs)
     prepare_both = accelerator.prepare
 
-    def prepare(model: nn.Module) -> nn.Module:
-        prepared: nn.Module
+    def prepare(model: nn.Module) -> Any:
         prepared, _ = prepare_both(model, torch.optim.SGD(model.parameters(), lr=0.0))
         accelerator._optimizers.pop()
         return prepared

@@ -327,7 +327,6 @@ def _own_class(module: Any) -> str:
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    """Return torch's name of a dtype."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 

@@ -95,10 +95,8 @@ def count(numel: int) -> str:
     return str(numel)
 
 
-Spec = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, dtype, whether it has storage."""
-Specs = dict[str, Spec]
-"""By name."""
+Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it has storage
+Specs = dict[str, Spec]  # by name
 
 
 @dataclass(slots=True, kw_only=True)

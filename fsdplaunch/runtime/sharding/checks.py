@@ -33,7 +33,6 @@ from fsdplaunch.runtime.sharding.mesh import (
     data_mesh,
     groups_from_first,
     is_fake,
-    shard_group,
     splits_layer,
     tensor_mesh,
 )
@@ -214,8 +213,8 @@ def _count_over_ranks(sharded: Iterable[nn.Parameter], prepared: ShardedModel) -
     for param in sharded:
         held[splits_layer(param)] += local_tensor(param).numel()
     total = torch.tensor([held[True], held[False]], dtype=torch.int64, device=prepared.device)
-    dist.all_reduce(total, group=shard_group(prepared.mesh))
-    axis = tensor_mesh(prepared.mesh)
+    data, axis = data_mesh(prepared.mesh), tensor_mesh(prepared.mesh)
+    dist.all_reduce(total, group=data.get_group(data.ndim - 1))  # one replica's
     if axis is not None:
         dist.all_reduce(total, group=axis.get_group())
         total[1] //= axis.size()

@@ -116,8 +116,7 @@ class CompiledForward:
         return CompiledForward(copy.deepcopy(self.module, memo), self.how, copy.deepcopy(self.given, memo))
 
 
-_MULTIPLE = 16
-"""What float8 matrix products need both sides of a matrix to be a multiple of."""
+_MULTIPLE = 16  # what float8 matrix products need both sides of a matrix to be a multiple of
 
 
 def convert_to_float8(model: nn.Module, settings: Settings, out: IgnoredParts) -> int:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel
@@ -27,7 +26,6 @@ def shard(
     mesh: DeviceMesh,
     materializer: Materializer,
     out: IgnoredParts,
-    device: torch.device,
 ) -> nn.Module:
     """Wrap the units bottom-up and the model last, and return the outermost wrapper.
 
@@ -41,12 +39,12 @@ def shard(
     common = {
         **_ranks(settings, mesh),
         **_left_out(settings, out),
-        "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, device.type) else None,
+        "cpu_offload": CPUOffload(offload_params=True) if offloads(settings, materializer.device.type) else None,
         "backward_prefetch": None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
         "forward_prefetch": settings.forward_prefetch,
         "limit_all_gathers": settings.limit_all_gathers,
         "use_orig_params": settings.use_orig_params,
-        "device_id": device,
+        "device_id": materializer.device,
     }
     precision = fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None
     places = ModulePlaces(model)

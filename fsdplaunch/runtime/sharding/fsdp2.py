@@ -39,7 +39,6 @@ def shard(
     mesh: DeviceMesh,
     materializer: Materializer,
     out: IgnoredParts,
-    device: torch.device,  # noqa: ARG001  (the mesh has it)
 ) -> nn.Module:
     """Shard the units bottom-up and the model last, in place, and return the model.
 

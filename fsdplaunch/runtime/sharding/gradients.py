@@ -31,8 +31,7 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
 from fsdplaunch.runtime.torch_internals.tensors import gradient_hooks, renew_backward_hooks
 
 Hook = Callable[[Any], Any]
-Table = OrderedDict[int, Hook]
-"""Hooks by the numbers that their handles have."""
+Table = OrderedDict[int, Hook]  # by the numbers that their handles have
 
 
 class _Hooked:

@@ -74,10 +74,9 @@ def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
 
 
 def is_special(param: torch.Tensor) -> bool:
-    """Return whether a frozen parameter is of a class of its own, as quantized ones are.
+    """Return whether a frozen parameter is of a class of its own, as quantized ones are: it stays in its dtype.
 
-    Such a parameter is left in the dtype it has: bitsandbytes keeps packed values in bytes, or in what looks like
-    floating-point numbers.
+    bitsandbytes keeps packed values in bytes, or in what looks like floating-point numbers.
     """
     return type(param) not in (nn.Parameter, torch.Tensor) and not param.requires_grad
 

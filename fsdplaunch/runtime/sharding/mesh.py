@@ -107,12 +107,6 @@ def data_ranks(mesh: DeviceMesh, context: DeviceMesh | None = None) -> DataRanks
     return DataRanks(rank=number // alike, size=mesh.size() // alike)
 
 
-def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the ranks that `fully_shard` spreads one replica's parameters over, this rank among them."""
-    data = data_mesh(mesh)
-    return data.get_group(data.ndim - 1)
-
-
 def is_fake(mesh: DeviceMesh) -> bool:
     """Return whether the ranks are those of torch's fake backend: nothing they send means anything."""
     return dist.get_backend(mesh.get_group(0)) == "fake"

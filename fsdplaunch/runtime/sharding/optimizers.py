@@ -28,8 +28,7 @@ ORIGIN = "fsdplaunch_origin"
 """Attribute of a full parameter that says what became of it; optimizers may be prepared later than models."""
 
 State = dict[str, Any]
-Home = list["weakref.ref[nn.Module]"]
-"""The sharded model that full parameters went to; empty until there is one."""
+Home = list["weakref.ref[nn.Module]"]  # the sharded model that full parameters went to; empty until there is one
 
 
 class FullParameter(NamedTuple):

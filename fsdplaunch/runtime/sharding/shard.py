@@ -79,9 +79,8 @@ def shard_model(
             from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
 
             shard = fsdp1.shard
-        parts = {"materializer": materializer, "out": out, "device": place.device}
         with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
-            sharded = shard(model, units, settings=settings, mesh=place.mesh, **parts)
+            sharded = shard(model, units, settings=settings, mesh=place.mesh, materializer=materializer, out=out)
         materializer.fill(sharded)
         home.append(weakref.ref(sharded))
         compute.compile_forwards([model], settings, regional=False)

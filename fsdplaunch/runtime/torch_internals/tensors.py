@@ -228,8 +228,7 @@ _ATEN: Any = torch.ops.aten
 FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 """The operators that exchange tensors of ranks and return the result."""
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ALIGNED = 8
-"""What the width of a head must be a multiple of: torch pads others before it calls the kernels of GPUs."""
+_ALIGNED = 8  # what the width of a head must be a multiple of: torch pads others before it calls GPUs' kernels
 _ROWS = 32
 """What the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite."""
 
