@@ -54,18 +54,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> Any:
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},
-    {"fsdp_config.fsdp_version": 1},
     {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"},
     {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_use_orig_params": False, "mixed_precision": "bf16"},
-    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_backward_prefetch": "NO_PREFETCH"},
-    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sync_module_states": False},
     {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_state_dict_type": "LOCAL_STATE_DICT"},
-    {"fsdp_config.fsdp_version": 2, "fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
     {"fsdp_config.fsdp_reshard_after_forward": 4, "fsdp_config.fsdp_forward_prefetch": True},
     {"fsdp_config.fsdp_reshard_after_forward": False, "fsdp_config.fsdp_offload_params": True},
     {"fsdp_config.fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_config.fsdp_min_num_params": 1234},
     {"fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_config.fsdp_ignored_modules": r"head|layers\.0"},
-    {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": ("Block", "Norm")},
     {"fsdp_config.fsdp_activation_checkpointing": True, "fsdp_config.fsdp_cpu_ram_efficient_loading": True},
     {"fsdp_config.fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "fp16"},
     {
@@ -78,7 +73,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "parallelism_config.parallelism_config_dp_replicate_size": 2,
         "parallelism_config.parallelism_config_dp_shard_size": -1,
     },
-    {"fsdp_config.fsdp_cpu_ram_efficient_loading": False},
 ]
 
 

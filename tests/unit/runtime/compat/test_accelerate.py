@@ -10,63 +10,40 @@ from fsdplaunch.runtime.compat import accelerate
 from fsdplaunch.runtime.patch import wrap
 
 
-def _model() -> tuple[nn.Module, Any]:
-    inner = nn.Linear(1, 1)
-    inner.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
-    return nn.Sequential(inner), inner.config
+@pytest.fixture
+def accelerator() -> Any:
+    """An accelerator that does nothing, adapted as accelerate's is."""
 
-
-@pytest.mark.parametrize("plugin", [None, SimpleNamespace(activation_checkpointing=False)])
-def test_the_cache_stays_where_nothing_is_computed_twice(plugin: Any) -> None:
-    model, config = _model()
-    assert _prepare(plugin, model, "scheduler") == (model, "scheduler")
-    assert config.use_cache is True
-
-
-def test_the_cache_of_a_model_inside_another_is_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
-    model, config = _model()
-    assert _prepare(SimpleNamespace(activation_checkpointing=True), model, "scheduler") == (model, "scheduler")
-    assert config.use_cache is False
-    assert "set the model's use_cache to false" in capsys.readouterr().err
-
-
-def _prepare(plugin: Any, *objects: Any) -> Any:
     class Accelerator:
-        state = SimpleNamespace(fsdp_plugin=plugin)
-
         def prepare(self, *objects: Any) -> Any:
             return objects
 
+        def register_save_state_pre_hook(self, hook: Any) -> Any:
+            return hook
+
     wrap(Accelerator, "prepare", accelerate._prepare)
-    return Accelerator().prepare(*objects)
-
-
-class _Accelerator:
-    def __init__(self) -> None:
-        self.hooks: list[Any] = []
-
-    def register_save_state_pre_hook(self, hook: Any) -> str:
-        self.hooks.append(hook)
-        return "handle"
-
-
-@pytest.mark.parametrize(
-    ("weights", "taken"),
-    [([], [None, None]), ([{"a": 1}, {"b": 2}], [{"b": 2}, {"a": 1}])],
-)
-def test_a_hook_takes_what_is_there_and_none_where_shards_were_saved(weights: list[Any], taken: list[Any]) -> None:
-    class Accelerator(_Accelerator):
-        pass
-
     wrap(Accelerator, "register_save_state_pre_hook", accelerate._register_save_hook)
-    accelerator = Accelerator()
-    found = []
+    return Accelerator()
 
-    def hook(models: list[str], weights: list[Any], folder: str) -> None:
-        assert (models, folder) == (["model"], "out")
-        found.extend(weights.pop() for _ in taken)
 
-    assert accelerator.register_save_state_pre_hook(hook) == "handle"
-    accelerator.hooks[0](["model"], weights, "out")
-    assert found == taken
+@pytest.mark.parametrize("recomputes", [None, False, True])
+def test_the_cache_of_a_model_inside_another_is_turned_off_where_blocks_are_computed_twice(
+    capsys: pytest.CaptureFixture[str], accelerator: Any, recomputes: bool | None
+) -> None:
+    inner = nn.Linear(1, 1)
+    inner.config = config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    model = nn.Sequential(inner)
+    plugin = None if recomputes is None else SimpleNamespace(activation_checkpointing=recomputes)
+    accelerator.state = SimpleNamespace(fsdp_plugin=plugin)
+    assert accelerator.prepare(model, "scheduler") == (model, "scheduler")
+    assert config.use_cache is not bool(recomputes)
+    assert ("set the model's use_cache to false" in capsys.readouterr().err) is bool(recomputes)
+
+
+@pytest.mark.parametrize(("weights", "taken"), [([], [None, None]), ([{"a": 1}, {"b": 2}], [{"b": 2}, {"a": 1}])])
+def test_a_hook_takes_what_is_there_and_none_where_shards_were_saved(
+    accelerator: Any, weights: list[Any], taken: list[Any]
+) -> None:
+    hook = accelerator.register_save_state_pre_hook(lambda _models, given, _folder: [given.pop() for _ in taken])
+    assert hook(["model"], weights, "out") == taken
     assert weights == []
