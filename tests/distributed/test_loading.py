@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdplaunch
 from tests.distributed.pool import RankPool
@@ -84,16 +84,14 @@ def test_model_without_memory_trains_as_the_one_in_the_files(
 # Values, formats
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in model.state_dict().items()
-    }
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    with fsdplaunch.summon_full_params(model):
+        return {name: param.detach().clone() for name, param in fsdplaunch.named_parameters(model)}
 
 
 def kept(folder: str, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The whole weights after loading, without training."""
-    return whole(fsdplaunch.prepare(on_meta(), plugin=plugin(**fields), weights=folder))
+    """The full weights after loading, without training."""
+    return weights(fsdplaunch.prepare(on_meta(), plugin=plugin(**fields), weights=folder))
 
 
 @pytest.mark.parametrize(
@@ -255,9 +253,8 @@ def partly(folder: str, version: int, built: str) -> list[torch.Tensor]:
     if built == "meta":
         type(model.head).reset_parameters(model.head)
     model = fsdplaunch.prepare(model, plugin=plugin(fsdp_version=version), weights=folder, strict=False)
-    with fsdplaunch.summon_full_params(model):
-        params = dict(fsdplaunch.named_parameters(model))
-        return [params[name].detach().clone() for name in (HEAD, LAYER)]
+    full = weights(model)
+    return [full[HEAD], full[LAYER]]
 
 
 @pytest.mark.parametrize("built", ["real", "meta"])

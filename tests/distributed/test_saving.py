@@ -56,32 +56,36 @@ def test_second_save_waits_for_the_one_under_way(two_ranks: RankPool, tmp_path: 
     assert two_ranks.run(save_while_blocked, str(tmp_path), env=ASYNC) == [[True] * 3] * 2
 
 
-def fail_beside_training(folder: str) -> tuple[list[str], str, bool, str]:
-    """What two calls raise, what the next save and the end do, and whether the first left anything."""
+def fail(folder: str) -> tuple[str, list[str], str, bool, str]:
+    """What a blocking save raises, two calls, the next save and the end; whether a failed save left anything."""
     from fsdplaunch.runtime.saving import save_job
     from fsdplaunch.runtime.saving.background_save import finish_saves
 
-    def fail(*_: Any) -> None:
+    def write(*_: Any) -> None:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
+    def save(step: int) -> str:
+        return words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=step)
+
     model, optimizer = fresh()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_job, "write_bytes", fail)
-        at_once = [words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=1)]
-        at_next = words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=2)
-    dist.barrier()
-    left = any(Path(folder).iterdir())
-    dist.barrier()
-    (Path(folder) / "checkpoint-3").touch()
-    at_once += [words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=3)]
+        patch.setattr(save_job, "write_bytes", write)
+        blocking = save(9)
+        patch.setenv(*next(iter(ASYNC.items())))
+        at_once, at_next = [save(1)], save(2)
+        dist.barrier()
+        left = any(Path(folder).iterdir())
+        dist.barrier()
+        (Path(folder) / "checkpoint-3").touch()
+        at_once.append(save(3))
     optimizer.step()
-    return at_once, at_next, left, words_of(finish_saves)
+    return blocking, at_once, at_next, left, words_of(finish_saves)
 
 
-def test_failure_beside_training_is_raised_by_the_next_save(two_ranks: RankPool, tmp_path: Path) -> None:
-    answers = two_ranks.run(fail_beside_training, str(tmp_path), env=ASYNC)
-    for at_once, at_next, anything_left, at_end in answers:
+def test_failure_of_one_rank_reaches_all_at_once_or_at_the_next_save(two_ranks: RankPool, tmp_path: Path) -> None:
+    for blocking, at_once, at_next, anything_left, at_end in two_ranks.run(fail, str(tmp_path)):
+        assert "checkpoint-9: rank 1: OSError: [Errno 28] No space left on device" in blocking
         assert at_once == ["nothing was raised"] * 2
         assert f"{tmp_path}/checkpoint-3: rank 0: {tmp_path}/checkpoint-3 is a file" in at_end
         assert "checkpoint-1: rank 1: OSError: [Errno 28] No space left on device" in at_next
@@ -163,14 +167,9 @@ def load(folder: str) -> tuple[int, float, str]:
     return state["step"], model.head.weight.full_tensor()[0, 0].item(), said.getvalue()
 
 
-def test_after_a_return_to_an_earlier_step_the_last_saved_is_the_newest(
+def test_only_the_last_saved_are_kept_and_loaded_and_never_what_others_wrote(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    two_ranks.run(save_steps, str(tmp_path), [10, 20, 12])
-    assert two_ranks.run(load, str(tmp_path))[0] == (12, 12.0, "")
-
-
-def test_only_the_last_ones_are_kept_and_never_what_others_wrote(two_ranks: RankPool, tmp_path: Path) -> None:
     theirs = tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0"
     theirs.mkdir(parents=True)
     (theirs / ".metadata").write_bytes(b"theirs")
@@ -178,6 +177,7 @@ def test_only_the_last_ones_are_kept_and_never_what_others_wrote(two_ranks: Rank
     (tmp_path / "notes").mkdir()
     two_ranks.run(save_steps, str(tmp_path), [4, 5, 6, 2], env={"FSDPLAUNCH_CHECKPOINT_KEEP_LAST": "2"})
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-6", "checkpoint-2", "notes"}
+    assert two_ranks.run(load, str(tmp_path))[0] == (2, 2.0, "")  # after a return to an earlier step
 
 
 def load_words(folder: str) -> str:
