@@ -7,16 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.cli import single_node
 from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.single_node import (
-    announce,
-    check_script,
-    pass_checks,
-    plan_for_this_node,
-    report,
-    run_shown,
-)
 from fsdplaunch.config.environment import REHEARSAL_STEPS
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.display_text import counted, size_words
@@ -47,15 +40,11 @@ def check(
 ) -> int:
     """Run the script for a few steps on two CPU workers and say whether the configuration works with it.
 
-    Returns:
-        0 when it works, or is equal; else the first failing rank's status, or 1.
-
-    Raises:
-        LaunchError: Before anything was started, or there was nothing to compare.
+    The status is 0 when it works, or is equal; else the first failing rank's, or 1.
     """
     if not compare and arguments[:1] == ("--compare",):  # right after the script it is this command's as well
         compare, arguments = True, arguments[1:]
-    script = check_script(script, "check", is_file=not module)
+    script = single_node.check_script(script, "check", is_file=not module)
     comparison = feature(COMPARISON) if compare else None
     if comparison is not None:
         comparison.check_tolerance(tolerance)
@@ -67,20 +56,22 @@ def check(
     loaded = replace(loaded, config=small)
     hardware = replace(read_hardware(os.environ), gpus=(), notes=())
     target = LaunchTarget(name=script, arguments=arguments, is_module=module)
-    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
+    plan = single_node.plan_for_this_node(loaded, hardware, target, allow_unsharded=False)
     rehearsed = {**plan.env, REHEARSAL_STEPS: str(steps or (5 if compare else 2))}
     plan = replace(plan, env=rehearsed, notes=(*plan.notes, *changed))
     plan = plan if comparison is None else comparison.prepared(plan)
-    if status := pass_checks(plan, hardware, out, as_json=as_json):
+    if status := single_node.pass_checks(plan, hardware, out, as_json=as_json):
         return status
-    announce(plan, loaded, out)
+    single_node.announce(plan, loaded, out)
     if comparison is None:
-        return _conclude(run_shown(plan, as_json=as_json, out=out), plan, loaded, as_json=as_json, out=out)
+        return _conclude(
+            single_node.run_shown(plan, as_json=as_json, out=out), plan, loaded, as_json=as_json, out=out
+        )
     with comparison.recording(plan):
         comparison.run_plain(plan, out)
-        result = run_shown(plan, as_json=True, out=out)  # the table is alone on stdout
+        result = single_node.run_shown(plan, as_json=True, out=out)  # the table is alone on stdout
         if result.failure is not None or result.stopped_by is not None:
-            report(result, plan, as_json=False, out=out)
+            single_node.report(result, plan, as_json=False, out=out)
             return result.exit_code or EXIT_FAILED
         status = int(comparison.conclude(plan, tolerance, as_json=as_json, out=out))
     remember(asked, plan.target, equal=status == comparison.EXIT_EQUAL)
@@ -104,7 +95,7 @@ def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_j
         found: dict[str, Any] = {"works": works, "steps": steps, "checkpoint_bytes": checkpoint}
         out.json({**found, "run_dir": str(plan.run_dir), **result.to_dict()})
     if result.failure is not None or result.stopped_by is not None:
-        report(result, plan, as_json=False, out=out)
+        single_node.report(result, plan, as_json=False, out=out)
         return result.exit_code or EXIT_FAILED
     if not steps:
         msg = f"{plan.script} ended without an optimizer step"

@@ -39,14 +39,7 @@ def write_config(
     out: Output,
     **answers: str | None,
 ) -> int:
-    """Write a configuration file, asking for what options do not say.
-
-    `answers` are options that answer one question each.
-
-    Raises:
-        LaunchError: Nothing was written.
-        KeyboardInterrupt: The user left; nothing was written.
-    """
+    """Write a configuration file, asking for what options do not say; each of `answers` is for one question."""
     from fsdplaunch.wizard.review import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
@@ -121,10 +114,7 @@ def _values(loaded: LoadedConfig, *, origin: bool) -> dict[str, Any]:
 
 
 def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) -> int:
-    """Change keys in the file, and those that follow them; comments and layout stay.
-
-    Nothing is written when the result would be wrong.
-    """
+    """Change keys in the file, and those that follow them; a result that would be wrong is not written."""
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
     changes = read_assignments(assignments)

@@ -43,11 +43,7 @@ def doctor(
     paste: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Look at this machine and say what was found.
-
-    Returns:
-        0, or 3 when this machine cannot train as configured.
-    """
+    """Look at this machine and say what was found; the status is 3 when it cannot train as configured."""
     loaded: LoadedConfig | None = None
     errors: tuple[str, ...] = ()
     try:
@@ -61,7 +57,16 @@ def doctor(
         found, measured = _measure_network(loaded, checks, out)
         checks += found
     if paste:
-        out.data(bug_report_block(facts, checks, version=__version__, settings=_settings(loaded), users=_users()))
+        settings = {}
+        for spec in all_keys():
+            value = value_at(loaded.config, spec.path) if loaded is not None else None
+            if value != spec.default and value is not None:
+                settings[spec.dotted] = spec.key.kind.write(value)
+        users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
+        with suppress(OSError, KeyError):
+            users.append(getpass.getuser())
+        users = [name for name in users if name not in ("", "root")]
+        out.data(bug_report_block(facts, checks, version=__version__, settings=settings, users=users))
     elif as_json:
         plain = asdict(facts)
         del plain["config"]  # which `config show --json` prints
@@ -77,23 +82,6 @@ def doctor(
                 out.data(f"{'':<8} {'':<{wide}}  {check.hint}")
         out.data(summary(checks))
     return status_of(checks)
-
-
-def _settings(loaded: LoadedConfig | None) -> dict[str, str]:
-    """Return the keys that are not at their default, as texts."""
-    found = {}
-    for spec in all_keys():
-        value = value_at(loaded.config, spec.path) if loaded is not None else None
-        if value != spec.default and value is not None:
-            found[spec.dotted] = spec.key.kind.write(value)
-    return found
-
-
-def _users() -> list[str]:
-    names = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
-    with suppress(OSError, KeyError):
-        names.append(getpass.getuser())
-    return [name for name in names if name not in ("", "root")]
 
 
 def _measure_network(

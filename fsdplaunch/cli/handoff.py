@@ -19,22 +19,12 @@ from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.config.schema.launch_sections import SshSection
-from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.errors import EXIT_MACHINE, MachineError, UsageError
 from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan
 from fsdplaunch.launch.root_cause import shell_status
 from fsdplaunch.launch.runs import write_job
-from fsdplaunch.launch.schedulers.ssh import (
-    SSH_FAILED,
-    SessionSpec,
-    SshSessions,
-    check_client,
-    check_list,
-    client_words,
-    explain_end,
-    network_name,
-    read_hosts,
-)
+from fsdplaunch.launch.schedulers import ssh
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.scheduler import count_gpus
 from fsdplaunch.run_dir import (
@@ -59,13 +49,7 @@ class _Handoff:
         self.run_dir = Path(request.config.launch.log_dir).absolute() / self.run_id
 
     def plan(self, argv: Sequence[str], *, sent: str, config: Config | None = None) -> LaunchPlan:
-        """Return the plan of a run whose nodes are not known yet.
-
-        Args:
-            argv: The command that hands it over.
-            sent: What that command is given to read.
-            config: The configuration, where it is not the request's.
-        """
+        """Return the plan of a run whose nodes are not known yet; `argv` hands it over, and reads what is sent."""
         config = config or self._request.config
         gpus = count_gpus(config.slurm.gpus_per_node or "") or 0
         workers = config.launch.workers_per_node
@@ -113,13 +97,9 @@ class _Handoff:
         link_latest(self.run_dir)
 
     def submitted(self, words: str, *, route: str, shown: Mapping[str, Any], **more: Any) -> int:
-        """Note that the scheduler has the run, say so, and follow it when that was requested; return the status.
+        """Note that the scheduler has the run, say so in these words, and follow it when that was requested.
 
-        Args:
-            words: What to say.
-            route: The scheduler.
-            shown: What the scheduler knows the run by.
-            more: What else is noted of it.
+        `shown` is what the scheduler knows the run by; `more` is noted beside it.
         """
         request = self._request
         write_job(self.run_dir, route=route, **shown, **more)
@@ -168,11 +148,7 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
 
 
 def launch_on_kubernetes(request: LaunchRequest, out: Output) -> int:
-    """Apply the run's objects, or print them.
-
-    Raises:
-        LaunchError: Something is missing, or the cluster refuses.
-    """
+    """Apply the run's objects, or print them."""
     import yaml
 
     kubernetes = feature(KUBERNETES)
@@ -202,15 +178,12 @@ _FIRST_PORT, _PORTS = 20000, 5000
 
 
 def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
-    """Start a launcher on each node, show node 0's output and the first failure, end together.
-
-    Raises:
-        LaunchError: Before anything was started, or when a node could not be started.
-    """
+    """Start a launcher on each node, show node 0's output and the first failure, end together."""
     config, handoff = request.config, _Handoff(request, out)
-    hosts = read_hosts(config.ssh)
-    check_list(config, hosts, request.loaded.origins)
-    check_client()
+    hosts = ssh.read_hosts(config.ssh)
+    for message, hint in ssh.contradictions(config, hosts, request.loaded.origins):
+        raise UsageError(message, hint=hint)
+    ssh.check_client()
     joins = len(hosts) > 1 and not config.launch.rendezvous_endpoint
     port = config.main_process_port or _FIRST_PORT + 2 * (zlib.crc32(handoff.run_id.encode()) % _PORTS)
     placed = replace(
@@ -218,7 +191,7 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
         num_machines=len(hosts),
         machine_rank=None,
         num_processes="auto" if any(host.slots for host in hosts) else config.num_processes,
-        main_process_ip=(config.main_process_ip or network_name(hosts[0].name, config.ssh)) if joins else None,
+        main_process_ip=(config.main_process_ip or ssh.network_name(hosts[0].name, config.ssh)) if joins else None,
         main_process_port=port if joins else None,
     )
     python = config.ssh.python or sys.executable
@@ -240,11 +213,11 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
         if host.slots:
             env[variable_of("launch.workers_per_node")] = str(host.slots)
         module_path = os.environ.get("PYTHONPATH")
-        words = client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence)
+        words = ssh.client_words(host.name, config.ssh, python=python, module_path=module_path, silence=silence)
         # Of all nodes that end with a JSON object, node 0's alone is shown.
         output = subprocess.DEVNULL if request.as_json and rank > 0 else None
         task_here = {**task, "env": env}
-        parts.append(SessionSpec(host=host.name, words=words, task=task_here, secrets=secrets, output=output))
+        parts.append(ssh.SessionSpec(host=host.name, words=words, task=task_here, secrets=secrets, output=output))
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
         there = f"cd {shlex.quote(task['folder'])} && {variables} fsdplaunch {shlex.join(task['argv'])}"
         lines += [shlex.join(words), f"  {there}"]
@@ -258,12 +231,12 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     def show(host: str, line: str) -> None:
         out.say(line if host == names[0] else f"[{host}] {line}")
 
-    sessions = SshSessions(show, needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
+    sessions = ssh.SshSessions(show, needed=node_range(placed)[0], beat_seconds=silence / SILENCES)
     out.say(f"fsdplaunch run {handoff.run_id} over ssh on {', '.join(names)}")
     return _run(sessions, parts, placed, python, out)
 
 
-def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python: str, out: Output) -> int:
+def _run(sessions: ssh.SshSessions, parts: list[ssh.SessionSpec], config: Config, python: str, out: Output) -> int:
     received: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -283,9 +256,9 @@ def _run(sessions: SshSessions, parts: list[SessionSpec], config: Config, python
     if bad is None:
         return 0
     status = bad.process.returncode
-    if not bad.ready or status == SSH_FAILED or status < 0:
+    if not bad.ready or status == ssh.SSH_FAILED or status < 0:
         late = f"no answer within {START_SECONDS:.0f} s" if bad.late and not bad.lines else ""
-        why, hint = explain_end(status, was_ready=bad.ready, lines=bad.lines, python=python)
+        why, hint = ssh.explain_end(status, was_ready=bad.ready, lines=bad.lines, python=python)
         out.error(MachineError(f"{bad.host}: {late or why}", hint=hint))
         return EXIT_MACHINE if not received else 128 + received[0]
     codes = [shell_status(client.process.returncode) for client in sessions.clients]

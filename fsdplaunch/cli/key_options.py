@@ -69,15 +69,9 @@ def list_options() -> str:
 
 
 def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -> list[str]:
-    """Rewrite key options of a `launch` command line to `--set`.
+    """Rewrite key options of a command line, after `launch`, to `--set`.
 
-    Args:
-        argv: The arguments after `launch`.
-        own_flags: Launch's own options that take no value, for example `--dry-run`.
-        own_options: Launch's own options that take one, for example `--config`.
-
-    Raises:
-        UsageError: An option is refused, stands without its value, or is none.
+    The command's own options, such as `--dry-run`, and such as `--config` that take a value, stay.
     """
     table = _keys_by_alias() | keys_by_option()
     own = own_flags | own_options
@@ -99,7 +93,11 @@ def expand(argv: Sequence[str], *, own_flags: set[str], own_options: set[str]) -
             value = value if has_value or not foreign.has_value else _take(option, rest)
             done += _foreign(option, foreign, value, setting)
         elif written and name in table:
-            value = value if has_value else _value(option, table[name], rest)
+            is_flag = table[name].key.kind is FLAG and (
+                not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS
+            )
+            # A flag may stand alone, and then means true.
+            value = value if has_value else "true" if is_flag else _take(option, rest)
             done += ["--set", _assignment(option, name, table[name], value)]
         else:
             raise _no_such_option(option, {*table, *FOREIGN_OPTIONS}, own, rest)
@@ -174,13 +172,6 @@ def _take(option: str, rest: list[str]) -> str:
         msg = f"{option} needs a value"
         raise UsageError(msg)
     return rest.pop(0)
-
-
-def _value(option: str, spec: KeySpec, rest: list[str]) -> str:
-    """Return the next word; a flag may stand alone, and then means true."""
-    if spec.key.kind is FLAG and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
-        return "true"
-    return _take(option, rest)
 
 
 def _file(value: str) -> str:

@@ -5,19 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.cli import single_node
 from fsdplaunch.cli.key_options import option_notes
 from fsdplaunch.cli.output import Output
-from fsdplaunch.cli.single_node import (
-    LaunchRequest,
-    announce,
-    check_script,
-    pass_checks,
-    plan_for_this_node,
-    report,
-    run_shown,
-    show_plan,
-    with_verdict,
-)
+from fsdplaunch.cli.single_node import LaunchRequest
 from fsdplaunch.config.load import LoadedConfig, load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.errors import MachineError, UsageError
@@ -42,11 +33,7 @@ def launch_script(
 ) -> int:
     """Run a script on every worker, or show what would be run; `options` go to `LaunchRequest`.
 
-    Returns:
-        0, or the first failing rank's own status, or 128 + n when a signal n ended the run.
-
-    Raises:
-        LaunchError: Before anything was started.
+    The status is 0, or the first failing rank's own, or 128 + n when a signal n ended the run.
     """
     if slurm and kubernetes:
         msg = "--slurm and --kubernetes name two schedulers"
@@ -55,7 +42,7 @@ def launch_script(
         msg = "--follow is for submitted runs"
         raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
     route = "slurm" if slurm else "kubernetes" if kubernetes else None
-    name = check_script(script, is_file=not (no_python or module))
+    name = single_node.check_script(script, is_file=not (no_python or module))
     target = LaunchTarget(name=name, arguments=tuple(arguments), is_module=module, is_python=not no_python)
     assumed = () if route else assumed_settings(os.environ)
     notes = option_notes(noted)
@@ -70,17 +57,17 @@ def launch_script(
         from fsdplaunch.cli.multi_node import launch_on_node
 
         return launch_on_node(request, place, hardware, out)
-    plan = plan_for_this_node(loaded, hardware, target, allow_unsharded=request.allow_unsharded)
-    plan = with_verdict(plan, loaded)
+    plan = single_node.plan_for_this_node(loaded, hardware, target, allow_unsharded=request.allow_unsharded)
+    plan = single_node.with_verdict(plan, loaded)
     if request.dry_run:
-        show_plan(plan, request, out)
+        single_node.show_plan(plan, request, out)
         return 0
-    status = pass_checks(plan, hardware, out, as_json=request.as_json, check_only=request.check_only)
+    status = single_node.pass_checks(plan, hardware, out, as_json=request.as_json, check_only=request.check_only)
     if status or request.check_only:
         return status
-    announce(plan, loaded, out)
-    result = run_shown(plan, as_json=request.as_json, out=out)
-    report(result, plan, as_json=request.as_json, out=out)
+    single_node.announce(plan, loaded, out)
+    result = single_node.run_shown(plan, as_json=request.as_json, out=out)
+    single_node.report(result, plan, as_json=request.as_json, out=out)
     return result.exit_code
 
 

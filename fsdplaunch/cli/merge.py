@@ -78,12 +78,7 @@ def merge_weights(
     out: Output,
     **further: Any,
 ) -> None:
-    """Merge a sharded checkpoint and report the result, or only show the plan; `further` goes to `MergeOptions`.
-
-    Raises:
-        UsageError: An option is none.
-        LaunchError: The checkpoint cannot be merged.
-    """
+    """Merge a sharded checkpoint and report the result, or only show the plan; `further` is of `MergeOptions`."""
     if file_format not in {"safetensors", "torch"}:
         msg = f"--format {file_format!r} is not known"
         raise UsageError(msg, hint="use safetensors or torch")

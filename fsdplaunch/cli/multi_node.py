@@ -32,17 +32,7 @@ HOPELESS_SECONDS = 5.0
 
 
 def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardware, out: Output) -> int:
-    """Run this node's part of a run on several nodes; return the run's status.
-
-    Args:
-        request: The launch.
-        place: Which node this is, as far as it is known.
-        hardware: This node's.
-        out: Where words go.
-
-    Raises:
-        LaunchError: Before anything was started.
-    """
+    """Run this node's part of a run on several nodes; return the run's status."""
     loaded, config = request.loaded, request.config
     if in_job() and not is_step(os.environ) and not (request.dry_run or request.check_only):
         return _start_on_every_node(request, place, out)
@@ -116,9 +106,7 @@ def _join(
 ) -> RunControl:
     """Meet the other nodes; what keeps this one from starting is an error on all of them.
 
-    Raises:
-        MachineError: They cannot run together, or did not come. Or this is node 0, but not where it was configured
-            to be, so that nobody could be informed.
+    On node 0, an address that is not this machine's is one at once: nobody could be informed.
     """
     config, is_first = request.config, is_coordinator(place)
     obstacles: list[LaunchError] = [one.error for one in find_obstacles(plan, hardware.gpus) if one.fatal]

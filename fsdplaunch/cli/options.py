@@ -1,7 +1,7 @@
 """Options that several commands take, the numbers and sizes that options are given, and who does a command."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -63,29 +63,23 @@ class OptionError(LaunchError):
     exit_code = EXIT_USAGE
 
 
-def whole(option: str, least: int, most: int, text: str, *, short: str = "", **more: Any) -> Any:
-    """Return an option that takes a whole number; `text` is its help."""
-
-    def parse(value: Any) -> int:
-        from fsdplaunch.config.schema.kinds import whole as kind  # --help reads no number
-
-        return int(kind(least, most).parse(value))
-
-    expects, names = f"a whole number from {least} to {most}", [short] if short else []
-    return _checked(option, expects, parse, *names, metavar="N", help=text, **more)
-
-
-def number(option: str, least: float, most: float, text: str) -> Any:
-    """Return an option that takes a number."""
+def number(
+    option: str, least: float, most: float, text: str, *, whole: bool = False, short: str = "", **more: Any
+) -> Any:
+    """Return an option that takes a number, with its help."""
 
     def parse(value: Any) -> float:
-        from fsdplaunch.config.schema.kinds import parse_number
+        from fsdplaunch.config.schema import kinds  # --help reads no number
 
-        return _within(least, parse_number(value), most)
+        if whole:
+            return int(kinds.whole(int(least), int(most)).parse(value))
+        return _within(least, kinds.parse_number(value), most)
 
-    return _checked(option, f"a number from {least} to {most}", parse, metavar="X", help=text)
+    expects, names = f"a {'whole ' * whole}number from {least} to {most}", [short] if short else []
+    return _checked(option, expects, parse, *names, metavar="N" if whole else "X", help=text, **more)
 
 
+whole = partial(number, whole=True)
 _MOST_BYTES = 2**60
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -36,29 +36,17 @@ PROGRAM = ("-P", "-m", "fsdplaunch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One launch, as it was requested.
-
-    Attributes:
-        loaded: The configuration and where it comes from.
-        target: What every rank runs.
-        overrides: `KEY=VALUE` texts of the command line.
-        dry_run: Print the plan; start nothing.
-        check_only: Check this machine; start nothing.
-        allow_unsharded: Accept a script that never shards a model.
-        show_all: Print variables of the plan that hold defaults, too.
-        as_json: Print one JSON object on stdout, and nothing else there.
-        follow: Show a submitted run's output until it ends.
-    """
+    """One launch, as it was requested."""
 
     loaded: LoadedConfig
     target: LaunchTarget
-    overrides: Sequence[str]
+    overrides: Sequence[str]  # `KEY=VALUE` texts of the command line
     dry_run: bool
     check_only: bool
-    allow_unsharded: bool
-    show_all: bool
-    as_json: bool
-    follow: bool
+    allow_unsharded: bool  # accept a script that never shards a model
+    show_all: bool  # print variables of the plan that hold defaults, too
+    as_json: bool  # print one JSON object on stdout, and nothing else there
+    follow: bool  # show a submitted run's output until it ends
 
     @property
     def config(self) -> Config:
@@ -88,11 +76,7 @@ class LaunchRequest:
 
 
 def check_script(script: str | None, command: str = "launch", *, is_file: bool = True) -> str:
-    """Return the script of a command; refuse one that is not there before anything is started.
-
-    Raises:
-        UsageError: There is none, or it cannot be run.
-    """
+    """Return the script of a command; refuse one that is not there before anything is started."""
     if script is None:
         msg = "no script given"
         raise UsageError(msg, hint=f"fsdplaunch {command} train.py [its own arguments]")
@@ -125,14 +109,7 @@ def plan_for_this_node(
 ) -> LaunchPlan:
     """Build the plan with this node's facts and an absolute run folder.
 
-    Args:
-        loaded: The configuration.
-        hardware: This node.
-        target: What every rank runs.
-        allow_unsharded: Let a script end without having sharded a model.
-        run_id: The run's name; a fresh one when left out.
-        folder: This node's folder inside launch.log_dir; named after the run when left out.
-        ranks: Workers over all nodes, where they are known.
+    Left out, the run's name is a fresh one, and the folder, this node's inside of launch.log_dir, has that name.
     """
     name, home = run_name(os.environ)
     node = NodeFacts(
@@ -264,15 +241,7 @@ def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunContr
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:
-    """Say how the run ended.
-
-    Args:
-        result: The end of the run.
-        plan: What was run.
-        as_json: Print the result as JSON, too.
-        out: Where words go.
-        is_part: Node 0 prints the report; this node says in a line how it ended.
-    """
+    """Say how the run ended; where this node is a part of it, in a line, as node 0 prints the report."""
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     place = short_path(plan.run_dir)

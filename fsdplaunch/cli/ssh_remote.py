@@ -56,12 +56,9 @@ def main() -> None:
 
 
 def obey(messages: FileIO, grace: float, silence: float) -> None:
-    """Pass signals on; when the local side has gone, end everything.
+    """Pass signals on; when the local side has gone, end everything, with its grace.
 
-    Args:
-        messages: The input, unbuffered, after its first line.
-        grace: Seconds workers get to end.
-        silence: Seconds in silence after which the local side has gone: a cut line ends no input.
+    A silence of so many seconds says that it has gone, too: a cut line ends no input.
     """
     while select.select([messages], [], [], silence)[0] and (line := messages.readline()):
         number = json.loads(line).get("signal")

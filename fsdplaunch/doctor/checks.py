@@ -3,20 +3,19 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from statistics import median
 from typing import Any
 
 from fsdplaunch.config.resolve import CPU_WORKERS, workers_per_node
 from fsdplaunch.display_text import GIB, MIB
-from fsdplaunch.doctor.facts import Check, DoctorFacts, NetworkInterface, Status
+from fsdplaunch.doctor.facts import Check, DoctorFacts, Status
 from fsdplaunch.errors import EXIT_MACHINE
-from fsdplaunch.launch.preflight import cannot_compute, describe_process
+from fsdplaunch.launch.preflight import check_gpus as check_gpu_use
 from fsdplaunch.probe.hardware import Gpu
 from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
 
 def check_torch(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that there is a torch that can be imported, new enough, with torch.distributed and gloo."""
+    """Check that there is a torch that can be imported, new enough, with what runs here need."""
     torch = facts.torch
     if torch is None:
         yield Check("torch", "skipped", "not asked (--no-torch)")
@@ -27,6 +26,8 @@ def check_torch(facts: DoctorFacts) -> Iterator[Check]:
     elif not (torch.has_distributed and torch.has_gloo):
         lacks = "torch.distributed" if not torch.has_distributed else "gloo"
         yield Check("torch", "problem", f"{torch.version} lacks {lacks}", "install an official build")
+    elif facts.gpus and not torch.nccl:
+        yield Check("torch", "problem", f"{torch.version} lacks NCCL", "install an official CUDA build of torch")
     else:
         built = f", CUDA {torch.cuda}" if torch.cuda else ", CPU only"
         nccl = f", NCCL {torch.nccl}" if torch.nccl else ""
@@ -71,18 +72,6 @@ def _without_driver(facts: DoctorFacts) -> Check:
     return Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
 
 
-def check_nccl(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that torch has NCCL, which GPU runs need."""
-    torch = facts.torch
-    if torch is None or torch.error or not facts.gpus:
-        yield Check("nccl", "skipped", "no GPUs here: gloo is used")
-    elif not torch.nccl:
-        hint = "install an official CUDA build of torch"
-        yield Check("nccl", "problem", f"torch {torch.version} has no NCCL", hint)
-    else:
-        yield Check("nccl", "ok", torch.nccl)
-
-
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     """Check how many there are, and whether they are alike."""
     for note in facts.notes:
@@ -100,12 +89,25 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("gpus", "ok", text)
 
 
-def check_busy(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that nobody else computes on the GPUs."""
+def check_use(facts: DoctorFacts) -> Iterator[Check]:
+    """Check that the GPUs compute in the configured dtype and in torch's code, and that nobody else uses them."""
+    if facts.config is not None and facts.wants_gpus:
+        for found in check_gpu_use(facts.config, facts.gpus):
+            yield Check("gpus", "problem" if found.fatal else "warning", found.message, found.hint)
+    archs = facts.torch.archs if facts.torch else ()
+    majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
     for gpu in facts.gpus:
-        for pid, used in gpu.busy:
-            text = f"GPU {gpu.visible_name} is used by {describe_process(pid)}, {used / GIB:.1f} GiB"
-            yield Check("gpus", "warning", text, "choose others with gpu_ids, or end it")
+        if majors and str(gpu.compute_capability[0]) not in majors:
+            text = f"torch has no code for GPU {gpu.visible_name} ({_arch(gpu)})"
+            yield Check("gpus", "problem", text, "install another build of torch")
+        if gpu.bad_memory:
+            errors = f"{gpu.bad_memory} uncorrected memory errors since the driver was loaded"
+            text = f"GPU {gpu.visible_name} has {errors}"
+            yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
+
+
+def _arch(gpu: Gpu) -> str:
+    return "sm_{}{}".format(*gpu.compute_capability)
 
 
 def check_links(facts: DoctorFacts) -> Iterator[Check]:
@@ -120,30 +122,6 @@ def check_links(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("links", "warning", text, "NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
     else:
         yield Check("links", "ok", "all pairs read each other's memory")
-
-
-def check_health(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that no GPU has lost data in its memory."""
-    for gpu in (gpu for gpu in facts.gpus if gpu.bad_memory):
-        text = f"GPU {gpu.visible_name} has {gpu.bad_memory} uncorrected memory errors since the driver was loaded"
-        yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
-
-
-def check_dtypes(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that the GPUs compute in the configured dtype, and that torch has code for them."""
-    config, archs = facts.config, facts.torch.archs if facts.torch else ()
-    majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
-    for gpu in facts.gpus:
-        for wanted, instead in cannot_compute(config, gpu) if config is not None and not config.use_cpu else ():
-            text = f"GPU {gpu.visible_name} ({gpu.name}) cannot compute in {wanted}"
-            yield Check("dtypes", "problem", text, f"set mixed_precision to {instead}")
-        if majors and str(gpu.compute_capability[0]) not in majors:
-            text = f"torch has no code for GPU {gpu.visible_name} ({_arch(gpu)})"
-            yield Check("dtypes", "problem", text, "install another build of torch")
-
-
-def _arch(gpu: Gpu) -> str:
-    return "sm_{}{}".format(*gpu.compute_capability)
 
 
 _LITTLE_MEMORY = 4 * GIB
@@ -234,7 +212,10 @@ _UNLIKELY = ("docker*", "veth*", "br-*", "virbr*", "cni*", "flannel*", "cali*", 
 
 
 def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
-    """Check which interface training will use, and whether one that a variable names is there."""
+    """Check which interface gloo will use, and whether one that a variable names is there.
+
+    Gloo takes the one that its variable names, or that holds the address which this node's name resolves to.
+    """
     usable = [each for each in facts.interfaces if each.address and each.name != "lo"]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = facts.environ.get(name)
@@ -246,15 +227,17 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
         status: Status = "problem" if facts.nodes > 1 else "ok"
         yield Check("network", status, "only this node itself can be reached")
         return
-
-    def words(interface: NetworkInterface | None) -> str:
-        if interface is None:
-            return "none that is known"
-        speed = f" at {interface.speed / 1000:g} Gbit/s" if interface.speed else ""
-        return f"{interface.name} ({interface.address}){speed}"
-
-    gloo, nccl = chosen(facts, "GLOO_SOCKET_IFNAME"), chosen(facts, "NCCL_SOCKET_IFNAME")
-    text = f"gloo takes {words(gloo)}" + (f", NCCL takes {words(nccl)}" if facts.gpus else "")
+    wanted = facts.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = next(
+        (
+            each
+            for each in facts.interfaces
+            if (_named(each.name, wanted) if wanted else each.address == facts.own_address)
+        ),
+        None,
+    )
+    speed = f" at {gloo.speed / 1000:g} Gbit/s" if gloo is not None and gloo.speed else ""
+    text = f"gloo takes {gloo.name} ({gloo.address}){speed}" if gloo is not None else "gloo's is not known"
     text += f"; up: {', '.join(each.name for each in usable)}"
     virtual = gloo is not None and any(fnmatch(gloo.name, pattern) for pattern in _UNLIKELY)
     if facts.nodes > 1 and (virtual or gloo is None or gloo.name == "lo"):
@@ -262,23 +245,6 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("network", "warning", text, hint)
     else:
         yield Check("network", "ok", text)
-
-
-def chosen(facts: DoctorFacts, variable: str) -> NetworkInterface | None:
-    """Return the interface that a backend will take, which GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is for.
-
-    The variable wins. Gloo takes the one that holds the address this node's name resolves to; NCCL the first in
-    its order that is neither the loopback nor a container's bridge.
-    """
-    wanted = facts.environ.get(variable)
-    if wanted:
-        return next((each for each in facts.interfaces if _named(each.name, wanted)), None)
-    if variable.startswith("GLOO"):
-        return next((each for each in facts.interfaces if each.address == facts.own_address), None)
-    usable = [each for each in facts.interfaces if each.name != "lo" and each.address]
-    fast = [each for each in usable if each.name.startswith("ib")]
-    plain = [each for each in usable if not any(fnmatch(each.name, pattern) for pattern in _UNLIKELY)]
-    return next(iter([*fast, *plain, *usable]), None)
 
 
 def _named(name: str, wanted: str) -> bool:
@@ -334,12 +300,9 @@ def check_config(facts: DoctorFacts) -> Iterator[Check]:
 CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
     check_torch,
     check_driver,
-    check_nccl,
     check_gpus,
-    check_busy,
+    check_use,
     check_links,
-    check_health,
-    check_dtypes,
     check_processors,
     check_memory,
     check_shared_memory,
@@ -371,59 +334,14 @@ def summary(checks: Sequence[Check]) -> str:
     return ", ".join(words) or "no problems"
 
 
-SLOW = 0.5
-"""Part of the median speed below which a connection is called slow."""
-_MBYTE, _GBYTE = 1e6, 1e9
-_FEWEST = 3
-"""Links that a median of links needs to mean something."""
-
-
 def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:
-    """Say what the network test found: world, hosts, wrong, pairs and all_reduce in bytes per second."""
-    world, hosts = measured["world"], measured["hosts"]
+    """Say what the network test found: world, hosts, wrong, and all_reduce in bytes per second."""
     for rank, sizes in measured["wrong"].items():
-        text = f"rank {rank} on {hosts[int(rank)]} got a wrong sum for {sizes[0]} elements"
+        text = f"rank {rank} on {measured['hosts'][int(rank)]} got a wrong sum for {sizes[0]} elements"
         hint = "test this node's memory, GPU and network card; NCCL_DEBUG=INFO says which way data went"
         yield Check("all-reduce", "problem", text, hint)
     if not measured["wrong"]:
-        text = f"right on all {world} ranks, {_speed(measured['all_reduce'])} per link ({measured['backend']})"
+        rate = measured["all_reduce"]
+        speed = f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"  # noqa: PLR2004
+        text = f"right on all {measured['world']} ranks, {speed} per link ({measured['backend']})"
         yield Check("all-reduce", "ok", text)
-    kinds: dict[str, dict[str, float]] = {"within a node": {}, "between nodes": {}}
-    for pair, rate in measured["pairs"].items():
-        first, second = map(int, pair.split("-"))
-        kinds["within a node" if hosts[first] == hosts[second] else "between nodes"][pair] = rate
-    for place, pairs in kinds.items():
-        if pairs:
-            yield _compare_links(place, pairs, hosts)
-    slow = slowest_rank(measured["pairs"])
-    if slow is not None:
-        text = f"rank {slow} on {hosts[slow]} is slow with every peer"
-        yield Check("links", "warning", text, "look at that node's network and load")
-
-
-def _compare_links(place: str, pairs: Mapping[str, float], hosts: list[str]) -> Check:
-    name, middle = min(pairs, key=lambda pair: pairs[pair]), median(pairs.values())
-    first, second = map(int, name.split("-"))
-    where = hosts[first] if hosts[first] == hosts[second] else f"{hosts[first]} and {hosts[second]}"
-    text = f"{place}: {_speed(middle)} in the middle of {len(pairs)}, slowest {_speed(pairs[name])}"
-    text += f" (rank {first} and {second}, {where})"
-    if len(pairs) >= _FEWEST and pairs[name] < SLOW * middle:
-        return Check("links", "warning", text, "cable, switch port or interface of that link")
-    return Check("links", "ok", text)
-
-
-def slowest_rank(pairs: Mapping[str, float]) -> int | None:
-    """Return the rank whose fastest connection is below half of the median of others; None without one."""
-    best: dict[int, float] = {}
-    for name, rate in pairs.items():
-        for rank in map(int, name.split("-")):
-            best[rank] = max(best.get(rank, 0.0), rate)
-    if len(best) < _FEWEST:
-        return None
-    rank = min(best, key=lambda each: best[each])
-    return rank if best[rank] < SLOW * median(best.values()) else None
-
-
-def _speed(rate: float) -> str:
-    """Return bytes per second in words: 2.1 GB/s."""
-    return f"{rate / _GBYTE:.1f} GB/s" if rate >= _GBYTE else f"{rate / _MBYTE:.0f} MB/s"

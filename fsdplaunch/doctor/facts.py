@@ -30,64 +30,37 @@ Status = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        topic: What was looked at, in one or two words.
-        status: ok, warning, problem (this node cannot do it) or skipped.
-        text: What was found.
-        hint: What to do about it; empty when there is nothing to do.
-    """
-
-    topic: str
-    status: Status
+    topic: str  # what was looked at, in one or two words
+    status: Status  # ok, warning, problem (this node cannot do it) or skipped
     text: str
-    hint: str = ""
+    hint: str = ""  # what to do about it; empty when there is nothing to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """The installed torch, as a process that imported it says.
+    """The installed torch, as a process that imported it says."""
 
-    Attributes:
-        version: For example `2.13.0+cpu`; empty when it cannot be imported.
-        cuda: Version of CUDA it was built for; empty for a CPU build.
-        nccl: Version of NCCL it was built with; empty without.
-        archs: GPU architectures it has code for, `sm_90`.
-        sees_gpus: GPUs on which torch has made a tensor.
-        gpu_error: Why it could not on the others; empty when it could.
-        has_gloo: Whether gloo is there.
-        has_distributed: Whether torch.distributed is there.
-        error: Why it could not be imported or asked; empty when it could.
-    """
-
-    version: str = ""
-    cuda: str = ""
-    nccl: str = ""
-    archs: tuple[str, ...] = ()
-    sees_gpus: int = 0
-    gpu_error: str = ""
+    version: str = ""  # for example `2.13.0+cpu`; empty when it cannot be imported
+    cuda: str = ""  # version of CUDA it was built for; empty for a CPU build
+    nccl: str = ""  # version of NCCL it was built with; empty without
+    archs: tuple[str, ...] = ()  # GPU architectures it has code for, `sm_90`
+    sees_gpus: int = 0  # GPUs on which torch has made a tensor
+    gpu_error: str = ""  # why it could not on the others; empty when it could
     has_gloo: bool = False
     has_distributed: bool = False
-    error: str = ""
+    error: str = ""  # why it could not be imported or asked; empty when it could
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """A folder that files will be written to.
-
-    Attributes:
-        use: What for.
-        path: The folder, or its nearest parent that exists.
-        kind: Of the file system, `ext4`; empty when unknown.
-        free: Bytes.
-        writable: Whether this process may write there.
-    """
+    """A folder that files will be written to."""
 
     use: str
-    path: str
-    kind: str
-    free: int
+    path: str  # the folder, or its nearest parent that exists
+    kind: str  # of the file system, `ext4`; empty when unknown
+    free: int  # bytes
     writable: bool
 
 
@@ -102,47 +75,24 @@ class NetworkInterface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFacts:
-    """Everything that checks look at.
-
-    Attributes:
-        python: Version and path.
-        torch: Of the same interpreter; None when it was not asked.
-        driver: NVIDIA's.
-        gpus: Those CUDA would show.
-        notes: What reading them complained about.
-        cpus: Processors this process may use.
-        memory: Host memory it may use, in bytes; None when unknown.
-        shared_memory: Size of /dev/shm in bytes; None when there is none.
-        open_files: Limits of open files, soft and hard; -1 for none.
-        locked_memory: Limit of locked memory in bytes, soft; -1 for none.
-        disks: Where the run and its checkpoints go.
-        interfaces: That are up.
-        hostname: This node's name.
-        own_address: What that name resolves to; empty when it does not.
-        port_is_taken: Somebody listens on the port the nodes meet at.
-        port: That port, 0 for any.
-        environ: Variables that change how training communicates.
-        config: The configuration; None when it could not be read.
-        config_path: Its file, in words.
-        config_errors: What is wrong with it.
-    """
+    """Everything that checks look at."""
 
     python: str
-    torch: TorchFacts | None
+    torch: TorchFacts | None  # of the same interpreter; None when it was not asked
     driver: Driver = field(default_factory=Driver)
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # those CUDA would show
     notes: tuple[str, ...] = ()
-    cpus: int = 1
-    memory: int | None = None
-    shared_memory: int | None = None
-    open_files: tuple[int, int] = (-1, -1)
-    locked_memory: int = -1
+    cpus: int = 1  # processors this process may use
+    memory: int | None = None  # host memory it may use, in bytes; None when unknown
+    shared_memory: int | None = None  # size of /dev/shm in bytes; None when there is none
+    open_files: tuple[int, int] = (-1, -1)  # limits of open files, soft and hard; -1 for none
+    locked_memory: int = -1  # limit of locked memory in bytes, soft; -1 for none
     disks: tuple[Disk, ...] = ()
     interfaces: tuple[NetworkInterface, ...] = ()
     hostname: str = ""
-    own_address: str = ""
-    port_is_taken: bool = False
-    port: int = 0
+    own_address: str = ""  # what that name resolves to; empty when it does not
+    port_is_taken: bool = False  # somebody listens on the port the nodes meet at
+    port: int = 0  # that port, 0 for any
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Config | None = None
     config_path: str = ""
@@ -308,15 +258,7 @@ def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -
 def bug_report_block(
     facts: DoctorFacts, checks: Sequence[Check], *, version: str, settings: Mapping[str, str], users: Sequence[str]
 ) -> str:
-    """Return the block for a bug report, as Markdown.
-
-    Args:
-        facts: The node.
-        checks: What was found.
-        version: Of this package.
-        settings: Keys of the configuration that are not at their default, as texts.
-        users: Names of users to hide.
-    """
+    """Return the block for a bug report, as Markdown; `settings` are keys that are not at their default."""
 
     def hidden(name: str, value: str) -> str:
         return HIDDEN if is_secret(name, value) else value

@@ -37,36 +37,22 @@ _SAME_CALLS = "check that every rank makes the same calls, evaluation and saving
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is said about a failure.
+    """What is said about a failure."""
 
-    Attributes:
-        why: The reason, in one sentence; empty when the exception says it all.
-        remedies: What to try, the best first.
-    """
-
-    why: str = ""
-    remedies: tuple[str, ...] = ()
+    why: str = ""  # the reason, in one sentence; empty when the exception says it all
+    remedies: tuple[str, ...] = ()  # what to try, the best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureFacts:
-    """What is known about a failed attempt.
-
-    Attributes:
-        cause: The worker that failed first.
-        workers: All workers of the attempt.
-        config: The configuration it ran with; None when it is not known.
-        memory_kills: How often the kernel killed a process of this job for want of memory, while it ran.
-        memory_limit: Host memory the job may use, in bytes; None when unknown.
-        python: The interpreter the workers ran in.
-    """
+    """What is known about a failed attempt."""
 
     cause: Worker
     workers: Sequence[Worker]
-    config: Config | None = None
-    memory_kills: int = 0
-    memory_limit: int | None = None
-    python: str = "python"
+    config: Config | None = None  # the configuration it ran with; None when it is not known
+    memory_kills: int = 0  # how often the kernel killed a process of this job for want of memory, while it ran
+    memory_limit: int | None = None  # host memory the job may use, in bytes; None when unknown
+    python: str = "python"  # the interpreter the workers ran in
 
     @property
     def text(self) -> str:

@@ -25,42 +25,26 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a plan needs to know about the node it is for.
+    """What a plan needs to know about the node it is for."""
 
-    Attributes:
-        gpus: Visible GPUs, by the names that CUDA_VISIBLE_DEVICES has for them, in CUDA's order.
-        cpus: Usable cores.
-        python: The interpreter that workers run.
-        has_amd: There are GPUs of AMD's, which are not used.
-        tpu_chips: TPU chips that are attached.
-        port_is_taken: Somebody listens on the port the configuration names.
-        environ: The caller's environment; a variable the user set is not overridden by a guess of ours.
-    """
-
-    gpus: Sequence[str] = ()
+    gpus: Sequence[str] = ()  # visible GPUs, by the names that CUDA_VISIBLE_DEVICES has for them, in CUDA's order
     cpus: int
-    python: str = sys.executable
-    has_amd: bool = False
-    tpu_chips: int = 0
-    port_is_taken: bool = False
+    python: str = sys.executable  # the interpreter that workers run
+    has_amd: bool = False  # there are GPUs of AMD's, which are not used
+    tpu_chips: int = 0  # TPU chips that are attached
+    port_is_taken: bool = False  # somebody listens on the port the configuration names
+    # The caller's environment; a variable the user set is not overridden by a guess of ours.
     environ: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTarget:
-    """What every rank runs.
+    """What every rank runs."""
 
-    Attributes:
-        name: Path of the script, name of the module or of the program, as the user wrote it.
-        arguments: Its own arguments, passed on untouched.
-        is_module: Run it as `python -m` would.
-        is_python: Run it in Python; otherwise it is a program of its own.
-    """
-
-    name: str
-    arguments: tuple[str, ...] = ()
+    name: str  # path of the script, name of the module or of the program, as the user wrote it
+    arguments: tuple[str, ...] = ()  # its own arguments, passed on untouched
     is_module: bool = False
-    is_python: bool = True
+    is_python: bool = True  # run it in Python; otherwise it is a program of its own
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -71,37 +55,22 @@ class LaunchTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """One node's part of a launch.
+    """One node's part of a launch."""
 
-    Attributes:
-        run_id: Unique name of this run and attempt; also the rendezvous id.
-        run_dir: Folder that gets the plan, the result and each rank's files.
-        argv: The command that starts the elastic agent, one item per argument.
-        env: Variables added to the caller's environment, all texts.
-        target: What every rank runs.
-        workers: Worker processes on this node.
-        nodes: Nodes that take part.
-        device: `cuda`, `cpu`, or `xla` for whatever PyTorch/XLA computes on.
-        gpus: The GPU of each local rank, by number or name; empty on CPU.
-        config: The resolved configuration.
-        notes: What the user should read once.
-        ranks: Workers over all nodes, where they are known; nodes may have different numbers of them.
-        sent: What the command is given to read, where it hands the run to a scheduler.
-    """
-
-    run_id: str
-    run_dir: Path
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
+    run_id: str  # unique name of this run and attempt; also the rendezvous id
+    run_dir: Path  # folder that gets the plan, the result and each rank's files
+    argv: tuple[str, ...]  # the command that starts the elastic agent, one item per argument
+    env: Mapping[str, str]  # variables added to the caller's environment, all texts
     target: LaunchTarget
     workers: int
     nodes: int
-    device: str
-    gpus: tuple[str, ...] = ()
+    device: str  # `cuda`, `cpu`, or `xla` for whatever PyTorch/XLA computes on
+    gpus: tuple[str, ...] = ()  # the GPU of each local rank, by number or name; empty on CPU
     config: Config
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user should read once
+    # Workers over all nodes, where they are known; nodes may have different numbers of them.
     ranks: int | None = None
-    sent: str | None = None
+    sent: str | None = None  # what the command is given to read, where it hands the run to a scheduler
 
     @property
     def script(self) -> str:
@@ -143,19 +112,8 @@ def build_plan(
 ) -> LaunchPlan:
     """Decide everything a launch does on this node.
 
-    Args:
-        config: Resolved configuration.
-        node: Facts about this node.
-        target: What every rank runs.
-        run_id: Unique per run and attempt.
-        run_dir: The run's folder; must be absolute, workers may change directory.
-        allow_unsharded: Let a script end without having sharded a model.
-        notes: Notes gathered before, kept first.
-        ranks: Workers over all nodes, where they are known.
-
-    Raises:
-        UsageError: The configuration contradicts itself or lacks an address.
-        MachineError: This node has not what the configuration asks for.
+    The run's folder is absolute, as workers may change directory. `ranks` are the workers over all nodes, where
+    they are known.
     """
     if target.is_module and not target.is_python:
         msg = "-m names a Python module, and --no-python says that there is no Python to run"

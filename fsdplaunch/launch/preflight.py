@@ -33,19 +33,12 @@ FILES, _FILES_PER_WORKER = 64, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is in the way.
+    """One thing that is in the way."""
 
-    Attributes:
-        message: What is wrong, in one line.
-        hint: What to do about it.
-        fatal: The run cannot work; otherwise it may, and the user should know.
-        in_script: The script is at fault and not this machine: it would end with 1 anywhere.
-    """
-
-    message: str
+    message: str  # what is wrong, in one line
     hint: str
-    fatal: bool = True
-    in_script: bool = False
+    fatal: bool = True  # the run cannot work; otherwise it may, and the user should know
+    in_script: bool = False  # the script is at fault and not this machine: it would end with 1 anywhere
 
     @property
     def error(self) -> LaunchError:
@@ -66,26 +59,12 @@ def is_taken(port: int) -> bool:
     return True
 
 
-def describe_process(pid: int) -> str:
-    """Return a process's number, user and program, as far as they can be seen."""
-    folder = Path(f"/proc/{pid}")
-    words = []
-    with suppress(OSError, KeyError, ImportError):
-        import pwd
-
-        words.append(f"user {pwd.getpwuid(folder.stat().st_uid).pw_name}")
-    with suppress(OSError):
-        words.append((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
-    return f"process {pid} ({', '.join(words) or 'of another user or container'})"
-
-
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
     """Check everything a launch needs here; `gpus` are the visible ones."""
     config = plan.config
     return [
         *check_target(plan.target),
-        *check_torch(),
-        *(check_torch_xla() if uses_xla(config) else ()),
+        *check_torch(with_xla=uses_xla(config)),
         *check_gpus(config, [gpu for gpu in gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
         *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
         *check_weights(config),
@@ -144,18 +123,14 @@ def _check_source(file: Path) -> Iterator[Finding]:
     yield Finding(message=message, hint=hint, in_script=hint == _CORRECT)
 
 
-def check_torch() -> Iterator[Finding]:
-    """Check that there is a torch to import, and that it is in the tested range."""
+def check_torch(*, with_xla: bool = False) -> Iterator[Finding]:
+    """Check that there is a torch to import, in the tested range, and a torch_xla to go with it, where used."""
     version = torch_version.installed()
     if version is None:
         yield Finding(message=f"{sys.executable} has no torch", hint=torch_version.how_to_install())
     elif (found := torch_version.mismatch(version)) is not None:
         yield Finding(message=found.message, hint=found.hint, fatal=found.is_fatal)
-
-
-def check_torch_xla() -> Iterator[Finding]:
-    """Check that there is a torch_xla, and that it goes with the torch that is installed."""
-    if (problem := torch_version.installed_problem()) is not None:
+    if with_xla and (problem := torch_version.installed_problem()) is not None:
         yield Finding(message=problem.message, hint=problem.hint)
 
 
@@ -163,21 +138,26 @@ def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Check that the GPUs the workers get can compute in the configured dtype, and are not in use."""
     for gpu in gpus:
         number = gpu.visible_name
-        for wanted, instead in cannot_compute(config, gpu):
+        wanted = instead = ""
+        if config.mixed_precision == "fp8" and not gpu.has_fp8:
+            wanted, instead = "fp8", "bf16" if gpu.has_bf16 else "fp16"
+        elif config.precision.param == "bf16" and not gpu.has_bf16:
+            wanted, instead = "bf16", "fp16"
+        if wanted:
             message = f"GPU {number} ({gpu.name}) cannot compute in {wanted}"
             yield Finding(message=message, hint=f"set mixed_precision to {instead}")
         for pid, used in gpu.busy:
+            folder, words = Path(f"/proc/{pid}"), []
+            with suppress(OSError, KeyError, ImportError):
+                import pwd
+
+                words.append(f"user {pwd.getpwuid(folder.stat().st_uid).pw_name}")
+            with suppress(OSError):
+                words.append((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
+            process = f"process {pid} ({', '.join(words) or 'of another user or container'})"
             held = f", which holds {used / GIB:.1f} GiB" if used else ""
-            message = f"GPU {number} is in use by {describe_process(pid)}{held}"
+            message = f"GPU {number} is in use by {process}{held}"
             yield Finding(message=message, hint="choose others with gpu_ids, or end it", fatal=False)
-
-
-def cannot_compute(config: Config, gpu: Gpu) -> Iterator[tuple[str, str]]:
-    """Yield each dtype of a configuration that a GPU does not compute, and what to set instead."""
-    if config.mixed_precision == "fp8" and not gpu.has_fp8:
-        yield "fp8", "bf16" if gpu.has_bf16 else "fp16"
-    elif config.precision.param == "bf16" and not gpu.has_bf16:
-        yield "bf16", "fp16"
 
 
 def check_space(folders: Sequence[Path]) -> Iterator[Finding]:

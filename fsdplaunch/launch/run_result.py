@@ -22,66 +22,37 @@ _WIDEST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The worker that failed first.
+    """The worker that failed first."""
 
-    Attributes:
-        rank: Its global rank, or None when the agent itself failed.
-        exit_code: Its status as a shell would see it (128 + n for signal n).
-        signal: Name of the signal it died of, or None.
-        message: `Type: text` of its exception, or None when it left no record.
-        traceback: The exception's traceback, or None.
-        local_rank: Its rank on its node.
-        pid: Its process id.
-        host: Its node's name.
-        gpu: Its GPU, by number or name; None on CPU.
-        seconds: From its start to its failure.
-        steps: Optimizer steps it had made; None when it kept no count.
-        tail: The last lines of its error output, where there was no exception.
-        log: The file with all of its error output, inside the run's folder.
-        others: What became of the other workers, in words.
-        lost: The nodes the run could not go on without, in words.
-    """
-
-    rank: int | None
-    exit_code: int
+    rank: int | None  # its global rank, or None when the agent itself failed
+    exit_code: int  # its status as a shell would see it (128 + n for signal n)
     signal: str | None = None
-    message: str | None = None
+    message: str | None = None  # `Type: text` of its exception, or None when it left no record
     traceback: str | None = None
     local_rank: int | None = None
     pid: int | None = None
     host: str | None = None
-    gpu: str | None = None
-    seconds: float | None = None
-    steps: int | None = None
-    tail: tuple[str, ...] = ()
-    log: str | None = None
-    others: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
+    gpu: str | None = None  # its GPU, by number or name; None on CPU
+    seconds: float | None = None  # from its start to its failure
+    steps: int | None = None  # optimizer steps it had made; None when it kept no count
+    tail: tuple[str, ...] = ()  # the last lines of its error output, where there was no exception
+    log: str | None = None  # the file with all of its error output, inside the run's folder
+    others: tuple[str, ...] = ()  # what became of the other workers, in words
+    lost: tuple[str, ...] = ()  # the nodes the run could not go on without, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """The end of a run.
-
-    Attributes:
-        exit_code: What the launcher exits with.
-        seconds: Wall time of the whole run.
-        failure: The cause, or None after success or a requested stop.
-        diagnosis: Why, and what to try.
-        stopped_by: Name of the signal that came from outside, or None.
-        attempts: Every attempt as the agent recorded it.
-        notes: What the agent said on the way.
-        unwritten: Why the run's folder does not hold this, as on a full disk; None when it does.
-    """
+    """The end of a run."""
 
     exit_code: int
-    seconds: float
-    failure: Failure | None = None
+    seconds: float  # wall time of the whole run
+    failure: Failure | None = None  # the cause, or None after success or a requested stop
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
-    stopped_by: str | None = None
-    attempts: Sequence[Mapping[str, Any]] = ()
-    notes: Sequence[str] = ()
-    unwritten: str | None = None
+    stopped_by: str | None = None  # name of the signal that came from outside, or None
+    attempts: Sequence[Mapping[str, Any]] = ()  # every attempt as the agent recorded it
+    notes: Sequence[str] = ()  # what the agent said on the way
+    unwritten: str | None = None  # why the run's folder does not hold this, as on a full disk; None when it does
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -125,14 +96,7 @@ def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
 def read_result(
     record: Mapping[str, Any], *, exit_code: int, seconds: float = 0.0, gpus: Sequence[str] = ()
 ) -> RunResult:
-    """Make a RunResult of the agent's record.
-
-    Args:
-        record: The record; empty when the agent ended without writing one.
-        exit_code: The agent process's own status.
-        seconds: Wall time of the whole run.
-        gpus: The GPU of each local rank; empty on CPU.
-    """
+    """Make a RunResult of the agent's record, which is empty when it ended without writing one."""
     stopped_by = record.get("stopped_by")
     return RunResult(
         exit_code=exit_code,
@@ -224,11 +188,7 @@ def duration(seconds: float) -> str:
 def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_size: bool = False) -> list[str]:
     """Say which rank failed, of what, where in the user's code, why, what to try, and where the log is.
 
-    Args:
-        result: The end of the run.
-        run_dir: The run's folder as it is to be shown.
-        folder: The current folder.
-        fixed_size: A scheduler says how many nodes the run has; it cannot go on with fewer.
+    A run of a fixed size, as a scheduler has it, cannot go on with fewer nodes.
     """
     failure = result.failure
     if failure is None:

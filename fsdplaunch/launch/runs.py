@@ -47,25 +47,15 @@ _JOBS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run.
+    """One run."""
 
-    Attributes:
-        id: Its name, which is its folder's.
-        dir: Its folder.
-        route: How it was started: here, slurm, ssh or kubernetes.
-        job: What the route knows it by.
-        script: What it runs.
-        state: In one or a few words.
-        unfinished: It may still do something.
-    """
-
-    id: str
+    id: str  # its name, which is its folder's
     dir: Path
-    route: str
+    route: str  # how it was started: here, slurm, ssh or kubernetes
     job: Mapping[str, Any]
     script: str
-    state: str
-    unfinished: bool
+    state: str  # in one or a few words
+    unfinished: bool  # it may still do something
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data."""
@@ -108,11 +98,7 @@ def _is_run(path: Path) -> bool:
 
 
 def find_run(folder: Path, name: str) -> Run:
-    """Return the run of this name, or of which this is the beginning or the end.
-
-    Raises:
-        UsageError: There is none, or more than one.
-    """
+    """Return the run of this name, or of which alone this is the beginning or the end."""
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
@@ -156,12 +142,7 @@ def _read(path: Path) -> Run:
 
 
 def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> _State:
-    """Return the state of a job of SLURM's, which counts the tasks of an array that have started or are known.
-
-    Args:
-        run_dir: Its folder.
-        reported: SLURM's states of its tasks by number, its own under "".
-    """
+    """Return the state of a job of SLURM's, which counts the tasks of an array that have started or are known."""
     started = (path.name.removeprefix(_TASK) for path in run_dir.glob(f"{_TASK}*"))
     numbers = sorted(int(text) for text in {*started, *reported} if text.isdecimal())
     tasks = [_slurm_state(reported.get(str(one)), _result_of(run_dir / f"{_TASK}{one}")) for one in numbers]
@@ -210,11 +191,7 @@ def status_of(run: Run) -> int:
 
 
 def cancel(run: Run) -> str:
-    """Ask a run to end; returns what was done, in words.
-
-    Raises:
-        LaunchError: It has ended, or cannot be reached from here.
-    """
+    """Ask a run to end; returns what was done, in words. One that has ended or runs elsewhere is an error."""
     if not run.unfinished:
         msg = f"{run.id} is not running: {run.state}"
         raise UsageError(msg)
@@ -231,13 +208,7 @@ def cancel(run: Run) -> str:
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:
-    """Return the files with a run's output, oldest first.
-
-    Args:
-        run: Which.
-        rank: One rank's own; None for what the launcher showed, or rank 0's where that was not kept.
-        stream: `stdout` or `stderr`, of a rank.
-    """
+    """Return the files with a run's output, oldest first: a rank's, or what the launcher showed, else rank 0's."""
     if rank is None and run.route == "slurm":
         return sorted(run.dir.glob("slurm-*.out"), key=lambda path: (len(path.name), path.name))
     found = run.dir.rglob(str(rank_folder(Path(), rank or 0) / f"{stream}*.log"))

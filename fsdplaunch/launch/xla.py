@@ -18,11 +18,7 @@ def is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool
 
 
 def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> int:
-    """Return how many processes PyTorch/XLA has on this host, which has so many TPU chips.
-
-    Raises:
-        MachineError: Several processes on a CPU, where PyTorch/XLA cannot join them.
-    """
+    """Return how many processes PyTorch/XLA has on this host, which has so many TPU chips."""
     on_cpu = is_on_cpu(config, environ=environ, chips=chips)
     processes = config.xla.processes_per_host or (1 if on_cpu else max(chips, 1))
     if on_cpu and (processes > 1 or config.num_machines > 1):
@@ -34,11 +30,7 @@ def xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> 
 
 
 def check_groups(config: Config) -> None:
-    """Refuse sharding_groups: all processes shard together, and between groups PyTorch/XLA exchanges nothing.
-
-    Raises:
-        UsageError: A file has them.
-    """
+    """Refuse sharding_groups: all processes shard together, and between groups PyTorch/XLA exchanges nothing."""
     if (
         "sharding_groups" in config.fsdp_config.xla_fsdp_settings
         and shards_on_xla(config)
@@ -49,11 +41,7 @@ def check_groups(config: Config) -> None:
 
 
 def xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:
-    """Return the variables that choose PyTorch/XLA's device, as far as the caller has not.
-
-    Raises:
-        UsageError: CPU_NUM_DEVICES is not a number of devices.
-    """
+    """Return the variables that choose PyTorch/XLA's device, as far as the caller has not."""
     found = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
     if is_on_cpu(config, environ=environ, chips=chips):
         given = environ.get(_CPU_DEVICES, "").strip()

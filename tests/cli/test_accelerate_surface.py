@@ -7,6 +7,7 @@ from enum import Enum
 
 import pytest
 
+from fsdplaunch.cli.app import run
 from fsdplaunch.cli.commands import own_options
 from fsdplaunch.cli.key_options import expand, option_notes
 from fsdplaunch.config.load import stack
@@ -210,8 +211,6 @@ train.py --mixed_precision fp16 --cpu 0
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
-    from fsdplaunch.cli.app import run
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "config.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
@@ -231,19 +230,17 @@ def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
         ("--use_fdsp", "--use_fsdp"),
         ("--fp8-backends", "--fp8-backend"),
         ("--tp_size", "--parallelism_config_tp_size"),  # so named in Python
+        ("--num_proc", None),  # an abbreviation
+        ("--offload_params", None),  # these only resemble an option of another engine
+        ("--zero_grad", None),
+        ("--offload_param", None),
     ],
 )
 def test_a_misspelt_option_names_the_nearest_one(option, meant):
     flags, options = own_options("launch")
     with pytest.raises(UsageError, match=f"no such option: {option}") as caught:
         expand([option, "x", "t.py"], own_flags=flags, own_options=options)
-    assert caught.value.hint == f"did you mean {meant}?"
-
-
-def test_an_abbreviation_is_no_option():
-    flags, options = own_options("launch")
-    with pytest.raises(UsageError, match="no such option: --num_proc"):
-        expand(["--num_proc", "2", "t.py"], own_flags=flags, own_options=options)
+    assert meant is None or caught.value.hint == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
@@ -264,8 +261,6 @@ def test_an_abbreviation_is_no_option():
     ],
 )
 def test_wrong_words_on_the_command_line_end_with_one_sentence(words, said, monkeypatch, tmp_path, capsys):
-    from fsdplaunch.cli.app import run
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text("")
     (tmp_path / "empty").mkdir()
@@ -313,10 +308,3 @@ def test_a_name_without_its_prefix_is_a_note_and_strict_names_the_canonical_one(
     assert "a.yaml:2:3: fsdp_config.sharding_strategy: is read as fsdp_sharding_strategy" in done.stdout
     (tmp_path / "a.yaml").write_text("fsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_version: 1\n")
     assert cli("config", "validate", "--strict", "a.yaml").returncode == 0
-
-
-@pytest.mark.parametrize("option", ["--offload_params", "--zero_grad", "--offload_param"])
-def test_what_only_resembles_an_option_of_another_engine_is_not_taken_for_one(option):
-    flags, options = own_options("launch")
-    with pytest.raises(UsageError, match=f"no such option: {option}"):
-        expand([option, "1", "t.py"], own_flags=flags, own_options=options)

@@ -1,6 +1,7 @@
 """What `config show, set, validate, explain, schema, presets, convert` print, write and return."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -60,11 +61,6 @@ def test_show_prints_a_file_that_means_the_same(folder, out):
     assert out.notes == []
 
 
-def test_show_without_a_file_says_that_these_are_the_defaults(out):
-    config.show(file=None, overrides=[], origin=False, as_json=False, out=out)
-    assert out.notes == ["no fsdp.yaml here; these are the defaults"]
-
-
 def test_show_tells_where_each_value_comes_from(folder, out, monkeypatch):
     (folder / "fsdp.yaml").write_text(GOOD)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -76,13 +72,20 @@ def test_show_tells_where_each_value_comes_from(folder, out, monkeypatch):
     assert lines["use_cpu: false"] == "default"
 
 
-def test_show_as_json_holds_every_key(folder, out):
-    (folder / "fsdp.yaml").write_text(GOOD)
-    config.show(file=None, overrides=[], origin=True, as_json=True, out=out)
-    shown = json.loads(out.text)
+def test_show_as_json_holds_every_key_and_data_is_alone_on_stdout(cli, folder):
+    (folder / "fsdp.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'no'\nnum_processes: 2\n"
+    )
+    done = cli("config", "show", "--json", "--origin", FSDP_OFFLOAD_PARAMS="true")
+    assert done.returncode == 0
+    shown = json.loads(done.stdout)
     assert shown["file"] == "fsdp.yaml"
-    assert shown["config"]["num_processes"] == {"value": 2, "layer": "file", "from": "fsdp.yaml:2"}
-    assert shown["config"]["fsdp_config"]["fsdp_reshard_after_forward"]["value"] is True
+    assert shown["config"]["num_processes"] == {"value": 2, "layer": "file", "from": "fsdp.yaml:3"}
+    offload = shown["config"]["fsdp_config"]["fsdp_offload_params"]
+    assert offload == {"value": True, "layer": "env", "from": "env FSDP_OFFLOAD_PARAMS"}
+    assert "fsdp.yaml:2:1: downcast_bf16: has no effect here" in done.stderr
+    (folder / "fsdp.yaml").unlink()
+    assert "no fsdp.yaml here; these are the defaults" in cli("config", "show").stderr
 
 
 def test_set_changes_one_line(folder, out):
@@ -197,9 +200,10 @@ def test_explain_lists_sections(out):
     assert "fsdp_version" in out.stdout[1]
 
 
-def test_schema_is_json(out):
+def test_the_schema_is_what_configs_holds(out):
     assert config.schema(out=out) == 0
-    assert json.loads(out.text)["properties"]["fsdp_config"]["properties"]["fsdp_version"]["enum"] == [1, 2, None]
+    written = Path(__file__).parents[2] / "configs" / "fsdp.schema.json"
+    assert json.loads(out.text) == json.loads(written.read_text())
 
 
 def test_presets_are_listed_and_printed(folder, out):
@@ -222,6 +226,7 @@ def test_convert_writes_a_new_file_and_names_what_changes(folder, out):
     with pytest.raises(UsageError, match="exists"):
         config.convert(folder / "old.yaml", new, overwrite=False, **arguments)
     assert config.convert(folder / "old.yaml", new, overwrite=True, **arguments) == 0
+    assert config.validate([new], as_json=False, out=out) == 0
 
 
 def test_convert_for_accelerate(folder, out):
@@ -236,11 +241,16 @@ def test_convert_for_accelerate(folder, out):
         )
 
 
-def test_a_source_that_is_not_there_is_a_problem_with_its_name(folder, out):
-    with pytest.raises(ConfigError, match=r"none\.yaml: does not exist"):
-        config.convert(
-            folder / "none.yaml", folder / "x.yaml", to="fsdp2", overwrite=False, as_json=False, out=out
-        )
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("convert", "none.yaml", "x.yaml", "--to", "fsdp2"), "none.yaml: does not exist"),
+        (("explain", "fsdp_shading_strategy"), "did you mean fsdp_sharding_strategy"),
+    ],
+)
+def test_what_is_not_there_ends_with_2_and_its_name(cli, words, said):
+    done = cli("config", *words)
+    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True)
 
 
 def test_set_changes_what_follows_a_key_too(cli, tmp_path):

@@ -53,6 +53,8 @@ def test_text_is_a_command_that_a_shell_reads_back(cli, tmp_path):
 
 def test_variables_that_hold_defaults_are_shown_when_asked_for(cli, tmp_path):
     (tmp_path / "t.py").write_text("")
+    plan = json.loads(cli("launch", "--dry-run", "--json", "t.py").stdout)
+    assert (plan["config"], plan["workers"], plan["device"]) == (None, 2, "cpu")
     short, whole = cli("launch", "--dry-run", "t.py"), cli("launch", "--dry-run", "--all", "t.py")
     assert "variables that hold defaults are left out; --all shows them" in short.stderr
     assert "FSDPLAUNCH_LAUNCH_ROLE=default" in whole.stdout
@@ -73,29 +75,10 @@ def test_command_line_beats_file_beats_accelerates_variables(cli, tmp_path):
     assert precision("--mixed-precision", "no", ACCELERATE_MIXED_PRECISION="fp16") == "no"
 
 
-def test_without_a_file_defaults_are_used_and_said(cli, tmp_path):
-    (tmp_path / "t.py").write_text("")
-    done = cli("launch", "--dry-run", "--json", "t.py")
-    plan = json.loads(done.stdout)
-    assert plan["config"] is None
-    assert plan["workers"] == 2
-    assert plan["device"] == "cpu"
-
-
 def test_kubernetes_objects_are_printed_as_they_would_be_applied(cli, tmp_path):
     (tmp_path / "t.py").write_text("")
-    words = [
-        "--kubernetes",
-        "--dry-run",
-        "--num-machines",
-        "2",
-        "--kubernetes.image",
-        "i:1",
-        "t.py",
-        "a b",
-        "$(id)",
-    ]
-    done = cli("launch", *words)
+    words = ["--kubernetes", "--dry-run", "--num-machines", "2", "--kubernetes.image", "i:1"]
+    done = cli("launch", *words, "t.py", "a b", "$(id)")
     assert done.returncode == 0, done.stderr
     config, secret, service, job = yaml.safe_load_all(done.stdout)
     kinds = (config["kind"], secret["kind"], service["kind"], job["kind"])

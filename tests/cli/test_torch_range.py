@@ -34,7 +34,6 @@ def with_torch(cli, tmp_path):
     "command",
     [
         ("launch", "t.py"),
-        ("launch", "--check-only", "t.py"),
         ("launch", "--num-machines", "2", "--machine-rank", "0", "--check-only", "t.py"),
         ("check", "t.py"),
     ],
@@ -49,13 +48,6 @@ def test_too_old_is_one_sentence_and_exit_status_3(with_torch, tmp_path, command
     assert not (tmp_path / "runs").exists()
 
 
-def test_too_old_in_json(with_torch):
-    done = with_torch(OLD, "launch", "--json", "t.py")
-    (finding,) = json.loads(done.stdout)["findings"]
-    assert (done.returncode, finding["fatal"]) == (3, True)
-    assert SENTENCE[OLD] in finding["message"]
-
-
 def test_too_new_is_a_note_before_a_check(with_torch):
     done = with_torch(NEW, "launch", "--check-only", "t.py")
     assert done.returncode == 0
@@ -64,12 +56,11 @@ def test_too_new_is_a_note_before_a_check(with_torch):
     assert "ready: t.py can start" in done.stderr
 
 
-@pytest.mark.parametrize("version", [OLD, NEW])
 @pytest.mark.parametrize("machines", [(), ("--num-machines", "2", "--machine-rank", "0")], ids=["one", "two"])
-def test_dry_run_shows_the_plan_and_says_it_too(with_torch, version, machines):
-    done = with_torch(version, "launch", *machines, "--dry-run", "t.py")
+def test_dry_run_shows_the_plan_and_says_it_too(with_torch, machines):
+    done = with_torch(OLD, "launch", *machines, "--dry-run", "t.py")
     assert done.returncode == 0
-    assert done.stderr.count(SENTENCE[version]) == 1
+    assert done.stderr.count(SENTENCE[OLD]) == 1
     assert "fsdplaunch.runtime.bootstrap" in done.stdout
 
 
@@ -83,9 +74,3 @@ def test_a_run_that_starts_elsewhere_is_not_judged_by_the_torch_here(with_torch,
     done = with_torch(OLD, "launch", *route, "--dry-run", "t.py")
     assert done.returncode == 0, done.stderr
     assert "too old" not in done.stderr
-
-
-def test_a_configuration_can_be_looked_at_with_any_torch(with_torch):
-    done = with_torch(OLD, "config", "show")
-    assert done.returncode == 0
-    assert "torch 2.5" not in done.stderr

@@ -66,19 +66,16 @@ def test_script_that_makes_no_step_does_not_work(fsdplaunch, tmp_path):
     assert "error: train.py ended without an optimizer step" in done.stderr
 
 
-def test_network_test_finds_right_sums_and_names_the_slowest_link(fsdplaunch):
+def test_network_test_finds_right_sums(fsdplaunch):
     done = fsdplaunch(
         "doctor", "--network", "--no-torch", "--json", "--set", "num_processes=3", "--set", "use_cpu=true"
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found["network"]["pairs"]) == {"0-1", "0-2", "1-2"}
-    assert all(rate > 0 for rate in found["network"]["pairs"].values())
-    assert found["network"]["wrong"] == {}
-    texts = {check["topic"]: check for check in found["checks"]}
-    assert texts["all-reduce"]["status"] == "ok"
-    assert texts["all-reduce"]["text"].startswith("right on all 3 ranks")
-    assert "slowest" in texts["links"]["text"] or "slow with every peer" in texts["links"]["text"]
+    assert (found["network"]["world"], found["network"]["wrong"]) == (3, {})
+    (check,) = (check for check in found["checks"] if check["topic"] == "all-reduce")
+    assert check["status"] == "ok"
+    assert check["text"].startswith("right on all 3 ranks")
 
 
 PLAIN = """

@@ -57,15 +57,7 @@ def objects(
 ) -> list[Object]:
     """Return the objects, in the order they are to be made.
 
-    Args:
-        config: Resolved.
-        words: What each pod runs.
-        run_id: The run's name.
-        snapshot: The configuration's text, which the pods read from a ConfigMap.
-        secrets: Variables that the pods read from a Secret, and that stand nowhere else.
-
-    Raises:
-        UsageError: Something is missing or cannot be expressed for Kubernetes.
+    Pods read the snapshot, the configuration's text, from a ConfigMap, and secrets from a Secret alone.
     """
     kube, name = config.kubernetes, object_name(run_id)
     if kube.image is None:
@@ -186,12 +178,7 @@ def delete(job: Mapping[str, Any]) -> str:
 
 
 def read(what: Sequence[str], namespace: str | None) -> dict[str, Any]:
-    """Return an object, or a list of them, as the cluster has it; empty when there is none.
-
-    Args:
-        what: Its kind and name, or its kind and a selector.
-        namespace: Of the object; None for that of kubectl's context.
-    """
+    """Return an object, or a list of them, as the cluster has it; empty when there is none."""
     text = _ask(words_for(["get", *what, "--ignore-not-found", "--output", "json"], namespace))
     return dict(json.loads(text)) if text else {}
 
@@ -262,13 +249,9 @@ def show_logs(job: Job) -> int:
 
 
 def follow(job: Job, tell: Callable[[str], None]) -> None:
-    """Print what the pods print until the run has ended. Ctrl-C leaves the run alone.
+    """Print what the pods print until the run has ended, and tell each new state. Ctrl-C leaves the run alone.
 
     A pod is waited for: kubectl itself refuses one whose image is still being fetched.
-
-    Args:
-        job: What the run is known by.
-        tell: Gets each new state.
     """
     streams: dict[str, subprocess.Popen[bytes]] = {}
     shown, screen = "", ShownStreams()

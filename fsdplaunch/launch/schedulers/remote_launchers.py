@@ -28,18 +28,9 @@ class LateError(LaunchError):
 
 
 def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, late: str, refused: str) -> str:
-    """Run a scheduler's command and return what it prints.
+    """Run a scheduler's command, which reads a text, and return what it prints.
 
-    Args:
-        words: The command.
-        text: What it reads.
-        seconds: How long it may take.
-        missing: Hint where there is no such program.
-        late: Hint where it does not answer in time.
-        refused: Hint where it fails.
-
-    Raises:
-        LaunchError: One of these.
+    Where there is no such program, or it is late, or it fails, the error has the hint of that name.
     """
     name = words[0]
     if shutil.which(name) is None:

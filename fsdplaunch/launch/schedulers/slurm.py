@@ -67,11 +67,7 @@ fi
 
 
 def submit(script: str) -> str:
-    """Submit a batch script; returns the job's number.
-
-    Raises:
-        LaunchError: There is no sbatch here, or it refuses.
-    """
+    """Submit a batch script; returns the job's number."""
     return _ask(["sbatch", "--parsable", script]).strip().partition(";")[0]
 
 
@@ -104,11 +100,7 @@ def _said(words: Sequence[str]) -> list[str]:
 
 
 def cancel(job: str) -> None:
-    """End a job: its workers are asked first, as SLURM does it.
-
-    Raises:
-        LaunchError: SLURM refuses.
-    """
+    """End a job: its workers are asked first, as SLURM does it."""
     _ask(["scancel", job])
 
 
@@ -153,18 +145,10 @@ def batch_script(
     folder: Path,
     secrets: Path | None = None,
 ) -> str:
-    """Return the script. All paths are absolute.
+    """Return the script, which runs in a folder; all paths are absolute.
 
-    Args:
-        config: Resolved.
-        command: What starts the launcher on each node; `srun` gets it word by word.
-        run_id: The run's name.
-        run_dir: The run's folder.
-        folder: Where the script is to run.
-        secrets: A file of variables that are not for this script's readers.
-
-    Raises:
-        UsageError: A value cannot stand in a line of the script.
+    `srun` gets the command, which starts the launcher on each node, word by word. Variables that are not for this
+    script's readers are in a file of their own.
     """
     slurm = config.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _options(config, run_id=run_id, run_dir=run_dir))]

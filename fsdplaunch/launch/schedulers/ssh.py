@@ -27,7 +27,6 @@ from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, stream_f
 READY = "fsdplaunch: far side ready"
 """What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
 SSH_FAILED = 255
-_NOT_FOUND = (126, 127)
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f'\"`$;|&<>()\\]{1,300}")
 _ALIVE_TIMES, _CONNECT_SECONDS = 3, 10
 _HERE = ("flag", "env")
@@ -38,23 +37,14 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshHost:
-    """One node.
+    """One node."""
 
-    Attributes:
-        name: As ssh knows it; may begin with `user@`.
-        slots: Workers on it, where the hostfile says so.
-    """
-
-    name: str
-    slots: int | None = None
+    name: str  # as ssh knows it; may begin with `user@`
+    slots: int | None = None  # workers on it, where the hostfile says so
 
 
 def read_hosts(section: SshSection) -> list[SshHost]:
-    """Return the nodes that a configuration names, node 0 first.
-
-    Raises:
-        UsageError: Both or a wrong list, or a name that ssh would take for an option.
-    """
+    """Return the nodes that a configuration names, node 0 first; none may look like an option of ssh."""
     if section.hosts and section.hostfile:
         msg = "ssh.hosts and ssh.hostfile both name nodes"
         raise UsageError(msg, hint="keep one of the two")
@@ -95,11 +85,7 @@ def _read_hostfile(path: Path) -> list[SshHost]:
 
 
 def check_client() -> None:
-    """Check that there is an ssh to start the nodes with.
-
-    Raises:
-        MachineError: There is none.
-    """
+    """Check that there is an ssh to start the nodes with."""
     if shutil.which("ssh") is None:
         msg = "this node has no ssh, which would start the others"
         raise MachineError(msg, hint="install OpenSSH's client, or type the same command on each node")
@@ -110,12 +96,8 @@ def client_words(
 ) -> list[str]:
     """Return the ssh command for one node. It holds nothing of the run: that goes through its input.
 
-    Args:
-        host: The node.
-        section: The configuration's.
-        python: Interpreter there, its whole path: a shell that is not interactive finds no environment.
-        module_path: PYTHONPATH of this process, for a package that is not installed.
-        silence: Seconds without an answer after which a node counts as lost.
+    The interpreter is named by its whole path: a shell that is not interactive finds no environment. PYTHONPATH is
+    for a package that is not installed. After so long without an answer a node counts as lost.
     """
     far = [*(["env", f"PYTHONPATH={module_path}"] if module_path else []), python, "-P", "-m", SSH_REMOTE]
     return [
@@ -137,39 +119,21 @@ def network_name(host: str, section: SshSection) -> str:
 
 
 def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: str) -> tuple[str, str]:
-    """Say in words why a node's client ended before its run did, and what to try.
-
-    Args:
-        status: The client's.
-        was_ready: The remote side had started.
-        lines: What came on its error output before.
-        python: The interpreter that was to run there.
-    """
+    """Say in words why a node's client ended before its run did, and what to try; it had printed some lines."""
     words = " ".join(line.strip() for line in lines if line.strip())[-200:] or f"ssh ended with {status}"
     if was_ready:
         return (f"the connection was lost ({words})", "is the node up?")
     if status == SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
-    if status in _NOT_FOUND:
-        return (f"it has no {python}", "set ssh.python to the interpreter there")
-    if "No module named" in words:
-        return (f"{python} there has no fsdplaunch", "install the same version there, or set ssh.python")
-    return (f"the launcher did not start: {words}", "try the same ssh command by hand")
+    hint = f"{python} is to have the same fsdplaunch there; set ssh.python, or try the same ssh command by hand"
+    return (f"the launcher did not start: {words}", hint)
 
 
-def check_list(config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, SetValue]) -> None:
-    """Refuse what would otherwise be overruled by the list of nodes in silence.
-
-    Raises:
-        UsageError: Configuration and list contradict each other.
-    """
-    for message, hint in _contradictions(config, hosts, origins):
-        raise UsageError(message, hint=hint)
-
-
-def _contradictions(
+def contradictions(
     config: Config, hosts: Sequence[SshHost], origins: Mapping[KeyPath, SetValue]
 ) -> Iterator[tuple[str, str]]:
+    """Yield what would otherwise be overruled by the list of nodes in silence, each with a hint."""
+
     def set_by(*path: str) -> str | None:
         """Return who sets a key, when it is set for this run."""
         origin = origins.get(path)
@@ -197,38 +161,24 @@ def _contradictions(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What is started for one node.
-
-    Attributes:
-        host: The node.
-        words: The ssh command.
-        task: What the remote side is to do.
-        secrets: Variables that it gets beside those of the task, and that are shown nowhere.
-        output: Where its standard output goes, as `subprocess` says it; ours when None.
-    """
+    """What is started for one node."""
 
     host: str
     words: Sequence[str]
-    task: Mapping[str, Any]
-    output: int | None = None
+    task: Mapping[str, Any]  # what the remote side is to do
+    output: int | None = None  # where its standard output goes, as `subprocess` says it; ours when None
+    # Variables that it gets beside those of the task, and that are shown nowhere.
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class SshSession:
-    """One node's ssh client.
-
-    Attributes:
-        host: The node.
-        process: The client.
-        ready: The remote side has started.
-        lines: The last lines of its error output before it was.
-        late: It took too long to start, and was ended.
-    """
+    """One node's ssh client."""
 
     def __init__(self, host: str, process: "subprocess.Popen[bytes]", show: Callable[[str, str], None]) -> None:
         self.host, self.process = host, process
-        self.ready = self.late = False
-        self.lines: list[str] = []
+        self.ready = False  # the remote side has started
+        self.late = False  # it took too long to start, and was ended
+        self.lines: list[str] = []  # the last ones of its error output before it was ready
         self._show, self._heard_out = show, False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -278,12 +228,10 @@ class SshSessions:
     """All clients of a run."""
 
     def __init__(self, show: Callable[[str, str], None], *, needed: int, beat_seconds: float) -> None:
-        """Begin with none.
+        """Begin with none; `show` gets each line of a node's error output, and its name.
 
-        Args:
-            show: Gets each line of a node's error output, with the node's name.
-            needed: Nodes without which the run cannot go on; the first one is among them.
-            beat_seconds: How often the remote sides hear that we are there.
+        Fewer nodes than are needed, or any without the first one, cannot go on. The remote sides hear that we are
+        there every so many seconds.
         """
         self.clients: list[SshSession] = []
         self._show, self._needed, self._output = show, needed, ShownStreams()
@@ -310,14 +258,9 @@ class SshSessions:
         self._signals.append(number)
 
     def wait(self, *, start_seconds: float, end_seconds: float) -> SshSession | None:
-        """Wait for all clients to end.
+        """Wait for all clients to end; return the one whose bad end was the run's, or that could not start.
 
-        Args:
-            start_seconds: How long the remote sides may take to start.
-            end_seconds: How long the others may take once the run has ended badly.
-
-        Returns:
-            The client whose bad end was the run's, or that could not start; None when the run ended well.
+        The remote sides may take some seconds to start, and to end once the run has ended badly.
         """
         begin, bad, since = time.monotonic(), None, 0.0
         while any(client.process.poll() is None for client in self.clients):

@@ -60,12 +60,6 @@ def test_state_of_an_object_is_read_from_its_status(found: dict[str, Any], state
     assert object_state(found) == state
 
 
-def test_objects_of_these_tests_are_those_of_the_real_schemas():
-    validate = pytest.importorskip("kubernetes_validate", reason="needs the dev extra kubernetes-validate")
-    version = validate.latest_version()
-    validate.validate(job(active=2, ready=1, failed=1, conditions=[FAILED]), version, strict=True)
-
-
 def pod(number: int, phase: str, *, code: int | None = None, at: str = "") -> dict[str, Any]:
     end = {"terminated": {"exitCode": code, "finishedAt": at}} if code is not None else {"running": {}}
     labels = {"batch.kubernetes.io/job-completion-index": str(number)}

@@ -16,8 +16,7 @@ from fsdplaunch.cli import ssh_remote
 from fsdplaunch.config.layers import SetValue
 from fsdplaunch.config.problems import TextPosition
 from fsdplaunch.config.schema.config import Config, LaunchSection
-from fsdplaunch.errors import UsageError
-from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshHost, SshSession, SshSessions, check_list
+from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshHost, SshSession, SshSessions, contradictions
 
 UP = f"echo '{READY}' >&2;"
 UNTIL_HUNG_UP = f"{UP} cat > /dev/null"
@@ -52,17 +51,16 @@ def test_first_failure_is_the_runs_and_the_others_are_hung_up():
     assert [client.process.returncode for client in sessions.clients] == [0, 7]
 
 
-def test_node_that_refuses_ends_the_start_of_the_others():
-    bad, sessions, _ = run("sleep 60", "echo 'ssh: no route' >&2; exit 255")
+@pytest.mark.parametrize(
+    ("first", "second", "start"),
+    [("sleep 60", "echo 'ssh: no route' >&2; exit 255", 10), (UNTIL_HUNG_UP, "sleep 600", 0.3)],
+    ids=["refuses", "says nothing"],
+)
+def test_node_that_does_not_start_ends_the_start_of_the_others(first: str, second: str, start: float):
+    bad, sessions, _ = run(first, second, start=start)
     assert bad is sessions.clients[1]
-    assert bad.lines == ["ssh: no route"]
-    assert sessions.clients[0].process.returncode == -signal.SIGKILL
-
-
-def test_node_that_says_nothing_is_given_up_in_time():
-    bad, sessions, _ = run(UNTIL_HUNG_UP, "sleep 600", start=0.3)
-    assert bad is sessions.clients[1]
-    assert bad.late
+    assert (bad.lines == ["ssh: no route"], bad.late) == (start == 10, start < 1)
+    assert sessions.clients[0].process.returncode == (-signal.SIGKILL if start == 10 else 0)
 
 
 def test_elastic_run_goes_on_without_a_node_while_enough_are_left():
@@ -159,11 +157,10 @@ FILE = SetValue(value=None, layer="file", place=TextPosition(source="fsdp.yaml",
 )
 def test_list_of_nodes_overrules_nothing_in_silence(config, origins, said):
     hosts = [SshHost(name="a", slots=1), SshHost(name="b", slots=2)]
-    with pytest.raises(UsageError, match=said):
-        check_list(config, hosts, origins)
+    assert said in next(contradictions(config, hosts, origins))[0]
 
 
 def test_file_of_a_launcher_that_always_says_one_node_goes_with_a_list():
     origins = dict.fromkeys([("num_machines",), ("machine_rank",), ("num_processes",)], FILE)
     config = Config(num_machines=1, machine_rank=0, num_processes=8)
-    check_list(config, [SshHost(name="a"), SshHost(name="b")], origins)
+    assert not list(contradictions(config, [SshHost(name="a"), SshHost(name="b")], origins))

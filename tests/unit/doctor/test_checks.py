@@ -7,7 +7,6 @@ import pytest
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.doctor import checks
-from fsdplaunch.doctor import checks as config_checks
 from fsdplaunch.doctor.checks import run_checks, status_of, summary
 from fsdplaunch.doctor.facts import Disk, DoctorFacts, NetworkInterface, TorchFacts
 from fsdplaunch.probe.hardware import Driver, Gpu
@@ -85,6 +84,7 @@ def test_any_problem_makes_exit_status_3():
         (replace(CUDA_TORCH, version="2.5.1"), "problem", "2.5.1 is too old"),
         (replace(CUDA_TORCH, version="9.9.9"), "warning", "9.9.9 is too new to have been tested"),
         (replace(CUDA_TORCH, has_gloo=False), "problem", "lacks gloo"),
+        (replace(CUDA_TORCH, nccl=""), "problem", "lacks NCCL"),
     ],
 )
 def test_torch(torch, status, says):
@@ -123,22 +123,22 @@ def test_driver_matches_torch(changes, status, says):
     assert says in text
 
 
-def test_gpu_run_without_nccl_is_a_problem():
-    assert only(checks.check_nccl, torch=replace(CUDA_TORCH, nccl=""))[0] == "problem"
-    assert only(checks.check_nccl, gpus=())[0] == "skipped"
-
-
-def test_unlike_and_busy_gpus_are_named():
+def test_gpus_that_are_unlike_or_were_asked_for_and_are_not_there():
     assert only(checks.check_gpus, gpus=(gpu(0), gpu(1, name="A100")))[0] == "warning"
-    status, text = only(checks.check_busy, gpus=(gpu(0), gpu(1, busy=((1, 21 * GIB),))))
-    assert status == "warning"
-    assert text.startswith("GPU 1 is used by process 1")
-    assert text.endswith("21.0 GiB")
-
-
-def test_gpu_that_was_asked_for_and_is_not_there_is_a_problem():
     assert only(checks.check_gpus, gpus=())[0] == "skipped"
     assert only(checks.check_gpus, gpus=(), config=config("launch.workers_per_node=gpu"))[0] == "problem"
+
+
+def test_gpus_that_are_in_use_have_lost_data_or_cannot_compute_it():
+    assert found(checks.check_use, config=config("mixed_precision=bf16")) == []
+    ((status, text),) = found(checks.check_use, gpus=(gpu(0), gpu(1, busy=((1, 21 * GIB),))))
+    assert (status, "GPU 1 is in use by process 1 " in text, "21.0 GiB" in text) == ("warning", True, True)
+    assert only(checks.check_use, gpus=(gpu(0), gpu(5, bad_memory=4)))[1].startswith("GPU 5 has 4")
+    old = (gpu(0, compute_capability=(7, 5)),)
+    assert found(checks.check_use, gpus=old, config=config("mixed_precision=bf16")) == [
+        ("problem", "GPU 0 (H100) cannot compute in bf16"),
+        ("problem", "torch has no code for GPU 0 (sm_75)"),
+    ]
 
 
 def test_links_between_gpus():
@@ -146,19 +146,6 @@ def test_links_between_gpus():
     slow = Driver(version="1", peers={("0", "1"): False})
     assert only(checks.check_links, driver=slow)[0] == "warning"
     assert only(checks.check_links, gpus=(gpu(0),))[0] == "skipped"
-
-
-def test_memory_errors_are_a_problem_of_one_gpu():
-    assert found(checks.check_health) == []
-    assert only(checks.check_health, gpus=(gpu(0), gpu(5, bad_memory=4)))[1].startswith("GPU 5 has 4")
-
-
-def test_formats_that_a_gpu_cannot_compute():
-    old = (gpu(0, compute_capability=(7, 5)),)
-    bf16 = found(checks.check_dtypes, gpus=old, config=config("mixed_precision=bf16"))
-    assert ("problem", "GPU 0 (H100) cannot compute in bf16") in bf16
-    assert any("torch has no code for GPU 0 (sm_75)" in text for _, text in bf16)
-    assert found(checks.check_dtypes, config=config("mixed_precision=bf16")) == []
 
 
 @pytest.mark.parametrize(
@@ -207,10 +194,9 @@ def test_disk(changes, machines, status):
     assert only(checks.check_disks, disks=(disk,), config=asked)[0] == status
 
 
-def test_interface_that_training_will_take_is_named():
+def test_interface_that_gloo_will_take_is_named():
     status, text = only(checks.check_interfaces)
-    assert status == "ok"
-    assert "gloo takes eth0 (10.0.0.5) at 100 Gbit/s, NCCL takes eth0" in text
+    assert (status, text) == ("ok", "gloo takes eth0 (10.0.0.5) at 100 Gbit/s; up: eth0")
 
 
 def test_variable_that_names_no_interface_is_a_problem():
@@ -219,13 +205,12 @@ def test_variable_that_names_no_interface_is_a_problem():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [("eth", "eth0"), ("=eth", None), ("=eth0", "eth0"), ("^docker0,lo", "eth0"), ("ib,eth", "eth0")],
+    ("wanted", "is_there"),
+    [("eth", True), ("=eth", False), ("=eth0", True), ("^docker0,lo", True), ("ib,eth", True)],
 )
-def test_variables_are_read_in_nccls_notation(wanted, expected):
-    facts = replace(GOOD, environ={"NCCL_SOCKET_IFNAME": wanted})
-    chosen = checks.chosen(facts, "NCCL_SOCKET_IFNAME")
-    assert (chosen.name if chosen else None) == expected
+def test_variables_are_read_in_nccls_notation(wanted, is_there):
+    texts = [text for _, text in found(checks.check_interfaces, environ={"GLOO_SOCKET_IFNAME": wanted})]
+    assert any(text.startswith("gloo takes eth0") for text in texts) is is_there
 
 
 def test_name_that_other_machines_cannot_use():
@@ -242,7 +227,15 @@ def test_port():
 
 
 def test_config_that_is_wrong_or_that_this_machine_cannot_do():
-    assert only(config_checks.check_config) == ("ok", "fsdp.yaml")
-    assert only(config_checks.check_config, config=None, config_errors=("fsdp.yaml:1:1: wrong",))[0] == "problem"
-    status, text = only(config_checks.check_config, config=config("num_processes=4"))
+    assert only(checks.check_config) == ("ok", "fsdp.yaml")
+    assert only(checks.check_config, config=None, config_errors=("fsdp.yaml:1:1: wrong",))[0] == "problem"
+    status, text = only(checks.check_config, config=config("num_processes=4"))
     assert (status, text) == ("problem", "the configuration sets 4 workers on this node, it has 2 visible GPUs")
+
+
+def test_what_the_network_test_measured():
+    measured = {"world": 4, "hosts": ["a", "a", "b", "b"], "wrong": {}, "all_reduce": 5e9, "backend": "gloo"}
+    (right,) = checks.check_connections(measured)
+    assert (right.status, right.text) == ("ok", "right on all 4 ranks, 5.0 GB/s per link (gloo)")
+    (wrong,) = checks.check_connections(measured | {"wrong": {"2": [1023]}})
+    assert (wrong.status, wrong.text) == ("problem", "rank 2 on b got a wrong sum for 1023 elements")
