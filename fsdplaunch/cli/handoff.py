@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fsdplaunch import run_dir
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.single_node import PROGRAM, LaunchRequest
 from fsdplaunch.config.render import render
@@ -27,16 +28,6 @@ from fsdplaunch.launch.runs import write_job
 from fsdplaunch.launch.schedulers import ssh
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.scheduler import count_gpus
-from fsdplaunch.run_dir import (
-    CONFIG,
-    GROUP_RUN,
-    PLAN,
-    PRIVATE_MODE,
-    fresh_run_id,
-    link_latest,
-    write_json,
-    write_text,
-)
 from fsdplaunch.run_secret import SECRET, make_secret
 
 
@@ -45,7 +36,7 @@ class _Handoff:
 
     def __init__(self, request: LaunchRequest, out: Output) -> None:
         self._request, self._out = request, out
-        self.run_id = fresh_run_id()
+        self.run_id = run_dir.fresh_run_id()
         self.run_dir = Path(request.config.launch.log_dir).absolute() / self.run_id
 
     def plan(self, argv: Sequence[str], *, sent: str, config: Config | None = None) -> LaunchPlan:
@@ -91,10 +82,10 @@ class _Handoff:
     def write_folder(self, plan: LaunchPlan, files: Mapping[str, str], *, private: Collection[str] = ()) -> None:
         """Write the plan, the configuration and further files; those in `private` for this user alone."""
         self.run_dir.mkdir(parents=True)
-        write_json(self.run_dir / PLAN, plan.to_dict(), mode=PRIVATE_MODE)
-        for name, text in {CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}.items():
-            write_text(self.run_dir / name, text, mode=PRIVATE_MODE if name in private else None)
-        link_latest(self.run_dir)
+        run_dir.write_json(self.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
+        for name, text in {run_dir.CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}.items():
+            run_dir.write_text(self.run_dir / name, text, mode=run_dir.PRIVATE_MODE if name in private else None)
+        run_dir.link_latest(self.run_dir)
 
     def submitted(self, words: str, *, route: str, shown: Mapping[str, Any], **more: Any) -> int:
         """Note that the scheduler has the run, say so in these words, and follow it when that was requested.
@@ -129,12 +120,12 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
     from fsdplaunch.launch.schedulers.slurm import batch_script, submit
 
     config, handoff = request.config, _Handoff(request, out)
-    run_id, run_dir = handoff.run_id, handoff.run_dir
+    run_id, folder = handoff.run_id, handoff.run_dir
     python = "python3" if config.slurm.container_image else sys.executable
-    words = request.words([python, *PROGRAM], str(run_dir / CONFIG))
-    secrets = run_dir / SECRETS
-    text = batch_script(config, words, run_id=run_id, run_dir=run_dir, folder=Path.cwd(), secrets=secrets)
-    plan = handoff.plan(("sbatch", "--parsable", str(run_dir / SCRIPT)), sent=text)
+    words = request.words([python, *PROGRAM], str(folder / run_dir.CONFIG))
+    secrets = folder / SECRETS
+    text = batch_script(config, words, run_id=run_id, run_dir=folder, folder=Path.cwd(), secrets=secrets)
+    plan = handoff.plan(("sbatch", "--parsable", str(folder / SCRIPT)), sent=text)
     if handoff.is_only_shown(plan):
         return 0
     if not (config.use_cpu or config.slurm.gpus_per_node or re.search("gpu|gres", " ".join(config.slurm.lines))):
@@ -142,7 +133,7 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
         out.note(f"slurm.gpus_per_node is not set: {without}")
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in handoff.secrets().items())
     handoff.write_folder(plan, {SCRIPT: text, SECRETS: exports}, private=(SECRETS,))
-    job = submit(str(run_dir / SCRIPT))
+    job = submit(str(folder / SCRIPT))
     sentence = f"run {run_id} is SLURM job {job}; fsdplaunch runs logs {run_id} --follow, runs cancel {run_id}"
     return handoff.submitted(sentence, route="slurm", shown={"job": job})
 
@@ -196,7 +187,7 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     )
     python = config.ssh.python or sys.executable
     secrets, silence = handoff.secrets(), config.launch.machine_timeout_seconds
-    file = str(Path(config.launch.log_dir) / handoff.run_id / CONFIG)
+    file = str(Path(config.launch.log_dir) / handoff.run_id / run_dir.CONFIG)
     task: dict[str, Any] = {
         "argv": request.words([], file, as_json=request.as_json),
         "folder": config.ssh.remote_dir or str(Path.cwd()),
@@ -207,7 +198,7 @@ def launch_over_ssh(request: LaunchRequest, out: Output) -> int:
     }
     parts, lines = [], []
     for rank, host in enumerate(hosts):
-        env = {GROUP_RUN: f"{handoff.run_id}/try0"}
+        env = {run_dir.GROUP_RUN: f"{handoff.run_id}/try0"}
         if len(hosts) > 1:
             env[variable_of("machine_rank")] = str(rank)
         if host.slots:

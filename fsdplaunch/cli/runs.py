@@ -71,9 +71,9 @@ def _show_files(
     """Print a run's output, until its end where it is followed; `tell` gets each state before that."""
     tail, shown, screen = LogTail(), "", Screen(sys.stdout)
     while True:
-        screen.write(tail.read(log_files(run, rank=rank, stream=stream)))
-        if not (follow and run.unfinished):
-            screen.end()
+        is_last = not (follow and run.unfinished)
+        screen.write(tail.read(log_files(run, rank=rank, stream=stream)), is_last=is_last)
+        if is_last:
             return
         if run.state != shown:
             tell(shown := run.state)

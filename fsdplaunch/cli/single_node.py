@@ -20,11 +20,18 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.run_control import RunControl
-from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan, join_port
+from fsdplaunch.launch.plan import (
+    XLA_DEVICE,
+    LaunchPlan,
+    LaunchTarget,
+    NodeFacts,
+    build_plan,
+    check_groups,
+    join_port,
+)
 from fsdplaunch.launch.preflight import find_obstacles, is_taken
 from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
 from fsdplaunch.launch.secret_variables import is_secret
-from fsdplaunch.launch.xla import DEVICE, check_groups
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Hardware, count_tpu_chips
 from fsdplaunch.probe.scheduler import read_cluster
@@ -213,7 +220,10 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
         how += f", sequences over {sizes.context}" if sizes.context > 1 else ""
     else:
         how = f"{config.distributed_type}, not sharded"
-    place = {"cuda": "GPUs, nccl", "xla": f"PyTorch/XLA on {plan.env.get(DEVICE) or os.environ.get(DEVICE)}"}
+    place = {
+        "cuda": "GPUs, nccl",
+        "xla": f"PyTorch/XLA on {plan.env.get(XLA_DEVICE) or os.environ.get(XLA_DEVICE)}",
+    }
     nodes = f" of {plan.world_size} on {plan.nodes} nodes" if plan.nodes > 1 else ""
     workers = f"{counted(plan.workers, 'worker')}{nodes} ({place.get(plan.device, 'CPU, gloo')})"
     precision = config.precision.param or "the model's own precision"

@@ -66,28 +66,28 @@ class FailureFacts:
         return own_signal(self.cause) or ""
 
 
-def failure_facts(record: Mapping[str, Any], config: Config | None, python: str) -> FailureFacts | None:
-    """Return what an agent's record says about its last attempt; None when no worker failed in it."""
-    attempts = record.get("attempts") or []
-    cause = attempts[-1]["cause"] if attempts else None
-    if cause is None:
-        return None
-    return FailureFacts(
-        cause=cause,
-        workers=attempts[-1]["workers"],
-        config=config,
-        memory_kills=record.get("memory_kills") or 0,
-        memory_limit=record.get("memory_limit"),
-        python=python,
-    )
-
-
 _Recognise = Callable[[FailureFacts], Diagnosis | None]
 
 
 def diagnose(facts: FailureFacts) -> Diagnosis:
     """Return what can be said about a failure; nothing when no function recognizes it."""
     return next((found for recognise in _KINDS if (found := recognise(facts)) is not None), Diagnosis())
+
+
+def diagnose_record(record: Mapping[str, Any], config: Config, python: str) -> Diagnosis:
+    """Return what can be said about the last attempt that an agent has recorded; nothing when no worker failed."""
+    attempts = record.get("attempts") or []
+    if not attempts or attempts[-1]["cause"] is None:
+        return Diagnosis()
+    facts = FailureFacts(
+        cause=attempts[-1]["cause"],
+        workers=attempts[-1]["workers"],
+        config=config,
+        memory_kills=record.get("memory_kills") or 0,
+        memory_limit=record.get("memory_limit"),
+        python=python,
+    )
+    return diagnose(facts)
 
 
 def _says(pattern: str, why: str, *remedies: str, died_of: Sequence[str] = ()) -> _Recognise:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, DEVICE, RUN_DIR, encode
-from fsdplaunch.config.resolve import CPU_WORKERS, uses_xla, with_mesh
+from fsdplaunch.config.resolve import CPU_WORKERS, converts_to_bf16, runs_spmd, shards_on_xla, uses_xla, with_mesh
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_secrets
-from fsdplaunch.launch.xla import is_on_cpu, xla_processes, xla_variables
 from fsdplaunch.run_dir import FLIGHT_RECORDER
 
 DEFAULT_PORT = 29500
+XLA_DEVICE, _CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def build_plan(
     if allow_unsharded:
         env[ALLOW_UNSHARDED] = "1"
     if device == "xla":
-        env |= xla_variables(config, environ=node.environ, chips=node.tpu_chips)
+        env |= _xla_variables(config, environ=node.environ, chips=node.tpu_chips)
     return LaunchPlan(
         run_id=run_id,
         run_dir=run_dir,
@@ -156,7 +157,7 @@ def build_plan(
 
 def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
     if device == "xla":
-        return xla_processes(config, environ=node.environ, chips=node.tpu_chips)
+        return _xla_processes(config, environ=node.environ, chips=node.tpu_chips)
     gpus = gpus if device == "cuda" else 0
     auto, asked = gpus or CPU_WORKERS, config.launch.workers_per_node
     if config.distributed_type == "NO":
@@ -253,7 +254,7 @@ def _rendezvous(config: Config, node: NodeFacts, run_id: str) -> list[str]:
 
 def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -> list[str]:
     notes = []
-    if device == "xla" and not config.use_cpu and is_on_cpu(config, environ=node.environ, chips=node.tpu_chips):
+    if device == "xla" and not config.use_cpu and _is_on_cpu(config, environ=node.environ, chips=node.tpu_chips):
         notes.append("no TPU is attached: running PyTorch/XLA on CPU")
     if device == "cpu" and not config.use_cpu:
         named = "" if _names_all_gpus(config) else f", though gpu_ids names {config.gpu_ids}"
@@ -275,3 +276,52 @@ def join_port(config: Config) -> int:
 def opens_port(config: Config) -> bool:
     """Return whether this node is the one that listens there."""
     return config.num_machines == 1 or config.machine_rank == 0
+
+
+def _is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool:
+    """Return whether PyTorch/XLA computes on the CPU: it is set, also by PJRT_DEVICE, or there is no TPU."""
+    if config.use_cpu:
+        return True
+    return environ.get(XLA_DEVICE, "").upper() == "CPU" if environ.get(XLA_DEVICE) else chips == 0
+
+
+def _xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> int:
+    """Return how many processes PyTorch/XLA has on this host, which has so many TPU chips."""
+    on_cpu = _is_on_cpu(config, environ=environ, chips=chips)
+    processes = config.xla.processes_per_host or (1 if on_cpu else max(chips, 1))
+    if on_cpu and (processes > 1 or config.num_machines > 1):
+        where = f"{processes} processes" if processes > 1 else f"{config.num_machines} nodes"
+        msg = f"PyTorch/XLA on a CPU cannot join {where}: each would train a model of its own"
+        hint = "use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
+        raise MachineError(msg, hint=hint)
+    return processes
+
+
+def check_groups(config: Config) -> None:
+    """Refuse sharding_groups: all processes shard together, and between groups PyTorch/XLA exchanges nothing."""
+    if (
+        "sharding_groups" in config.fsdp_config.xla_fsdp_settings
+        and shards_on_xla(config)
+        and not runs_spmd(config)
+    ):
+        msg = "sharding_groups cannot be followed: groups would each train a model of their own"
+        raise UsageError(msg, hint="leave it out: all processes shard together")
+
+
+def _xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:
+    """Return the variables that choose PyTorch/XLA's device, as far as the caller has not."""
+    found = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
+    if _is_on_cpu(config, environ=environ, chips=chips):
+        given = environ.get(_CPU_DEVICES, "").strip()
+        if given and not (given.isascii() and given.isdecimal() and int(given)):
+            msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
+            raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; xla.cpu_devices says it, too")
+        devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
+        return found | {XLA_DEVICE: "CPU", _CPU_DEVICES: given or devices}
+    if not environ.get(XLA_DEVICE):
+        found[XLA_DEVICE] = "TPU"
+    if converts_to_bf16(config) and config.downcast_bf16:  # of floats alone; accelerate's own is read in workers
+        found |= {"XLA_DOWNCAST_BF16": "1", "ACCELERATE_DOWNCAST_BF16": "1"}
+    elif converts_to_bf16(config):  # of doubles too
+        found["XLA_USE_BF16"] = "1"
+    return found

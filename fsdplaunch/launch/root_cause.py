@@ -76,10 +76,7 @@ def _blames_another(text: str) -> bool:
 
 
 def first_failure(workers: Sequence[Worker]) -> Worker | None:
-    """Return the worker whose failure explains the others': the earliest that does not blame another one.
-
-    Only where all of them blame a connection, the earliest of these.
-    """
+    """Return the worker whose failure explains the others': the earliest, of those that blame none if any."""
 
     def moment(worker: Worker) -> int:  # when its exception was recorded, or else when it was found dead
         return int((worker["error"] or {}).get("time_ns") or worker["ended_ns"] or 0)

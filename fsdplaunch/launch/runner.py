@@ -12,13 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fsdplaunch import run_dir
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, without_run
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.launch.coordination.run_control import AgentProcess, RunControl, attach, conclude_run
-from fsdplaunch.launch.diagnosis import diagnose, failure_facts
+from fsdplaunch.launch.diagnosis import diagnose_record
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
@@ -27,21 +28,6 @@ from fsdplaunch.launch.runs import write_job
 from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
-from fsdplaunch.run_dir import (
-    AGENT_LOG,
-    CONFIG,
-    LOST,
-    PLAN,
-    PRIVATE_MODE,
-    RESULT,
-    SHARDED,
-    agent_record,
-    link_latest,
-    rank_folder,
-    read_json,
-    read_tail,
-    write_json,
-)
 from fsdplaunch.run_secret import SECRET
 from fsdplaunch.sockets import HELD, inherited_limit
 from fsdplaunch.standard_streams import open_missing_streams
@@ -81,7 +67,9 @@ def _start_agent(
                     keep_seconds=plan.config.launch.keep_warm_seconds,
                     blocked=[*before, signal.SIGINT],
                     # One that wrote no status was killed.
-                    lost_status=lambda: read_json(agent_record(plan.run_dir)).get("exit_code", -signal.SIGKILL),
+                    lost_status=lambda: run_dir.read_json(run_dir.agent_record(plan.run_dir)).get(
+                        "exit_code", -signal.SIGKILL
+                    ),
                 )
             agent = agent or subprocess.Popen(
                 plan.argv,
@@ -143,21 +131,21 @@ def run_plan(
     if code < 0:  # it could not do so itself
         remove_abandoned_dirs()
     result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
-    if result.failure and (facts := failure_facts(record, plan.config, plan.argv[0])) is not None:
-        result = replace(result, diagnosis=diagnose(facts))
+    if result.failure is not None:
+        result = replace(result, diagnosis=diagnose_record(record, plan.config, plan.argv[0]))
     return _written(plan, result)
 
 
 def _prepare_run_dir(plan: LaunchPlan) -> None:
     # On a file system that nodes share, another node's part may have made it.
     plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
-    write_json(plan.run_dir / PLAN, plan.to_dict(), mode=PRIVATE_MODE)
+    run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
     write_job(plan.run_dir, route="here")
-    (plan.run_dir / CONFIG).write_text(
+    (plan.run_dir / run_dir.CONFIG).write_text(
         render(without_secrets(plan.config)[0], full=True, comments=False), encoding="utf-8"
     )
     if not plan.config.machine_rank or plan.nodes == 1:
-        link_latest(plan.run_dir)
+        run_dir.link_latest(plan.run_dir)
 
 
 def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
@@ -174,13 +162,13 @@ def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float)
 
 def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
     """Return this node's status and its agent's record, or what to make of one that could not write it."""
-    status, record = shell_status(code), read_json(agent_record(plan.run_dir))
+    status, record = shell_status(code), run_dir.read_json(run_dir.agent_record(plan.run_dir))
     if not record and received:  # it was ended while it was starting
         record = {"stopped_by": signal_name(received[0])}
     elif not record and code < 0:
         record = {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
     elif not record and code:
-        record = {"error": "\n".join(read_tail(plan.run_dir / AGENT_LOG, lines=1))}
+        record = {"error": "\n".join(run_dir.read_tail(plan.run_dir / run_dir.AGENT_LOG, lines=1))}
     if status == 0 and (missing := unsharded_ranks(plan, record)):
         message = f"NeverShardedError: {plan.script} ended without sharding a model"
         error = {"message": message, "traceback": None, "time_ns": 0}
@@ -200,15 +188,15 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
     if not watched or ALLOW_UNSHARDED in plan.env or plan.config.launch.shard == "off":
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
-    return [rank for rank in ranks if not (rank_folder(plan.run_dir, rank) / SHARDED).exists()]
+    return [rank for rank in ranks if not (run_dir.rank_folder(plan.run_dir, rank) / run_dir.SHARDED).exists()]
 
 
 def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
     """Write the result into the run's folder; one that finds no room there is the run's all the same."""
     try:
-        write_json(plan.run_dir / RESULT, result.to_dict())
+        run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
         if result.failure is not None and result.failure.lost:
-            (plan.run_dir / LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
     except OSError as error:
         return replace(result, unwritten=error.strerror or str(error))
     return result

@@ -60,15 +60,10 @@ class Screen:
         self._stream = stream
         self._filter = TerminalFilter() if stream.isatty() else None
 
-    def write(self, data: bytes) -> None:
-        """Show the next piece of one program's output."""
-        self._put(data if self._filter is None else self._filter.part(data))
-
-    def end(self) -> None:
-        """Show what was held back, at the end of that output."""
-        self._put(b"" if self._filter is None else self._filter.end())
-
-    def _put(self, data: bytes) -> None:
+    def write(self, data: bytes, *, is_last: bool = False) -> None:
+        """Show the next piece of one program's output, and at its end what was held back."""
+        if self._filter is not None:
+            data = self._filter.part(data) + (self._filter.end() if is_last else b"")
         self._stream.flush()
         self._stream.buffer.write(data)
         self._stream.buffer.flush()
@@ -92,12 +87,11 @@ class ShownStreams:
         while self._selector.get_map() and (end is None or time.monotonic() < end):
             for key, _ in self._selector.select(None if end is None else end - time.monotonic()):
                 source: Any = key.fileobj
-                if data := os.read(source.fileno(), _CHUNK):
-                    key.data.write(data)
-                    continue
-                key.data.end()
-                self._selector.unregister(source)
-                source.close()
+                data = os.read(source.fileno(), _CHUNK)
+                key.data.write(data, is_last=not data)
+                if not data:
+                    self._selector.unregister(source)
+                    source.close()
 
     def pause(self, seconds: float) -> None:
         """Let some seconds pass, and show what comes meanwhile."""

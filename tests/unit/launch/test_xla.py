@@ -10,8 +10,7 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch import preflight
-from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
-from fsdplaunch.launch.xla import check_groups
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan, check_groups
 from fsdplaunch.probe.torch_version import installed_problem, problem
 
 SPMD = "fsdp_config: {xla: true, xla_v2: true}\n"
