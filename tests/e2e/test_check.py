@@ -42,7 +42,6 @@ def test_script_is_ended_after_its_steps_and_a_checkpoint_round_trip(fsdplaunch,
     assert (found["works"], found["steps"]) == (True, 3)
     assert found["checkpoint_bytes"] > 0
     assert "note: HYBRID_SHARD needs more than 2 workers: checked as FULL_SHARD" in done.stderr
-    assert "sharded Sequential: 3 x Sequential" in done.stderr
     assert re.search(r"sharded Sequential: 3 x Sequential.*bf16", done.stderr)
     assert "fsdp.yaml works with train.py: 2 CPU workers, 3 steps" in done.stderr
     assert "was saved, read back and found equal" in done.stderr
@@ -50,17 +49,13 @@ def test_script_is_ended_after_its_steps_and_a_checkpoint_round_trip(fsdplaunch,
     assert not list(tmp_path.glob("runs/*/rehearsal-checkpoint*"))
 
 
-def test_script_that_fails_is_shown_with_its_line_and_its_status(fsdplaunch, tmp_path):
+def test_script_that_fails_or_makes_no_step_is_shown_with_its_line_and_its_status(fsdplaunch, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = fsdplaunch("check", "--steps", "2", "train.py", "5", "fail")
     assert done.returncode == 1
     assert "ValueError: bad batch" in done.stderr
     assert "train.py:15 in <module>" in done.stderr
     assert "works with" not in done.stderr
-
-
-def test_script_that_makes_no_step_does_not_work(fsdplaunch, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
     done = fsdplaunch("check", "train.py", "0")
     assert done.returncode == 1
     assert "error: train.py ended without an optimizer step" in done.stderr
@@ -101,12 +96,11 @@ def test_comparing_prints_a_table_and_launch_says_whether_this_script_was_compar
     script.write_text(PLAIN)
     never = "compared with one process yet (fsdplaunch check --compare)"
 
-    def said(*options: str) -> list[str]:
-        done = fsdplaunch("launch", "--cpu", "--workers-per-node", "2", *options, "train.py", "mean")
+    def said() -> list[str]:
+        done = fsdplaunch("launch", "--cpu", "--workers-per-node", "2", "train.py", "mean")
         assert done.returncode == 0, done.stderr
         return re.findall(r"compared with one process.*", done.stderr)
 
-    assert said() == [never]
     done = fsdplaunch("check", "--compare", "--steps", "3", "train.py", "mean")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -116,7 +110,6 @@ def test_comparing_prints_a_table_and_launch_says_whether_this_script_was_compar
     assert re.search(r"3 steps: losses and gradients to .*, 4 parameters to \d\.\de-(0[6-9]|1\d)$", lines[-1])
     assert not list((tmp_path / "runs").glob(".*compare"))
     assert re.fullmatch(r"compared with one process: equal on \d{4}-\d\d-\d\d", *said())
-    assert said("--fsdp_activation_checkpointing") == [never]
     script.write_text(PLAIN + "\n")
     assert said() == [never]
 

@@ -140,7 +140,7 @@ def test_second_interrupt_kills_workers_that_ignore_the_first(start):
     when_up(run)
     run.signal(signal.SIGINT)
     with pytest.raises(Exception, match="timed out"):
-        run.process.communicate(timeout=1)
+        run.process.communicate(timeout=0.5)
     run.signal(signal.SIGINT)
     assert run.end() == 130
     assert "Traceback" not in run.stderr

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.agent.output import copy_size
-
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])\n"
 
 
@@ -111,10 +109,3 @@ def test_closed_standard_streams_are_no_obstacle(tmp_path):
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, timeout=120)
     assert done.returncode == 0
     assert (tmp_path / "runs/latest/ranks/1/stdout.log").read_text() == "x\n"
-
-
-def test_size_of_what_is_no_terminal_is_left_alone():
-    ours, theirs = os.pipe()
-    copy_size(ours, theirs)
-    os.close(ours)
-    os.close(theirs)
