@@ -63,11 +63,3 @@ def test_folder_that_has_been_removed_is_named(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "error: the current folder has been removed" in done.stderr
-
-
-def test_variable_in_the_environment_is_checked_too(cli, tmp_path):
-    (tmp_path / "t.py").write_text(SCRIPT)
-    done = cli("launch", "t.py", FSDP_VERSION="3")
-    assert done.returncode == 2
-    assert "FSDP_VERSION" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -18,6 +18,7 @@ TWO = ("--num-machines", "2")
         (("--hosts", "a,a"), "a is named twice"),
         (("--hosts", "a;id"), "'a;id' is not a name of a node"),
         (("--hosts=-oProxyCommand=id",), "'-oProxyCommand=id' is not a name of a node"),
+        (("--hosts", "$(id)"), "'$(id)' is not a name of a node"),
         (("--hosts", "a", "--hostfile", "machines"), "ssh.hosts and ssh.hostfile both name nodes"),
         (("--hosts", "a", "--slurm"), "--slurm hands the run over, and ssh.hosts names nodes"),
         (("--hostfile", "machines", "--kubernetes"), "--kubernetes hands the run over, and ssh.hostfile names"),
@@ -28,6 +29,7 @@ TWO = ("--num-machines", "2")
         (("--hostfile", "none"), "ssh.hostfile: none cannot be read: no such file or directory"),
         (("--hostfile", "empty"), "ssh.hostfile: empty names no node"),
         (("--hostfile", "bad"), "bad:2: 'b slots=x' is not NAME or NAME slots=N"),
+        (("--hostfile", "slots", "--num-processes", "4"), "num_processes is 4, but the hostfile's slots are 3"),
         (
             ("--hostfile", "machines", "--nproc-per-node", "4"),
             "workers_per_node is 4 (command line), but a has slots=2",
@@ -45,7 +47,13 @@ def test_machines_that_cannot_be_are_refused_before_anything_is_written(
     for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE_", "SLURM"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    files = {"train.py": "", "machines": "a slots=2\nb\n", "empty": "# nobody\n", "bad": "a\nb slots=x\n"}
+    files = {
+        "train.py": "",
+        "machines": "a slots=2\nb\n",
+        "empty": "# nobody\n",
+        "bad": "a\nb slots=x\n",
+        "slots": "a slots=1\nb slots=2",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert run(["launch", *words, "train.py"]) == 2

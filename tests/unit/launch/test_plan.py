@@ -66,19 +66,6 @@ def test_num_processes_is_the_total_over_machines():
     assert any("is_host=0" in item for item in plan.argv)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (Config(num_processes=4), "4 workers on this node, but it has 2"),
-        (Config(gpu_ids="0,5"), "gpu_ids names GPU 5, and this node shows 0, 1"),
-    ],
-)
-def test_gpus_that_are_not_there_are_refused_with_exit_3(config, said):
-    with pytest.raises(MachineError, match=said) as caught:
-        make(config, gpus=2)
-    assert caught.value.exit_code == 3
-
-
 @pytest.mark.parametrize("missing", ["main_process_ip", "machine_rank"])
 def test_several_machines_without_an_address_or_a_rank_are_refused(missing):
     config = Config(num_machines=2, num_processes=2, main_process_ip="10.0.0.1", machine_rank=0)

@@ -1,18 +1,15 @@
 """What is found to be in the way before a launch."""
 
-import os
 import shutil
 import socket
 from types import SimpleNamespace
 
 import pytest
 
-from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
 from fsdplaunch.launch.plan import LaunchTarget, join_port
 from fsdplaunch.launch.preflight import (
-    check_gpus,
     check_port,
     check_space,
     check_target,
@@ -20,7 +17,6 @@ from fsdplaunch.launch.preflight import (
     is_taken,
 )
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.hardware import Gpu
 
 
 def messages(findings):
@@ -71,43 +67,11 @@ def test_program_must_be_executable(tmp_path):
     assert messages(check_target(LaunchTarget(name="true", is_python=False))) == []
 
 
-@pytest.mark.parametrize(
-    ("version", "said", "fatal"),
-    [
-        (None, "has no torch", True),
-        ("2.5.1+cpu", "torch 2.5.1+cpu is too old: fsdplaunch is tested with torch 2.9 to ", True),
-        ("9.9.9", "torch 9.9.9 is too new to have been tested: fsdplaunch is tested with torch 2.9 to ", False),
-    ],
-)
-def test_missing_and_old_torch_are_refused_and_a_new_one_is_told(monkeypatch, version, said, fatal):
-    monkeypatch.setattr(torch_version, "installed", lambda: version)
+def test_missing_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch_version, "installed", lambda: None)
     (finding,) = preflight.check_torch()
-    assert (said in finding.message, finding.fatal) == (True, fatal)
+    assert ("has no torch" in finding.message, finding.fatal) == (True, True)
     assert "pip install 'torch>=2." in finding.hint
-
-
-def gpu(index, *, capability=(9, 0), busy=()):
-    return Gpu(index=index, name="H100", memory_bytes=2**36, compute_capability=capability, busy=busy)
-
-
-def test_gpus_in_use_are_named_and_not_fatal():
-    gpus = [gpu(0), gpu(1, busy=((os.getpid(), 3 * 2**30),)), gpu(2, busy=((1, 0),))]
-    (found,) = check_gpus(resolve(Config()), gpus[:2])
-    assert found.message.startswith(f"GPU 1 is in use by process {os.getpid()} (user ")
-    assert found.message.endswith(", which holds 3.0 GiB")
-    assert not found.fatal
-
-
-@pytest.mark.parametrize(
-    ("wanted", "capability", "instead"),
-    [("bf16", (7, 5), "fp16"), ("fp8", (8, 0), "bf16"), ("fp8", (7, 5), "fp16")],
-)
-def test_gpu_that_cannot_compute_in_the_configured_dtype_is_refused(wanted, capability, instead):
-    config, gpus = resolve(Config(mixed_precision=wanted)), [gpu(0), gpu(1, capability=capability)]
-    (found,) = check_gpus(config, gpus)
-    assert (found.message, found.fatal) == (f"GPU 1 (H100) cannot compute in {wanted}", True)
-    assert found.hint == f"set mixed_precision to {instead}"
-    assert list(check_gpus(resolve(Config()), gpus)) == []
 
 
 @pytest.mark.parametrize(("free", "fatal"), [(2**40, None), (500 * 2**20, False), (10 * 2**20, True)])

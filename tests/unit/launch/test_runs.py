@@ -32,16 +32,11 @@ def state(run_dir: Path) -> tuple[str, bool]:
     return run.state, run.unfinished
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ({"exit_code": 0}, "done"),
-        ({"exit_code": 7}, "failed (7)"),
-        ({"exit_code": 75, "stopped_by": "SIGTERM"}, "stopped by SIGTERM"),
-    ],
-)
-def test_run_that_has_ended_says_how(tmp_path: Path, result: dict, words: str):
-    assert state(make(tmp_path, "r1", result=result)) == (words, False)
+def test_run_that_has_ended_says_how(tmp_path: Path):
+    stopped = {"exit_code": 75, "stopped_by": "SIGTERM"}
+    ends = {"done": {"exit_code": 0}, "failed (7)": {"exit_code": 7}, "stopped by SIGTERM": stopped}
+    for number, (words, result) in enumerate(ends.items()):
+        assert state(make(tmp_path, f"r{number}", result=result)) == (words, False)
 
 
 def test_run_whose_launcher_lives_runs_and_can_be_cancelled(tmp_path: Path):

@@ -182,24 +182,6 @@ def test_hostfile_is_read_with_its_slots(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("node1 slots=x\n", "hosts:1: 'node1 slots=x' is not NAME"),
-        ("node1 8\n", "hosts:1"),
-        ("a\nb\na\n", "a is named twice"),
-        ("# nobody\n", "names no node"),
-        ("-oProxyCommand=id\n", "is not a name of a node"),
-        ("$(id)\n", "is not a name of a node"),
-    ],
-)
-def test_wrong_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said: str):
-    file = tmp_path / "hosts"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=said.replace("(", r"\(").replace("$", r"\$")):
-        read_hosts(SshSection(hostfile=str(file)))
-
-
-@pytest.mark.parametrize(
     ("status", "ready", "said", "words"),
     [
         (255, False, ["me@h: Permission denied (publickey)."], "Permission denied (publickey)"),

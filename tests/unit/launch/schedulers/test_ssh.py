@@ -15,7 +15,7 @@ import pytest
 from fsdplaunch.cli import ssh_remote
 from fsdplaunch.config.layers import SetValue
 from fsdplaunch.config.problems import TextPosition
-from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshHost, SshSession, SshSessions, contradictions
 
 UP = f"echo '{READY}' >&2;"
@@ -137,30 +137,8 @@ def test_far_side_takes_nothing_of_the_login_shells_configuration(tmp_path: Path
     assert (tmp_path / "runs" / "r1" / "config.yaml").read_text() == "num_machines: 1\n"
 
 
-FLAG = SetValue(value=None, layer="flag", place=TextPosition(source="command line"))
-FILE = SetValue(value=None, layer="file", place=TextPosition(source="fsdp.yaml", line=3))
-
-
-@pytest.mark.parametrize(
-    ("config", "origins", "said"),
-    [
-        (Config(num_machines=3), {("num_machines",): FILE}, "num_machines is 3, but ssh names 2 nodes"),
-        (Config(num_machines=1), {("num_machines",): FLAG}, "num_machines is 1, but ssh names 2 nodes"),
-        (Config(machine_rank=0), {("machine_rank",): FLAG}, "machine_rank is set"),
-        (
-            Config(num_processes=4),
-            {("num_processes",): FILE},
-            "num_processes is 4, but the hostfile's slots are 3",
-        ),
-        (Config(launch=LaunchSection(nodes="3:4")), {}, "launch.nodes is 3:4, but ssh names 2 nodes"),
-    ],
-)
-def test_list_of_nodes_overrules_nothing_in_silence(config, origins, said):
-    hosts = [SshHost(name="a", slots=1), SshHost(name="b", slots=2)]
-    assert said in next(contradictions(config, hosts, origins))[0]
-
-
 def test_file_of_a_launcher_that_always_says_one_node_goes_with_a_list():
-    origins = dict.fromkeys([("num_machines",), ("machine_rank",), ("num_processes",)], FILE)
+    file = SetValue(value=None, layer="file", place=TextPosition(source="fsdp.yaml", line=3))
+    origins = dict.fromkeys([("num_machines",), ("machine_rank",), ("num_processes",)], file)
     config = Config(num_machines=1, machine_rank=0, num_processes=8)
     assert not list(contradictions(config, [SshHost(name="a"), SshHost(name="b")], origins))
