@@ -85,8 +85,7 @@ def root(
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@app.command("to-fsdp2", hidden=True)
-@does("config:convert", to="fsdp2")
+@does("config:convert", app, "to-fsdp2", hidden=True, fixed={"to": "fsdp2"})
 def to_fsdp2(
     source: Annotated[Path, Option("--config-file", "--config_file")],
     target: Annotated[Path | None, Option("--output-file", "--output_file")] = None,
@@ -95,7 +94,9 @@ def to_fsdp2(
     """Convert a file to FSDP2: what accelerate calls to-fsdp2."""
 
 
-@app.command(
+@does(
+    "launch:launch_script",
+    app,
     "launch",
     epilog="Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "
     "fsdplaunch launch --set fsdp_sharding_strategy=SHARD_GRAD_OP train.py. "
@@ -103,7 +104,6 @@ def to_fsdp2(
     "--shard off. Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
-@does("launch:launch_script")
 def launch(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to run on every rank, and its arguments")] = None,
@@ -138,8 +138,7 @@ def launch(
     """Run a training script, sharded as the YAML says."""
 
 
-@app.command("merge-weights")
-@does("merge:merge_weights")
+@does("merge:merge_weights", app, "merge-weights")
 def merge_weights(
     checkpoint: Annotated[
         Path, Argument(metavar="CHECKPOINT", help="Checkpoint folder, or a folder that holds one")
@@ -185,12 +184,13 @@ def merge_weights(
     """Join a sharded checkpoint into safetensors."""
 
 
-@app.command(
+@does(
+    "fsdplaunch.estimate.command:estimate",
+    app,
     "estimate",
     epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
     "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact.",
 )
-@does("fsdplaunch.estimate.command:estimate")
 def estimate(
     source: Annotated[
         str | None,
@@ -216,8 +216,7 @@ def estimate(
     """
 
 
-@app.command("doctor")
-@does("doctor:doctor")
+@does("doctor:doctor", app, "doctor")
 def doctor(
     file: ConfigOption = None,
     overrides: SetOption = None,
@@ -234,8 +233,7 @@ def doctor(
     """
 
 
-@app.command("check", epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
-@does("check:check")
+@does("check:check", app, "check", epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
 def check(
     context: typer.Context,
     script: ScriptToTry = None,
@@ -258,10 +256,12 @@ def check(
     """
 
 
-@app.command(
-    "warm", epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch."
+@does(
+    "warm:warm",
+    app,
+    "warm",
+    epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch.",
 )
-@does("warm:warm")
 def warm(
     stop: Annotated[bool, flag("--stop", "End them; runs go on")] = False,
     as_json: JsonOption = False,
@@ -272,14 +272,15 @@ def warm(
     """
 
 
-@app.command(
+@does(
+    "fsdplaunch.tune.command:tune",
+    app,
     "tune",
     epilog="Examples: fsdplaunch tune train.py --lr 3e-4; fsdplaunch tune --write fast.yaml "
     "train.py; fsdplaunch tune --try fsdp_reshard_after_forward=true,false train.py. "
     "Everything after SCRIPT belongs to the script.",
     context_settings=SCRIPT_SETTINGS,
 )
-@does("fsdplaunch.tune.command:tune")
 def tune(
     context: typer.Context,
     script: Annotated[str | None, script_argument("Script to measure, and its arguments")] = None,
@@ -310,14 +311,12 @@ def tune(
     """
 
 
-@app.command("env", hidden=True)
-@does("doctor:doctor", paste=True)
+@does("doctor:doctor", app, "env", hidden=True, fixed={"paste": True})
 def env(file: ConfigOption = None) -> None:
     """Print the block for a bug report: what accelerate calls env, here doctor --paste."""
 
 
-@app.command("test", hidden=True, epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
-@does("check:test")
+@does("check:test", app, "test", hidden=True, epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
 def test(
     context: typer.Context,
     script: ScriptToTry = None,
@@ -329,8 +328,7 @@ def test(
     """Try a script as check does: what accelerate calls test. Without a script, try the workers' connections."""
 
 
-@runs_app.callback(invoke_without_command=True)
-@does("runs:list_runs")
+@does("runs:list_runs", runs_app)
 def runs(
     context: typer.Context,
     file: ConfigOption = None,
@@ -341,8 +339,7 @@ def runs(
     """List runs, newest first, with their states."""
 
 
-@runs_app.command("logs")
-@does("runs:show_logs")
+@does("runs:show_logs", runs_app, "logs")
 def runs_logs(
     run: RunArgument,
     rank: Annotated[
@@ -356,18 +353,17 @@ def runs_logs(
     """Print a run's output."""
 
 
-@runs_app.command("cancel")
-@does("runs:cancel_run")
+@does("runs:cancel_run", runs_app, "cancel")
 def runs_cancel(run: RunArgument, file: ConfigOption = None, log_dir: LogDirOption = None) -> None:
     """Ask a run to end; its workers may save first."""
 
 
-@config_app.callback(
-    invoke_without_command=True,
+@does(
+    "config:write_config",
+    config_app,
     epilog="Examples: fsdplaunch config; fsdplaunch config --yes; fsdplaunch config --preset laptop_cpu --yes; "
     "fsdplaunch config --from accelerate.yaml; fsdplaunch config --set mixed_precision=bf16 --yes.",
 )
-@does("config:write_config")
 def config(
     context: typer.Context,
     yes: Annotated[bool, Option("--yes", "-y", help="Take every suggestion without asking")] = False,
@@ -393,8 +389,7 @@ def config(
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
 
 
-@config_app.command("show")
-@does("config:show")
+@does("config:show", config_app, "show")
 def config_show(
     file: ConfigOption = None,
     overrides: SetOption = None,
@@ -404,8 +399,7 @@ def config_show(
     """Print the effective values."""
 
 
-@config_app.command("set")
-@does("config:set_values")
+@does("config:set_values", config_app, "set")
 def config_set(
     assignments: Annotated[list[str], Argument(metavar="KEY=VALUE...", help="What to change")],
     file: ConfigOption = None,
@@ -413,8 +407,7 @@ def config_set(
     """Change keys in the file; its comments and layout stay."""
 
 
-@config_app.command("validate")
-@does("config:validate")
+@does("config:validate", config_app, "validate")
 def config_validate(
     files: Annotated[
         list[Path] | None, Argument(metavar="FILE...", help="Files to check [default: ./fsdp.yaml]")
@@ -425,8 +418,7 @@ def config_validate(
     """Report every problem of one or more files."""
 
 
-@config_app.command("explain")
-@does("config:explain")
+@does("config:explain", config_app, "explain")
 def config_explain(
     word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
     file: ConfigOption = None,
@@ -435,14 +427,12 @@ def config_explain(
     """Say what a key does, its values, its default and yours."""
 
 
-@config_app.command("schema")
-@does("config:schema")
+@does("config:schema", config_app, "schema")
 def config_schema() -> None:
     """Print the JSON Schema of the file, for editors."""
 
 
-@config_app.command("presets")
-@does("config:presets")
+@does("config:presets", config_app, "presets")
 def config_presets(
     name: Annotated[str | None, Argument(metavar="NAME", help="Print this one")] = None,
     as_json: JsonOption = False,
@@ -450,8 +440,7 @@ def config_presets(
     """List ready-made configurations, or print one."""
 
 
-@config_app.command("convert")
-@does("config:convert")
+@does("config:convert", config_app, "convert")
 def config_convert(
     source: Annotated[Path, Argument(metavar="SOURCE", help="File to read")],
     target: Annotated[Path, Argument(metavar="TARGET", help="File to write")],

@@ -1,6 +1,6 @@
 """Options that several commands take, the numbers and sizes that options are given, and who does a command."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -116,13 +116,20 @@ def _checked(option: str, expects: str, parse: Callable[[Any], Any], *names: str
     return Option(*names, option, parser=parsed, **more)
 
 
-def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare which function does a command: `module:function`, below `fsdplaunch.cli` unless the name is full.
+def does(
+    place: str,
+    group: typer.Typer,
+    name: str | None = None,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare a command of a group, or what the group does by itself, and the function that does it.
 
-    It gets the command's options by their names, lists as tuples, a script's own arguments as `arguments`, and
-    `out`; besides, what is `fixed` here. What it returns is the exit status.
+    The function is `module:function`, below `fsdplaunch.cli` unless the name is full. It gets the options by
+    name, lists as tuples, a script's own arguments as `arguments`, and `out`, and returns the exit status.
     """
-    module, _, name = place.partition(":")
+    module, _, function = place.partition(":")
 
     def decorate(declared: Callable[..., None]) -> Callable[..., None]:
         @wraps(declared)
@@ -136,9 +143,11 @@ def does(place: str, **fixed: Any) -> Callable[[Callable[..., None]], Callable[.
             for option, hint in get_type_hints(declared).items():
                 if option in options and any(get_origin(part) is list for part in (hint, *get_args(hint))):
                     options[option] = tuple(options[option] or ())
-            function = getattr(feature(module if "." in module else f"fsdplaunch.cli.{module}"), name)
-            raise typer.Exit(function(**options, **fixed, out=Output()) or 0)
+            act = getattr(feature(module if "." in module else f"fsdplaunch.cli.{module}"), function)
+            raise typer.Exit(act(**options, **(fixed or {}), out=Output()) or 0)
 
-        return command
+        if name is None:
+            return group.callback(invoke_without_command=True, **settings)(command)
+        return group.command(name, **settings)(command)
 
     return decorate

@@ -134,8 +134,8 @@ _SHARED_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fus
 _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 
 
-def check_processors(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that there is a processor for each worker."""
+def check_host(facts: DoctorFacts) -> Iterator[Check]:
+    """Check that there is a processor for each worker, and how much host memory this process may use."""
     workers = len(facts.gpus) or CPU_WORKERS
     text = f"{facts.cpus} usable (affinity and container limits counted)"
     if facts.cpus < workers:
@@ -143,10 +143,6 @@ def check_processors(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("processors", "warning", f"{text} for {workers} workers", hint)
     else:
         yield Check("processors", "ok", text)
-
-
-def check_memory(facts: DoctorFacts) -> Iterator[Check]:
-    """Check how much host memory this process may use."""
     if facts.memory is None:
         yield Check("memory", "skipped", "not known")
     elif facts.memory < _LITTLE_MEMORY:
@@ -303,8 +299,7 @@ CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
     check_gpus,
     check_use,
     check_links,
-    check_processors,
-    check_memory,
+    check_host,
     check_shared_memory,
     check_limits,
     check_disks,

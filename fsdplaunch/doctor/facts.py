@@ -240,7 +240,6 @@ _SECRET_PAIR = re.compile(
 )
 _ADDRESS = re.compile(r"\b(?!127\.0\.0\.1\b)(?:\d{1,3}\.){3}\d{1,3}\b")
 _HOME = re.compile(r"/(home|Users)/[^/\s:,)'\"]+")
-_OWNER = re.compile(r"(process \d+ \()([^,)]+)(?=[,)])")
 
 
 def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -> str:
@@ -248,7 +247,6 @@ def redact(text: str, *, users: Sequence[str] = (), hosts: Sequence[str] = ()) -
     text = _SECRET_PAIR.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text))
     text = IN_URL.sub(f"{HIDDEN}@", text)
     text = _HOME.sub(r"/\1/USER", text)
-    text = _OWNER.sub(r"\1USER", text)
     for names, word in ((users, "USER"), (hosts, "HOST")):
         for name in sorted({name for name in names if name}, key=len, reverse=True):
             text = re.sub(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])", word, text)

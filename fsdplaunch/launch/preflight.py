@@ -147,17 +147,11 @@ def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
             message = f"GPU {number} ({gpu.name}) cannot compute in {wanted}"
             yield Finding(message=message, hint=f"set mixed_precision to {instead}")
         for pid, used in gpu.busy:
-            folder, words = Path(f"/proc/{pid}"), []
-            with suppress(OSError, KeyError, ImportError):
-                import pwd
-
-                words.append(f"user {pwd.getpwuid(folder.stat().st_uid).pw_name}")
-            with suppress(OSError):
-                words.append((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
-            process = f"process {pid} ({', '.join(words) or 'of another user or container'})"
             held = f", which holds {used / GIB:.1f} GiB" if used else ""
-            message = f"GPU {number} is in use by {process}{held}"
-            yield Finding(message=message, hint="choose others with gpu_ids, or end it", fatal=False)
+            message = f"GPU {number} is in use by process {pid}{held}"
+            yield Finding(
+                message=message, hint=f"choose others with gpu_ids, or end it: ps -fp {pid}", fatal=False
+            )
 
 
 def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
