@@ -24,6 +24,7 @@ OPTIONS = [
     ("runs", "logs", "latest", "--rank"),
     ("check", "--steps"),
     ("tune", "--steps"),
+    ("check", "--tolerance"),
 ]
 
 
@@ -43,13 +44,8 @@ def test_option_takes_numbers_alone(capsys, monkeypatch, tmp_path, words):
     monkeypatch.chdir(tmp_path)
     for text in [*NO_NUMBERS, str(10**30)]:
         assert words[-1] in refused(capsys, *words[:-1], f"{words[-1]}={text}", *words[len(words) :])
-    if words[-1] != "--rank":
+    if words[-1] not in ("--rank", "--tolerance"):
         refused(capsys, *words, "0")
-
-
-@pytest.mark.parametrize("text", ["2", "-1", "nan", "inf", "1_0", "\uff11"])
-def test_tolerance_is_a_number_up_to_1(capsys, text):
-    assert "--tolerance" in refused(capsys, "check", f"--tolerance={text}", "t.py")
 
 
 @pytest.mark.parametrize("text", ["0", "-1GB", "\uff11GB", "nanGB", "1e400", "9" * 400 + "TB", "1_0GB", "GB"])
@@ -60,12 +56,6 @@ def test_tolerance_is_a_number_up_to_1(capsys, text):
 def test_sizes_are_sizes(capsys, monkeypatch, tmp_path, words, text):
     monkeypatch.chdir(tmp_path)
     assert words[-1] in refused(capsys, *words[:-1], f"{words[-1]}={text}")
-
-
-@pytest.mark.parametrize("text", ["0b", "1e300b", "99999999999b", "\uff11b", "infb", "9" * 200 + "b", "9" * 5000])
-def test_model_of_an_absurd_size_is_none(capsys, monkeypatch, tmp_path, text):
-    monkeypatch.chdir(tmp_path)
-    refused(capsys, "estimate", text)
 
 
 @pytest.mark.parametrize(

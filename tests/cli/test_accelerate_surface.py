@@ -298,13 +298,3 @@ def test_a_launch_prints_five_notes_and_how_many_more_there_are(cli, tmp_path):
     assert notes[-1] == "note: 2 more notes: fsdplaunch config validate a.yaml"
     strict = cli("config", "validate", "--strict", "a.yaml")
     assert (strict.returncode, strict.stdout.splitlines()[-1]) == (2, "7 problems")
-
-
-def test_a_name_without_its_prefix_is_a_note_and_strict_names_the_canonical_one(cli, tmp_path):
-    (tmp_path / "a.yaml").write_text("fsdp_config:\n  sharding_strategy: 2\n  version: 1\n")
-    assert cli("config", "validate", "a.yaml").returncode == 0
-    done = cli("config", "validate", "--strict", "a.yaml")
-    assert done.returncode == 2
-    assert "a.yaml:2:3: fsdp_config.sharding_strategy: is read as fsdp_sharding_strategy" in done.stdout
-    (tmp_path / "a.yaml").write_text("fsdp_config:\n  fsdp_sharding_strategy: 2\n  fsdp_version: 1\n")
-    assert cli("config", "validate", "--strict", "a.yaml").returncode == 0

@@ -94,9 +94,6 @@ def test_runs_of_a_folder_without_any_are_none(cli):
     assert (done.returncode, done.stdout) == (0, "")
     assert "no runs in runs" in done.stderr
     assert cli("runs", "logs", "latest").returncode == 2
-
-
-def test_runs_of_a_folder_that_is_not_there_are_an_error(cli):
     done = cli("runs", "--log-dir", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--log-dir nowhere is not a folder" in done.stderr

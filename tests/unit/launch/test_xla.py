@@ -79,6 +79,8 @@ def test_accelerate_is_told_neither_of_fsdp_nor_of_a_cpu():
     assert env["FSDPLAUNCH_FSDP_CONFIG_XLA"] == env["FSDPLAUNCH_FSDP_CONFIG_XLA_FSDP_V2"] == "true"
 
 
+AUTO_WRAP = ("fsdp_config.fsdp_auto_wrap_policy=",)
+"""Of transformers' own command line."""
 TPU_BF16 = "distributed_type: XLA\nmixed_precision: bf16\n"
 
 
@@ -101,17 +103,22 @@ def test_a_tpu_computes_in_bf16_as_accelerate_has_it(text, chips, environ, found
 
 
 @pytest.mark.parametrize(
-    ("keys", "policy"),
+    ("keys", "overrides", "by_size"),
     [
-        ("min_num_params: 2000", "SIZE_BASED_WRAP"),
-        ("fsdp_min_num_params: 2000, transformer_layer_cls_to_wrap: A", "SIZE_BASED_WRAP"),
-        ("min_num_params: 2000, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
-        ("min_num_params: 0", "TRANSFORMER_BASED_WRAP"),
+        ("xla: true, min_num_params: 2000", (), True),
+        ("xla: true, fsdp_min_num_params: 2000, transformer_layer_cls_to_wrap: A", (), True),
+        ("xla: true, min_num_params: 2000, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", (), False),
+        ("xla: true, min_num_params: 0", (), False),
+        ("xla: true, min_num_params: 2000", AUTO_WRAP, True),
+        ("xla: true, min_num_params: 2000, transformer_layer_cls_to_wrap: A", AUTO_WRAP, True),
+        ("xla: true", AUTO_WRAP, False),
+        ("min_num_params: 2000", AUTO_WRAP, False),
     ],
 )
-def test_a_size_alone_makes_units_as_a_trainer_has_it(keys, policy):
-    config = config_of(f"fsdp_config: {{xla: true, {keys}}}\n")
-    assert config.fsdp_config.fsdp_auto_wrap_policy == policy
+def test_a_size_alone_makes_units_as_a_trainer_has_it(keys, overrides, by_size):
+    config = stack(read_text(f"fsdp_config: {{{keys}}}\n", "x.json"), overrides=overrides).config
+    expected = "SIZE_BASED_WRAP" if by_size else "TRANSFORMER_BASED_WRAP"
+    assert config.fsdp_config.fsdp_auto_wrap_policy == expected
 
 
 GUIDE = (Path(__file__).parents[2] / "cases" / "transformers_guide.yaml").read_text()
@@ -208,21 +215,6 @@ def test_what_changes_nothing_is_named(text, note):
 def test_devices_that_nothing_drives_are_refused(text):
     with pytest.raises(ConfigError, match=r"xla\.cpu_devices: .: without xla_fsdp_v2 a process has one device"):
         config_of(text)
-
-
-@pytest.mark.parametrize(
-    ("keys", "policy"),
-    [
-        ("xla: true, min_num_params: 2000", "SIZE_BASED_WRAP"),
-        ("xla: true, min_num_params: 2000, transformer_layer_cls_to_wrap: A", "SIZE_BASED_WRAP"),
-        ("xla: true", "TRANSFORMER_BASED_WRAP"),
-        ("min_num_params: 2000", "TRANSFORMER_BASED_WRAP"),
-    ],
-)
-def test_auto_wrap_of_transformers_command_line_is_by_size_where_there_is_one(keys, policy):
-    overrides = ("fsdp_config.fsdp_auto_wrap_policy=",)
-    loaded = stack(read_text(f"fsdp_config: {{{keys}}}\n", "x.json"), overrides=overrides)
-    assert loaded.config.fsdp_config.fsdp_auto_wrap_policy == policy
 
 
 @pytest.mark.parametrize(

@@ -28,23 +28,11 @@ def test_list_of_options_names_every_key_once():
     assert taken == list(all_keys())
 
 
-def test_values_are_taken_from_the_next_word():
-    argv = ["--fsdp_sharding_strategy", "FULL_SHARD", "--num-processes", "4", "t.py", "--lr", "1"]
-    assert expand(argv, **OWN) == [
-        "--set",
-        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
-        "--set",
-        "num_processes=4",
-        "t.py",
-        "--lr",
-        "1",
-    ]
-
-
 @pytest.mark.parametrize(("words", "value"), [([], "true"), (["false"], "false"), (["true"], "true")])
-def test_flag_key_may_stand_alone(words, value):
-    argv = ["--use-cpu", *words, "t.py"]
-    assert expand(argv, **OWN) == ["--set", f"use_cpu={value}", "t.py"]
+def test_values_are_taken_from_the_next_word_and_a_flag_may_stand_alone(words, value):
+    argv = ["--fsdp_sharding_strategy", "FULL_SHARD", "--use-cpu", *words, "t.py", "--lr", "1"]
+    strategy = ["--set", "fsdp_config.fsdp_sharding_strategy=FULL_SHARD"]
+    assert expand(argv, **OWN) == [*strategy, "--set", f"use_cpu={value}", "t.py", "--lr", "1"]
 
 
 def test_two_options_that_set_one_key_otherwise_are_refused():
@@ -61,17 +49,9 @@ def test_options_after_the_script_are_left_alone():
 def test_transformers_command_line_is_understood(tmp_path):
     (tmp_path / "fsdp.yaml").write_text("fsdp_version: 1\n")
     argv = ["--fsdp=full shard auto_wrap offload", f"--fsdp_config={tmp_path}", "my-training-script.py"]
-    assert expand(argv, **OWN) == [
-        "--set",
-        "fsdp_config.fsdp_sharding_strategy=FULL_SHARD",
-        "--set",
-        "fsdp_config.fsdp_auto_wrap_policy=",
-        "--set",
-        "fsdp_config.fsdp_offload_params=true",
-        "--config",
-        str(tmp_path / "fsdp.yaml"),
-        "my-training-script.py",
-    ]
+    set_by = ("fsdp_sharding_strategy=FULL_SHARD", "fsdp_auto_wrap_policy=", "fsdp_offload_params=true")
+    done = [word for one in set_by for word in ("--set", f"fsdp_config.{one}")]
+    assert expand(argv, **OWN) == [*done, "--config", str(tmp_path / "fsdp.yaml"), "my-training-script.py"]
 
 
 def test_launchs_own_options_are_known_from_its_signature():
@@ -106,20 +86,12 @@ def test_launchs_own_options_are_known_from_its_signature():
         (["--start-method", "spawn"], "launch.preload=none"),
         (["--event-log-handler", "console"], "launch.event_log=console"),
         (["--num_cpu_threads_per_process", "3"], "launch.env.OMP_NUM_THREADS=3"),
+        (["--run-path", "--quiet", "-q", "--start-method=fork", "--cpu"], "use_cpu=true"),  # always so
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_torchruns_options_set_keys(written, assignment):
     assert expand([*written, "t.py"], own_flags=set(), own_options=set()) == ["--set", assignment, "t.py"]
-
-
-@pytest.mark.parametrize("switch", ["--run-path", "--run_path", "--quiet", "-q"])
-def test_switch_for_what_always_is_so_changes_nothing(switch):
-    assert expand([switch, "--cpu", "t.py"], own_flags=set(), own_options=set()) == [
-        "--set",
-        "use_cpu=true",
-        "t.py",
-    ]
 
 
 @pytest.mark.parametrize("option", ["--logs-specs=x", "--duplicate_stdout_filters"])
@@ -137,10 +109,6 @@ def test_every_option_of_torchrun_is_known():
     for option in options - others:
         with suppress(UsageError):  # says more than that there is no such option
             assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
-
-
-def test_start_method_that_forks_changes_nothing():
-    assert expand(["--start-method=fork", "t.py"], own_flags=set(), own_options=set()) == ["t.py"]
 
 
 @pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
