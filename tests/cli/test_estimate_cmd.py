@@ -29,17 +29,8 @@ def folder(tmp_path):
 
 def test_json_parts_sum_up_and_the_first_row_is_yours(cli, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = cli(
-        "estimate",
-        "config.json",
-        "--world-size",
-        "16",
-        "--gpu-memory",
-        "80GB",
-        "--json",
-        "--set",
-        "mixed_precision=bf16",
-    )
+    words = ("--world-size", "16", "--gpu-memory", "80GB", "--json", "--set", "mixed_precision=bf16")
+    done = cli("estimate", "config.json", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["verdict"] == "fits"

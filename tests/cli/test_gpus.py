@@ -44,12 +44,7 @@ def on(cli, library, tmp_path):
         ("h100:8", {"visible": "4,5"}, 2, "shows 2 of this machine's 8 GPUs"),
         ("t4:1,h100:1", {}, 2, ""),
         ("h100mig:1", {}, 1, "one MIG slice, here MIG-"),
-        (
-            "h100:8",
-            {"FAKE_NVML_INIT": "18"},
-            2,
-            "the NVIDIA driver does not answer: ",
-        ),
+        ("h100:8", {"FAKE_NVML_INIT": "18"}, 2, "the NVIDIA driver does not answer: "),
     ],
 )
 def test_plan_is_made_for_the_gpus_that_a_process_sees(on, gpus, more, workers, noted):

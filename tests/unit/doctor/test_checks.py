@@ -30,6 +30,7 @@ def config(*overrides):
     return stack(YamlText("test"), overrides=overrides).config
 
 
+NO_DRIVER = {"driver": Driver(), "gpus": ()}
 TWO_MACHINES = config("num_machines=2", "main_process_ip=a")
 GOOD = DoctorFacts(
     python="3.11.7",
@@ -100,21 +101,9 @@ def test_torch(torch, status, says):
         ({"driver": Driver(version="535.1", cuda=(12, 2))}, "problem", "torch needs 13.0"),
         ({"torch": replace(CUDA_TORCH, cuda="", nccl="")}, "problem", "built without CUDA"),
         ({"torch": replace(CUDA_TORCH, sees_gpus=1, gpu_error="e")}, "problem", "torch can use 1: e"),
-        (
-            {"driver": Driver(), "gpus": (), "torch": BLIND_TORCH},
-            "warning",
-            "no NVIDIA driver, but torch has CUDA",
-        ),
-        (
-            {"driver": Driver(), "gpus": (), "torch": CUDA_TORCH},
-            "warning",
-            "can use 2 GPUs, which NVIDIA's library",
-        ),
-        (
-            {"driver": Driver(), "gpus": (), "torch": BLIND_TORCH, "config": config("use_cpu=true")},
-            "skipped",
-            "CPU and gloo",
-        ),
+        (NO_DRIVER | {"torch": BLIND_TORCH}, "warning", "no NVIDIA driver, but torch has CUDA"),
+        (NO_DRIVER | {"torch": CUDA_TORCH}, "warning", "can use 2 GPUs, which NVIDIA's library"),
+        (NO_DRIVER | {"torch": BLIND_TORCH, "config": config("use_cpu=true")}, "skipped", "CPU and gloo"),
     ],
 )
 def test_driver_matches_torch(changes, status, says):
@@ -177,8 +166,7 @@ def test_processors_and_memory(changes, statuses):
 
 
 def test_locked_memory_matters_between_machines_with_gpus():
-    two = config("num_machines=2", "main_process_ip=a")
-    limits = found(checks.check_limits, config=two, locked_memory=8 * 1024**2)
+    limits = found(checks.check_limits, config=TWO_MACHINES, locked_memory=8 * 1024**2)
     assert ("warning", "locked memory is limited to 8 MiB: RDMA registers more") in limits
     assert len(found(checks.check_limits, locked_memory=8 * 1024**2)) == 1
 
@@ -221,10 +209,9 @@ def test_variables_are_read_in_nccls_notation(wanted, is_there):
 
 
 def test_name_that_other_machines_cannot_use():
-    two = config("num_machines=2", "main_process_ip=a")
     assert only(checks.check_name)[0] == "ok"
-    assert only(checks.check_name, own_address="127.0.1.1", config=two)[0] == "warning"
-    assert only(checks.check_name, own_address="", config=two)[0] == "problem"
+    assert only(checks.check_name, own_address="127.0.1.1", config=TWO_MACHINES)[0] == "warning"
+    assert only(checks.check_name, own_address="", config=TWO_MACHINES)[0] == "problem"
 
 
 def test_port():

@@ -44,11 +44,8 @@ def seen(*workers, config=None, **more) -> Diagnosis:
 def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
     found = seen(worker(message=OOM), config=Config())
     assert found.why == "of the GPU's 79.25 GiB only 1.12 GiB were free, and 2.00 GiB were wanted"
-    assert found.remedies[:3] == (
-        "--fsdp-activation-checkpointing true",
-        "--mixed-precision bf16",
-        "a smaller batch",
-    )
+    saving = ("--fsdp-activation-checkpointing true", "--mixed-precision bf16", "a smaller batch")
+    assert found.remedies[:3] == saving
     thrifty = Config(
         mixed_precision="bf16",
         fsdp_config=FsdpConfig(fsdp_activation_checkpointing=True, fsdp_sharding_strategy="SHARD_GRAD_OP"),
@@ -79,10 +76,8 @@ def test_host_memory_is_told_from_the_kernels_counter(worker):
     killed = worker(code=-9, peak_bytes=31 * 2**30)
     config = Config(fsdp_config=FsdpConfig(fsdp_cpu_ram_efficient_loading=False))
     found = seen(killed, config=config, memory_kills=1, memory_limit=32 * 2**30)
-    assert (
-        found.why
-        == "the kernel killed it: the memory limit of 32.0 GiB was reached; this rank held up to 31.0 GiB"
-    )
+    words = "the kernel killed it: the memory limit of 32.0 GiB was reached; this rank held up to 31.0 GiB"
+    assert found.why == words
     assert "--fsdp-cpu-ram-efficient-loading" in found.remedies[0]
     outside = seen(killed)
     assert "something outside this run sent SIGKILL" in outside.why
@@ -117,6 +112,7 @@ def test_own_errors_bring_their_hint(worker):
         "ShardingError: no module of class LlamaLayer in Tiny\nhint: did you mean Layer? classes there: 4 x Layer"
     )
     assert seen(worker(message=text)) == Diagnosis(remedies=("did you mean Layer? classes there: 4 x Layer",))
+    assert seen(worker(message="ValueError: batch size must be positive")) == Diagnosis()  # it speaks for itself
 
 
 def test_block_class_that_another_library_did_not_find(worker):
@@ -141,15 +137,9 @@ def test_block_class_that_another_library_did_not_find(worker):
         ("SystemExit: 7", "the script itself ended the run: sys.exit(7)"),
         ("NeverShardedError: t.py ended without sharding a model", "a replica of its own"),
         ("RuntimeError: DataLoader worker is killed by signal: insufficient shared memory (shm)", "/dev/shm"),
-        (
-            nccl("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
-            "two ranks compute on one GPU",
-        ),
+        (nccl("Duplicate GPU detected : rank 1 and rank 0 both on 1b000"), "two ranks compute on one GPU"),
         (nccl("Bootstrap : no socket interface found"), "NCCL_SOCKET_IFNAME names none"),
-        (
-            nccl("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"),
-            "(/dev/shm) is used up",
-        ),
+        (nccl("Error while creating shared memory segment /dev/shm/nccl-x"), "(/dev/shm) is used up"),
         (nccl("Cuda failure 2 'out of memory'"), "the GPU's memory is used up"),
         (nccl("Invalid config blocking attribute value 2"), "NCCL: Invalid config blocking attribute value 2"),
         (cuda("uncorrectable ECC error encountered"), "an error that it cannot correct"),
@@ -157,24 +147,12 @@ def test_block_class_that_another_library_did_not_find(worker):
         (cuda("device-side assert triggered"), "a wrong address or index"),
         (cuda("unspecified launch failure"), "the GPU or its driver has failed"),
         (cuda("no kernel image is available for execution on the device"), "no code for this GPU"),
-        (
-            cuda("CUDA driver version is insufficient for CUDA runtime version"),
-            "older than the CUDA of this torch",
-        ),
+        (cuda("CUDA driver version is insufficient for CUDA runtime"), "older than the CUDA of this torch"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 12020).", "driver is older"),
-        (
-            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
-            "fabric",
-        ),
-        (
-            "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA",
-            "a process was forked after",
-        ),
+        ("RuntimeError: cudaGetDeviceCount(). Error 802: system not yet initialized", "fabric"),
+        ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "a process was forked after"),
         (cuda("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "the GPU's memory is used up"),
-        (
-            "RuntimeError: torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0",
-            "does not compute in fp8",
-        ),
+        ("RuntimeError: torch._scaled_mm is only supported on compute capability >= 9.0", "not compute in fp8"),
     ],
 )
 def test_kinds_that_a_sentence_tells(worker, text, why):
@@ -214,10 +192,6 @@ def test_an_error_on_a_gpu_is_no_want_of_one(worker):
 )
 def test_ends_without_an_exception(worker, code, why):
     assert why in seen(worker(code=code)).why
-
-
-def test_exception_that_speaks_for_itself_is_left_alone(worker):
-    assert seen(worker(message="ValueError: batch size must be positive")) == Diagnosis()
 
 
 UNEQUAL = (

@@ -49,7 +49,7 @@ def test_workers_and_device_follow_config_and_machine(config, gpus, workers, dev
 
 @pytest.mark.parametrize(
     ("kind", "gpus", "workers", "use_cpu"),
-    [("NO", 0, 1, False), ("NO", 4, 1, False), ("MULTI_GPU", 0, 2, True), ("MULTI_GPU", 4, 4, False)],
+    [("NO", 4, 1, False), ("MULTI_GPU", 0, 2, True), ("MULTI_GPU", 4, 4, False)],
 )
 def test_unsharded_workers_are_one_process_or_know_that_they_share_a_cpu(kind, gpus, workers, use_cpu):
     plan = make(Config(distributed_type=kind), gpus=gpus)

@@ -126,14 +126,8 @@ def test_batch_script_asks_for_what_the_section_says(tmp_path: Path):
     text = written(tmp_path, Config(slurm=slurm, num_machines=4), ["true"]).read_text()
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert set(lines) >= {
-        *(
-            "--nodes=4",
-            "--ntasks-per-node=1",
-            "--partition=gpu",
-            "--account=a1",
-            "--qos=high",
-            "--time=1-00:00:00",
-        ),
+        *("--nodes=4", "--ntasks-per-node=1", "--partition=gpu", "--account=a1", "--qos=high"),
+        "--time=1-00:00:00",
         *("--gpus-per-node=h100:8", "--cpus-per-task=96", "--mem=200G", "--constraint=[rack1|rack2]"),
         *("--array=0-3%2", "--signal=B:USR1@60", "--requeue", "--exclusive", "--mail-type=END"),
         f'--output="{tmp_path}/runs dir/r1/slurm-%A_%a.out"',
