@@ -31,7 +31,7 @@ from fsdplaunch.runtime.compat.accelerate import shuffle_alike_of_accelerate
 from fsdplaunch.runtime.inspection.parameters import clean_name, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, local_tensor
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.random_numbers import SEED, Seeds, random_digest, seed_all, seeding_from
+from fsdplaunch.runtime.random_numbers import SEED, random_digest, seed_all, seeding_from
 from fsdplaunch.runtime.rank import rank, rank_variable
 from fsdplaunch.runtime.script import parse_target, run_target
 from fsdplaunch.runtime.sharding.wrap import class_name
@@ -351,7 +351,7 @@ def _distance(value: torch.Tensor, plain: torch.Tensor) -> float | None:
 
 def main(argv: list[str]) -> None:
     """Run and record the plain process; the workers' own set-up seeds what a script of theirs leaves to chance."""
-    with seeding_from(Seeds(SEED)):
+    with seeding_from(SEED):
         record(int(os.environ[REHEARSAL_STEPS]))
         try:
             run_target(parse_target(argv))

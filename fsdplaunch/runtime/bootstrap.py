@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdplaunch.config.environment import (
     ALLOW_UNSHARDED,
@@ -50,10 +50,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Run one worker from its command line to its end.
-
-    Args:
-        argv: `[-m] SCRIPT_OR_MODULE [ARGS...]`, without the program's own name.
+    """Run one worker from its command line, `[-m] SCRIPT_OR_MODULE [ARGS...]`, to its end.
 
     Raises:
         SystemExit: The script failed (1), was interrupted (130), or exited with its own status.
@@ -83,63 +80,57 @@ _ENDS = (
 
 
 def _work(config: Config, target: ScriptTarget) -> None:
+    script = os.path.basename(target.name)  # noqa: PTH119  (a module's name has no path)
     if uses_xla(config):
-        feature(XLA).set_up_xla(config, os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+        feature(XLA).set_up_xla(config, script)
     elif config.distributed_type == "FSDP":
-        _set_up(config, target)
+        _set_up(config, script)
     else:
         _set_up_replicas(config)
     start_heartbeat()
     if config.launch.hide_ranks:
-        _hide_ranks()
-    if steps := os.environ.get(REHEARSAL_STEPS):
-        _rehearse(int(steps))
-    elif steps := os.environ.get(MEASURE_STEPS):
-        feature(TUNE_WORKER).measure(int(steps), config)
+        from fsdplaunch.runtime.device import hide_group
+
+        hide_ranks()
+        hide_group()
+    _take_steps(config)
     try:
         with explaining_mixtures():
-            _run(config, target)
+            run_target(target)
+            if uses_xla(config):
+                feature(XLA).call_left_out(config.main_training_function)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    _end(config, target)
-
-
-def _end(config: Config, target: ScriptTarget) -> None:
     for end in _ENDS:
         call_if_imported(end)
     if shards_models(config) and config.launch.shard != "off":
         from fsdplaunch.runtime.sharding_watch import check_sharded
 
-        check_sharded(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+        check_sharded(script)
 
 
-def _hide_ranks() -> None:
-    from fsdplaunch.runtime.device import hide_group
+def _take_steps(config: Config) -> None:
+    """End the script after some steps, if that is asked for: to measure, to compare, or to try a checkpoint."""
+    steps = os.environ.get(REHEARSAL_STEPS)
+    if steps and os.environ.get(COMPARE_DIR):
+        feature(COMPARISON_WORKER).record(int(steps))
+    elif steps:
+        from fsdplaunch.runtime.check_run import save_and_load, stop_after
 
-    hide_ranks()
-    hide_group()
-
-
-def _run(config: Config, target: ScriptTarget) -> None:
-    run_target(target)
-    if uses_xla(config):
-        feature(XLA).call_left_out(config.main_training_function)
-
-
-def _rehearse(steps: int) -> None:
-    """End the script after some steps; before that try a checkpoint, or record what is computed."""
-    if os.environ.get(COMPARE_DIR):
-        feature(COMPARISON_WORKER).record(steps)
-        return
-    from fsdplaunch.runtime.check_run import save_and_load, stop_after
-
-    stop_after(steps, save_and_load)
+        stop_after(int(steps), save_and_load)
+    elif steps := os.environ.get(MEASURE_STEPS):
+        feature(TUNE_WORKER).measure(int(steps), config)
 
 
 def _set_up_replicas(config: Config) -> None:
     """Prepare for a script that distributes itself: its set-up is its own, as under torchrun."""
     from fsdplaunch.runtime.collectives.gloo import keep_gloo_quiet, wait_for_gloo_at_exit
+
+    def keep_accelerate_on_cpu() -> None:
+        from fsdplaunch.runtime.compat.accelerate import keep_accelerate_on_cpu
+
+        keep_accelerate_on_cpu()
 
     wait_for_gloo_at_exit()
     if os.environ.get(DEVICE) == "cuda":
@@ -147,36 +138,14 @@ def _set_up_replicas(config: Config) -> None:
 
         require_gpus()
     if config.use_cpu and config.distributed_type != "NO":
-        before_import("accelerate", _keep_accelerate_on_cpu)
+        before_import("accelerate", keep_accelerate_on_cpu)
     keep_gloo_quiet()
-    _refuse_independent_copies()
-
-
-def _keep_accelerate_on_cpu() -> None:
-    from fsdplaunch.runtime.compat.accelerate import keep_accelerate_on_cpu
-
-    keep_accelerate_on_cpu()
-
-
-def _refuse_independent_copies() -> None:
-    """Look at the first optimizer step whether this worker is in a group with the others.
-
-    For runs whose script distributes itself.
-    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get(ALLOW_UNSHARDED) != "1":
-        once_imported("torch.optim.optimizer", _watch_first_step)
-
-
-def _watch_first_step(optimizers: Any) -> None:
-    before_first_step(optimizers, _check_group)
+        once_imported("torch.optim.optimizer", lambda optimizers: before_first_step(optimizers, _check_group))
 
 
 def _check_group() -> None:
-    """Raise when no process group was made.
-
-    Raises:
-        ShardingError: With the line of the step.
-    """
+    """Refuse a first step of a worker that is in no process group with the others."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -193,7 +162,7 @@ def _check_group() -> None:
     raise ShardingError(msg, hint=hint)
 
 
-def _set_up(config: Config, target: ScriptTarget) -> None:
+def _set_up(config: Config, script: str) -> None:
     """Prepare for sharding."""
     from fsdplaunch.runtime.compat.adapt_libraries import adapt_libraries
     from fsdplaunch.runtime.device import choose_device, join_group, see_own_gpu
@@ -209,7 +178,7 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
     watch_libraries()
     gather_outside_of_inference_mode()
     if config.launch.shard != "off":
-        check_at_first_step(os.path.basename(target.name))  # noqa: PTH119  (a module's name has no path)
+        check_at_first_step(script)
     adapt_libraries(config, on_cpu=device.type == "cpu")
     if automatic:
         _install_hooks(config, device)
@@ -217,11 +186,11 @@ def _set_up(config: Config, target: ScriptTarget) -> None:
 
 def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
-    from fsdplaunch.runtime.auto.context import context_of
+    from fsdplaunch.runtime.auto.context import HookContext
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
 
-    hook_context = context_of(config, device, rank=rank(), size=world_size())
+    hook_context = HookContext(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context))
     serve_models_of_others(hook_context)
 

@@ -29,16 +29,10 @@ class EnoughStepsError(SystemExit):
 
 
 def stop_after(steps: int, conclude: Callable[[Any], dict[str, Any]]) -> Callable[[Any], None]:
-    """End the script after the optimizer that steps most has made so many steps.
+    """End the script after the optimizer that steps most has made so many steps; `conclude` returns the record.
 
     Those that stepped with it the time before do so, too: a script may have one for each parameter, in any order.
-
-    Args:
-        steps: At least 1.
-        conclude: Called before the end with that optimizer; returns what to record.
-
-    Returns:
-        What to call with anything else that makes steps, after each.
+    Returns what to call with anything else that makes steps, after each.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -64,11 +58,7 @@ def stop_after(steps: int, conclude: Callable[[Any], dict[str, Any]]) -> Callabl
 
 
 def save_and_load(optimizer: Optimizer) -> dict[str, Any]:
-    """Save, wipe, load, compare.
-
-    Raises:
-        CheckpointError: What came back is not what was there.
-    """
+    """Save a checkpoint, wipe what is trained, load it and compare."""
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     models = [model for model in models_of(nn.Module) if any(id(param) in trained for param in model.parameters())]
     folder = own_folder()
@@ -83,7 +73,15 @@ def save_and_load(optimizer: Optimizer) -> dict[str, Any]:
         for _, value in _values(models, optimizer):
             value.zero_()
     load_checkpoint(saved, model=models, optimizer=optimizer)
-    _compare(before, dict(_values(models, optimizer)))
+    after = dict(_values(models, optimizer))
+    for name, value in before.items():
+        found = after.get(name)
+        if found is None or found.shape != value.shape or not torch.equal(found, value):
+            how = "is missing" if found is None else "is not what it was"
+            msg = f"{name} {how} after a checkpoint was saved and loaded"
+            raise CheckpointError(
+                msg, hint="this is a defect of fsdplaunch or of the model's own state_dict hooks"
+            )
     dist.barrier()
     if rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
@@ -98,14 +96,3 @@ def _values(models: list[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{key} of {name} of model {number}", local_tensor(value)
-
-
-def _compare(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    for name, value in before.items():
-        found = after.get(name)
-        if found is None or found.shape != value.shape or not torch.equal(found, value):
-            how = "is missing" if found is None else "is not what it was"
-            msg = f"{name} {how} after a checkpoint was saved and loaded"
-            raise CheckpointError(
-                msg, hint="this is a defect of fsdplaunch or of the model's own state_dict hooks"
-            )

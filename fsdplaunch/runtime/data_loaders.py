@@ -34,25 +34,15 @@ Position = dict[str, Any]
 
 @dataclass
 class LoaderPass:
-    """The present pass over one loader.
-
-    Attributes:
-        readers: How many ranks read different batches.
-        batches: Those the script has been given in this pass, with those skipped at its start.
-        is_over: Whether there was no further one, or no pass has begun.
-        epoch: The sampler's number of this pass.
-        skip: Batches that the next pass leaves out at its start.
-        skipped: Those that this pass left out.
-        goes_on: The next pass is the rest of one that had begun when the run was saved.
-    """
+    """The present pass over one loader, of which so many ranks read different batches."""
 
     readers: int
-    batches: int = 0
-    is_over: bool = True
-    epoch: int = 0
-    skip: int = 0
-    skipped: int = 0
-    goes_on: bool = False
+    batches: int = 0  # those the script has been given in this pass, with those skipped at its start
+    is_over: bool = True  # there was no further one, or no pass has begun
+    epoch: int = 0  # the sampler's number of this pass
+    skip: int = 0  # batches that the next pass leaves out at its start
+    skipped: int = 0  # those that this pass left out
+    goes_on: bool = False  # the next pass is the rest of one that had begun when the run was saved
 
 
 def _begin_pass(kind: Any, loader: Any) -> Iterator[Any]:
@@ -69,43 +59,30 @@ def _begin_pass(kind: Any, loader: Any) -> Iterator[Any]:
     if isinstance(loader.dataset, IterableDataset):
         for _ in itertools.islice(batches, reading.skipped):  # a stream has to be read to get there
             pass
-    return _count(batches, reading)
 
+    def counted() -> Iterator[Any]:
+        for number, batch in enumerate(batches, reading.skipped + 1):
+            reading.batches = number
+            yield batch
+        reading.is_over = True
 
-def _count(batches: Iterator[Any], reading: LoaderPass) -> Iterator[Any]:
-    for number, batch in enumerate(batches, reading.skipped + 1):
-        reading.batches = number
-        yield batch
-    reading.is_over = True
-
-
-def _keep_count(loader: DataLoader[Any], readers: int) -> None:
-    """Count the batches that a loader gives from now on, in place; so many ranks read different ones."""
-    if _READING not in loader.__dict__:
-        loader.__dict__[_READING] = LoaderPass(readers)
-        kind = type(loader)
-        own = {"__module__": kind.__module__, "__iter__": lambda self: _begin_pass(kind, self)}
-        loader.__class__ = type(kind.__name__, (kind,), own)
+    return counted()
 
 
 def position_of(loader: Any) -> Position:
-    """Return how far all ranks have read a prepared loader; every rank calls this.
-
-    Raises:
-        CheckpointError: The loader was not prepared.
-    """
-    reading = _reading(loader)
-    within = not reading.is_over and not _is_at_end(loader, reading)
-    sampler = _innermost_sampler(loader)
+    """Return how far all ranks have read a prepared loader; every rank calls this."""
+    reading, sampler = _reading(loader), _innermost_sampler(loader)
+    at_end = not isinstance(loader.dataset, IterableDataset) and reading.batches >= len(loader)
+    within = not reading.is_over and not at_end
     position: Position = {
         "batches": from_all(reading.batches if within else 0),
         "items_per_batch": _items_per_batch(loader),
         "readers": reading.readers,
         "epoch": reading.epoch if within else getattr(sampler, "epoch", 0),
         "seed": getattr(sampler, "seed", None),
+        "within": within,
+        "generators": [state for _, state in _random_states(loader)[1:]],
     }
-    position["within"] = within
-    position["generators"] = [state for _, state in _random_states(loader)[1:]]
     drawn = getattr(sampler, "drawn", None)
     if within and drawn is not None:
         all_numbers = all(type(item) is int for item in drawn)
@@ -114,11 +91,7 @@ def position_of(loader: Any) -> Position:
 
 
 def resume_at(loader: Any, position: Position) -> None:
-    """Let the next pass over a prepared loader begin at a position.
-
-    Raises:
-        CheckpointError: The loader was not prepared, or the ranks had read different amounts and are others now.
-    """
+    """Let the next pass over a prepared loader begin at a position."""
     reading, counts = _reading(loader), position["batches"]
     then = position["items_per_batch"], position.get("readers", len(counts))
     now = _items_per_batch(loader), reading.readers
@@ -144,13 +117,7 @@ def resume_at(loader: Any, position: Position) -> None:
 
 
 def _converted(counts: list[int], round_then: int, round_now: int) -> int:
-    """Return the batches for each rank to skip, when ranks or batches are not those of the checkpoint.
-
-    Args:
-        counts: Batches that each rank had read.
-        round_then: Items that one batch of each rank made together.
-        round_now: Those that it makes now.
-    """
+    """Return the batches for each rank to skip, of what ranks had read in rounds of so many items together."""
     if len(set(counts)) > 1:
         msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
         raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
@@ -161,7 +128,7 @@ def _converted(counts: list[int], round_then: int, round_now: int) -> int:
     return read // round_now
 
 
-class _LikeInner:
+class LikeInner:
     """Has what else `inner` offers, in whose place it stands."""
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +137,7 @@ class _LikeInner:
         return getattr(self.inner, name)
 
 
-class SkippingSampler(_LikeInner, Sampler[Any]):
+class SkippingSampler(LikeInner, Sampler[Any]):
     """A sampler without the first batches of the pass a run is resumed in."""
 
     def __init__(self, inner: Any, reading: LoaderPass) -> None:
@@ -195,7 +162,6 @@ def _reading(loader: Any) -> LoaderPass:
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """Return what decides the order: the innermost sampler."""
     outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     outer = outer.inner if isinstance(outer, SkippingSampler) else outer
     return outer.sampler if isinstance(outer, BatchSampler) else outer
@@ -216,11 +182,6 @@ def _items_per_batch(loader: Any) -> int:
     return int(outer.batch_size) if type(outer) is BatchSampler else 1
 
 
-def _is_at_end(loader: Any, reading: LoaderPass) -> bool:
-    """Return whether the batch that was given last is the pass's last one."""
-    return not isinstance(loader.dataset, IterableDataset) and reading.batches >= len(loader)
-
-
 class EpochSampler(DistributedSampler[Any]):
     """A distributed sampler that begins the next epoch by itself; `set_epoch` still decides when it is called."""
 
@@ -232,10 +193,9 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class SharedOrder(Sampler[Any]):
-    """Every rank's items of an order that only rank 0 decides: for samplers of the user's own.
+    """Every rank's items of an order that only rank 0 draws: indices, or lists of them for batch samplers.
 
-    Rank 0 draws the full epoch and sends it. Ranks take turns; the last round is filled up from the start, so
-    that all ranks have the same number of items. Items are indices, or lists of them for batch samplers.
+    Ranks take turns; the last round is filled up from the start, so that all have the same number of items.
     """
 
     def __init__(self, inner: Any, ranks: DataRanks) -> None:
@@ -261,11 +221,8 @@ class SharedOrder(Sampler[Any]):
         return math.ceil(len(self.inner) / self.ranks.size)
 
 
-class TakingTurns(_LikeInner, IterableDataset[Any]):
-    """Every rank's items of a stream: ranks take turns, and a last incomplete round is left out.
-
-    All ranks then see the same number of items, and none waits in a collective for a rank that has run out.
-    """
+class TakingTurns(LikeInner, IterableDataset[Any]):
+    """Every rank's items of a stream, in turns, without a last incomplete round: none waits for another."""
 
     def __init__(self, inner: Any, ranks: DataRanks) -> None:
         self.inner = inner
@@ -281,12 +238,15 @@ class TakingTurns(_LikeInner, IterableDataset[Any]):
 def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     """Make a loader give this rank its own items and count what it gives, and return it.
 
-    The batch size stays and is each rank's own. A loader that shuffles or reads in order gets an `EpochSampler`,
-    other samplers and batch samplers are split by `SharedOrder`, streams by `TakingTurns`. A loader that already
-    has a distributed sampler, and a stream that already was split, stay as they are. One rank alone is treated
-    like several: a run resumed on more or fewer ranks goes on in the same order.
+    The batch size stays and is each rank's own. A loader that already has a distributed sampler, and a stream
+    that already was split, stay as they are. One rank alone is treated like several: a run resumed on more or
+    fewer ranks goes on in the same order.
     """
-    _keep_count(loader, ranks.size)
+    if _READING not in loader.__dict__:
+        loader.__dict__[_READING] = LoaderPass(ranks.size)
+        kind = type(loader)
+        own = {"__module__": kind.__module__, "__iter__": lambda self: _begin_pass(kind, self)}
+        loader.__class__ = type(kind.__name__, (kind,), own)
     if is_split(loader):
         count_readers(loader, ranks)
         return loader
@@ -306,12 +266,7 @@ def shard_loader(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
 
 
 def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
-    """Let a script's own distributed sampler, divided by all ranks, count those that read different data.
-
-    Args:
-        loader: With any sampler.
-        ranks: This one among those; fewer than all where ranks split layers or sequences.
-    """
+    """Let a script's own distributed sampler count those ranks that read different data."""
     world = dist.get_world_size()
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas == world != ranks.size:
@@ -323,16 +278,7 @@ def count_readers(loader: DataLoader[Any], ranks: DataRanks) -> None:
 
 
 def check_divisible(size: int | None, ranks: int, line: str) -> None:
-    """Refuse a training batch of which each rank is to have its part and cannot.
-
-    Args:
-        size: Of the loader's batches; None where it makes none.
-        ranks: That divide them.
-        line: Of the script, that reads or prepares them.
-
-    Raises:
-        ShardingError: They cannot.
-    """
+    """Refuse a training batch, at a line of the script, of which each rank is to have its part and cannot."""
     if size is not None and size % ranks:
         msg = f"{line} reads batches of {size}, which {ranks} workers cannot divide evenly"
         raise ShardingError(msg, hint="change the batch size or the number of workers, or leave keep_global_batch")
@@ -360,22 +306,18 @@ def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:
     sampler = outer.sampler
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and draws_all_items(sampler)
     if type(sampler) is SequentialSampler or plain_random:
+        own = loader.generator or getattr(sampler, "generator", None)
+        seed: int = from_rank_0(torch.initial_seed() if own is None else own.initial_seed())
         return EpochSampler(
             loader.dataset,
             num_replicas=ranks.size,
             rank=ranks.rank,
             shuffle=plain_random,
-            seed=_seed_of_rank_0(loader.generator or getattr(sampler, "generator", None)),
+            seed=seed % 2**63,
             drop_last=outer.drop_last,
         )
     messages.say(f"{type(sampler).__name__}: rank 0 draws its order, ranks take turns")
     return SharedOrder(sampler, ranks)
-
-
-def _seed_of_rank_0(generator: torch.Generator | None) -> int:
-    """Return the seed of the script's own shuffling, the same on all ranks."""
-    seed: int = from_rank_0(torch.initial_seed() if generator is None else generator.initial_seed())
-    return seed % 2**63
 
 
 def set_attributes(loader: DataLoader[Any], **attributes: Any) -> None:

@@ -25,20 +25,14 @@ def see_own_gpu() -> None:
     """
     local, visible = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("CUDA_VISIBLE_DEVICES")
     named = [name for name in (visible or "").split(",") if name]
-    if visible is None or local < len(
-        named
-    ):  # a worker without a GPU of its own is refused later, with its number
+    # A worker without a GPU of its own is refused later, with its number.
+    if visible is None or local < len(named):
         os.environ["CUDA_VISIBLE_DEVICES"] = str(local) if visible is None else named[local]
         os.environ["LOCAL_RANK"] = "0"
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return `cuda:LOCAL_RANK`, or the CPU when the launcher has planned that, or there is no GPU.
-
-    Raises:
-        MachineError: The launcher has planned for GPUs that torch cannot use here, there are fewer GPUs than
-            workers, or they cannot compute in the configured dtype.
-    """
+    """Return `cuda:LOCAL_RANK`, or the CPU when the launcher has planned that, or there is no GPU."""
     planned = os.environ.get(DEVICE)
     if config.use_cpu or planned == "cpu" or (planned != "cuda" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -61,11 +55,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def require_gpus() -> None:
-    """Refuse to go on where the launcher has planned for GPUs and torch cannot use any.
-
-    Raises:
-        MachineError: With torch's own reason.
-    """
+    """Refuse to go on, with torch's reason, where the launcher has planned for GPUs and torch cannot use any."""
     if os.environ.get(DEVICE) == "cuda" and not torch.cuda.is_available():
         try:
             torch.cuda.init()
@@ -92,7 +82,9 @@ def join_group(config: Config, device: torch.device) -> None:
     keep_gloo_quiet()
     wait_for_gloo_at_exit()
     timeout = timedelta(seconds=config.launch.process_group_timeout_seconds)
-    place = _store_of_run(timeout)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = group_store(os.environ, rank=rank, size=size, timeout=timeout)  # the run's own, where there is one
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, name, timeout)
     if device.type == "cuda":
@@ -104,8 +96,8 @@ def join_group(config: Config, device: torch.device) -> None:
         wrap(dist, "get_backend", _name_as_torchrun)
     else:
         dist.init_process_group("gloo", timeout=timeout, **place)
-    tolerate_second_init()
-    put_off_end()
+    _tolerate_second_init()
+    wrap(dist, "destroy_process_group", _destroy_unless_needed)
     atexit.register(leave_group)
 
 
@@ -118,30 +110,19 @@ def _name_as_torchrun(get: Any, *args: Any, **kwargs: Any) -> str:
     return str(dist.Backend.NCCL) if backend == _BACKENDS else str(backend)
 
 
-def _store_of_run(timeout: timedelta) -> dict[str, Any]:
-    """Return the arguments that have the group join through the run's own store, where there is one."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store = group_store(os.environ, rank=rank, size=size, timeout=timeout)
-    return {} if store is None else {"store": store, "rank": rank, "world_size": size}
+def _tolerate_second_init() -> None:
+    """Make a script's own `init_process_group()` a no-op while our group stands, where torch raises."""
 
+    def make_unless_made(make: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            _joined.append(True)
+        else:
+            make(*args, **kwargs)
 
-def tolerate_second_init() -> None:
-    """Make a script's own `init_process_group()` a no-op while our group stands.
-
-    Scripts written for torchrun begin with that call, and torch raises on a second one. The group they ask for is
-    there already, with the launcher's timeout and with both backends.
-    """
     if _TOLERATES not in vars(dist.init_process_group):
-        wrap(dist, "init_process_group", _make_unless_made)
+        wrap(dist, "init_process_group", make_unless_made)
         setattr(dist.init_process_group, _TOLERATES, True)
         dist.distributed_c10d.init_process_group = dist.init_process_group
-
-
-def _make_unless_made(make: Any, *args: Any, **kwargs: Any) -> None:
-    if dist.is_initialized():
-        _joined.append(True)
-    else:
-        make(*args, **kwargs)
 
 
 _TOLERATES = "fsdplaunch_tolerates"
@@ -153,8 +134,7 @@ def joined_by_script() -> bool:
     return bool(_joined)
 
 
-_SEEING = ("torch", "fsdplaunch", "accelerate", "transformers")
-"""Who finds the group where the script is not to."""
+_SEEING = ("torch", "fsdplaunch", "accelerate", "transformers")  # who finds the group where the script is not to
 
 
 def hide_group() -> None:
@@ -172,15 +152,8 @@ def hide_group() -> None:
     dist.is_initialized = is_initialized
 
 
-def put_off_end() -> None:
-    """Keep the group when the script destroys it while other ranks may still need what this one has.
-
-    A script that saves by rank 0 does so also when the others have come to its last line.
-    """
-    wrap(dist, "destroy_process_group", _destroy_unless_needed)
-
-
 def _destroy_unless_needed(destroy: Any, group: Any = None) -> None:
+    """Keep the group when the script destroys it, as long as rank 0 may still save what this rank has."""
     is_default = group is None or group is dist.group.WORLD
     if is_default and call_if_imported(RANK0_SAVES_OPEN):
         call_if_imported(RANK0_SAVES_END)

@@ -10,7 +10,7 @@ import importlib.machinery
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +19,7 @@ Adapt = Callable[[Any], None]
 
 
 def once_imported(name: str, adapt: Adapt) -> None:
-    """Call `adapt(module)` right after module `name` is executed, or at once when it has been.
-
-    Args:
-        name: Dotted name of the module.
-        adapt: Called once, before the importing statement sees the module.
-    """
+    """Call `adapt(module)` right after a module is executed, or at once when it has been."""
     if name in sys.modules:
         adapt(sys.modules[name])
     else:
@@ -32,10 +27,7 @@ def once_imported(name: str, adapt: Adapt) -> None:
 
 
 def before_import(name: str, start: Callable[[], None]) -> None:
-    """Call `start()` right before a package is imported, or at once when it has been.
-
-    For what adapts several of its modules by `once_imported`: it need not be imported itself until then.
-    """
+    """Call `start()` right before a package is imported, or at once when it has been."""
     if name in sys.modules:
         start()
     else:
@@ -46,9 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Stands first in the search until one module is looked for, leaves, and finds it as the others do."""
 
     def __init__(self, name: str, *, before: Callable[[], None] | None = None, after: Adapt | None = None) -> None:
-        self.name = name
-        self.before = before
-        self.after = after
+        self.name, self.before, self.after = name, before, after
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -62,17 +52,21 @@ class _Finder(importlib.abc.MetaPathFinder):
         specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
         spec = next((each for each in specs if each is not None), None)
         if spec is not None and spec.loader is not None and self.after is not None:
-            _follow(spec.loader, self.after)
+            loader: Any = spec.loader
+            execute, adapt = loader.exec_module, self.after
+
+            def execute_and_adapt(module: ModuleType) -> None:
+                execute(module)
+                adapt(module)
+
+            loader.exec_module = execute_and_adapt  # not its class's: the loader belongs to this one module
         return spec
 
 
 def wrap(owner: Any, path: str, call: Callable[..., Any]) -> None:
-    """Have `call(original, ...)` stand for a function from now on; does nothing where there is no such function.
+    """Have `call(original, ...)` stand for a module's or class's function from now on, if there is one.
 
-    Args:
-        owner: A module or a class.
-        path: Of what is in it: `function`, or `Class.method`.
-        call: Gets the original, then what the function is called with.
+    The path is that of what is in the owner: `function`, or `Class.method`.
     """
     *classes, name = path.split(".")
     for each in classes:
@@ -93,17 +87,6 @@ def wrap(owner: Any, path: str, call: Callable[..., Any]) -> None:
 def wrap_once_imported(module: str, path: str, call: Callable[..., Any]) -> None:
     """Do what `wrap` does once a module of this name is imported, or at once when it has been."""
     once_imported(module, lambda imported: wrap(imported, path, call))
-
-
-def _follow(loader: Any, adapt: Adapt) -> None:
-    """Replace the loader's own method, not its class's: the loader belongs to this one module."""
-    execute = loader.exec_module
-
-    def execute_and_adapt(module: ModuleType) -> None:
-        execute(module)
-        adapt(module)
-
-    loader.exec_module = execute_and_adapt
 
 
 ABANDON_GROUP = "fsdplaunch.runtime.device.abandon_group"
@@ -135,14 +118,10 @@ def call_if_imported(function: str, *arguments: Any) -> Any:
 
 
 def before_first_step(optimizers: Any, check: Callable[[], None]) -> None:
-    """Call a function once, before the first step of any optimizer of the process.
+    """Call a function once, before the first step of any optimizer of the module `torch.optim.optimizer`.
 
     The hook stays afterwards and does nothing: torch goes over its hooks at that moment, and fails when one of
     them is taken out while there are others.
-
-    Args:
-        optimizers: The module `torch.optim.optimizer`.
-        check: What to call; what it raises ends the step.
     """
     called = False
 
@@ -162,10 +141,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put `make(original)` in the place of `owner.name`, and the original back at the end.
 
-    Args:
-        owner: A class or a module.
-        name: The attribute. One that a class only inherits, or does not have, is taken off it again.
-        make: Gets the original, None if there is none, and returns what stands in its place.
+    An attribute that a class only inherits, or does not have, is taken off it again; `make` then gets None.
     """
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name, None)))
@@ -178,40 +154,14 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
             setattr(owner, name, own)
 
 
-@contextmanager
-def replaced_once_imported(module: str, path: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Do what `replaced` does from when a module is imported on, which this does not import.
-
-    Args:
-        module: Its name.
-        path: Of what is in it: `function`, or `Class.method`.
-        make: As for `replaced`.
-    """
-    owner, _, name = path.rpartition(".")
-    with ExitStack() as hooks:
-        running = [True]
-
-        def adapt(imported: Any) -> None:
-            if running:
-                hooks.enter_context(replaced(getattr(imported, owner) if owner else imported, name, make))
-
-        once_imported(module, adapt)
-        try:
-            yield
-        finally:
-            running.clear()
-
-
 def original_of(function: Any) -> Any:
     """Return the function that was there before this package's stood in its place, or the function itself."""
-    while hasattr(function, "__wrapped__") and _is_ours(function):
+    while hasattr(function, "__wrapped__"):
+        code = getattr(function, "__code__", None)
+        if code is None or not str(code.co_filename).startswith(_PACKAGE):
+            break
         function = function.__wrapped__
     return function
-
-
-def _is_ours(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and str(code.co_filename).startswith(_PACKAGE)
 
 
 @contextmanager

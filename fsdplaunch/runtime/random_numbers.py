@@ -51,11 +51,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_by_chance(seeded: Collection[str]) -> None:
-    """Seed Python's and numpy's generators as the operating system has it, where the script has not.
-
-    Args:
-        seeded: Which the script has seeded: "random", "numpy".
-    """
+    """Seed "random" and "numpy" as the operating system has it, where the script has not seeded them."""
     if "random" not in seeded:
         random.seed(int.from_bytes(os.urandom(8)))
     if "numpy" not in seeded and "numpy" in sys.modules:
@@ -73,69 +69,50 @@ def random_digest() -> str:
     return found.hexdigest()
 
 
-def _never() -> bool:
-    return False
-
-
-def _ignore(_kind: str, _seed: Any) -> None:
-    """Do nothing with a seed that the script sets."""
-
-
-class Seeds:
-    """What comes in the place of chance.
+@contextmanager
+def seeding_from(
+    number: int,
+    *,
+    ends: Callable[[], bool] = lambda: False,
+    note: Callable[[str, Any], None] = lambda *_: None,
+) -> Iterator[None]:
+    """Let the seeds that a script leaves to chance come from a number.
 
     Args:
-        seed: Of all of them.
+        number: The seed of all of them.
         ends: Return whether chance is to be left to itself from now on.
         note: Called with a generator's name and the seed that the script sets itself.
     """
+    source = random.Random(number)  # noqa: S311  (no secrets)
 
-    def __init__(
-        self, seed: int, *, ends: Callable[[], bool] = _never, note: Callable[[str, Any], None] = _ignore
-    ) -> None:
-        self.ends, self.note = ends, note
-        self.source = random.Random(seed)  # noqa: S311  (no secrets)
-
-    def given(self, original: Any, kind: str, bits: int) -> Any:
-        """Return a function that takes a seed, or None for one by chance."""
-
+    def given(original: Any, kind: str, bits: int) -> Any:
         def seed(*args: Any, **kwargs: Any) -> Any:
-            by_chance = all(value is None for value in (*args, *kwargs.values()))
+            values = (*args, *kwargs.values())
+            by_chance = all(value is None for value in values)
             if not by_chance:
-                self.note(kind, (*args, *kwargs.values())[0])
-            if not by_chance or self.ends():
+                note(kind, values[0])
+            if not by_chance or ends():
                 return original(*args, **kwargs)
-            return original(self.source.getrandbits(bits))
+            return original(source.getrandbits(bits))
 
         return seed
 
-    def of_numpy(self, original: Any) -> Any:
-        """Return what gives numpy's generators their bits where they get no seed: `default_rng()`, `PCG64()`."""
+    def of_numpy(original: Any) -> Any:  # its generators' bits where they get no seed: `default_rng()`, `PCG64()`
+        return lambda bits: int(original(bits)) if ends() else source.getrandbits(bits)
 
-        def randbits(bits: int) -> int:
-            return int(original(bits)) if self.ends() else self.source.getrandbits(bits)
-
-        return randbits
-
-    def of_torch(self, original: Any) -> Any:
-        """Return a `torch.seed`, which sets a seed by chance and returns it."""
-
+    def of_torch(original: Any) -> Any:  # which sets a seed by chance and returns it
         def seed() -> int:
-            if self.ends():
+            if ends():
                 return int(original())
-            chosen = self.source.getrandbits(63)
+            chosen = source.getrandbits(63)
             torch.manual_seed(chosen)
             return chosen
 
         return seed
 
-
-@contextmanager
-def seeding_from(seeds: Seeds) -> Iterator[None]:
-    """Let the seeds that a script leaves to chance come from others."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(random, "seed", lambda original: seeds.given(original, "random", 64)))
-        stack.enter_context(replaced(np.random, "seed", lambda original: seeds.given(original, "numpy", 32)))
-        stack.enter_context(replaced(numpy_generators, "randbits", seeds.of_numpy))
-        stack.enter_context(replaced(torch, "seed", seeds.of_torch))
+        stack.enter_context(replaced(random, "seed", lambda original: given(original, "random", 64)))
+        stack.enter_context(replaced(np.random, "seed", lambda original: given(original, "numpy", 32)))
+        stack.enter_context(replaced(numpy_generators, "randbits", of_numpy))
+        stack.enter_context(replaced(torch, "seed", of_torch))
         yield

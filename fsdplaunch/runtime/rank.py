@@ -54,13 +54,7 @@ class DataRanks:
 
 
 def configured_data_ranks(config: Config, *, rank: int, size: int) -> DataRanks:
-    """Return a worker's number among those that read different data; those that split layers read the same.
-
-    Args:
-        config: Resolved.
-        rank: The worker's number among all.
-        size: How many workers there are.
-    """
+    """Return a worker's number among those that read different data; those that split layers read the same."""
     if config.distributed_type != "FSDP" or has_one_axis(config):
         return DataRanks(rank=rank, size=size)
     sizes = mesh_sizes(config, size)
@@ -78,8 +72,7 @@ def own_folder() -> Path | None:
     return folder
 
 
-_kept: list[Any] = []
-"""Files that stay open for the life of the process."""
+_kept: list[Any] = []  # files that stay open for the life of the process
 
 
 def start_heartbeat() -> None:

@@ -31,17 +31,11 @@ from fsdplaunch.standard_streams import write_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptTarget:
-    """What the command line names.
+    """What the command line names."""
 
-    Attributes:
-        name: The script's path or the module's name, as written.
-        is_module: Whether `name` is a module (`-m`).
-        arguments: What the script finds in `sys.argv[1:]`.
-    """
-
-    name: str
+    name: str  # the script's path or the module's name, as written
     is_module: bool
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # what the script finds in `sys.argv[1:]`
 
 
 def parse_target(argv: list[str]) -> ScriptTarget:
@@ -117,25 +111,11 @@ def _set_first_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def user_traceback(failure: BaseException) -> TracebackType | None:
-    """Return the traceback without the frames above the user's first line; None when no such line was reached."""
-    frame = failure.__traceback__
-    mine = str(Path(__file__).parent)
-    while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename, mine):
-        frame = frame.tb_next
-    return frame
-
-
-def _is_ours(filename: str, folder: str) -> bool:
-    return filename.startswith((folder + os.sep, "<frozen importlib"))
-
-
 EXIT_INTERRUPTED = 130
 _MOST_OF_STACK = 64 * 2**10
 NOTE = "fsdplaunch: "
 """How a note begins that this package adds to another's error."""
-_STDERR = 2
-"""The process's own: what the script has in its place may be no file."""
+_STDERR = 2  # the process's own: what the script has in its place may be no file
 STUCK_SECONDS = 30.0
 """How long a failed worker's threads and exit handlers may take before the process is ended."""
 
@@ -154,11 +134,16 @@ def conclude(failure: BaseException) -> int:
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=_STDERR)
     if isinstance(failure, SystemExit):
         return _leave(failure)
-    lines = user_traceback(failure)
+    lines, above = failure.__traceback__, (str(Path(__file__).parent) + os.sep, "<frozen importlib")
+    while lines is not None and lines.tb_frame.f_code.co_filename.startswith(above):
+        lines = lines.tb_next  # to the user's first line, if one was reached
     text = "".join(traceback.format_exception(type(failure), failure, lines))
     short = isinstance(failure, LaunchError) and lines is None
     words = text_of(failure)
-    record(words if short else f"{type(failure).__name__}: {words}{_advice(failure)}", "" if short else text)
+    notes = [str(note) for note in getattr(failure, "__notes__", ())]  # this package's are hints in the report
+    advice = " ".join(note.removeprefix(NOTE) for note in notes if note.startswith(NOTE)).replace("\n", " ")
+    named = f"{type(failure).__name__}: {words}" + (f"\nhint: {advice}" if advice else "")
+    record(words if short else named, "" if short else text)
     with _for_the_file():
         if short:
             write_error(f"error: {printable(words)}\n")
@@ -173,14 +158,6 @@ def _print(failure: BaseException, lines: TracebackType | None, text: str) -> No
         sys.excepthook(type(failure), failure.with_traceback(lines), lines)
     except Exception:  # one of the script's own, or torch's, which flushes what may have no flush
         write_error(text)
-
-
-def _advice(failure: BaseException) -> str:
-    """Return what this package has noted at another's error, as the hint that the launcher's report prints."""
-    notes = [
-        str(note).removeprefix(NOTE) for note in getattr(failure, "__notes__", ()) if str(note).startswith(NOTE)
-    ]
-    return "\nhint: " + " ".join(notes).replace("\n", " ") if notes else ""
 
 
 @contextmanager

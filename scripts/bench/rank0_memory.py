@@ -51,7 +51,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     from fsdplaunch.config.environment import encode
     from fsdplaunch.config.resolve import resolve
     from fsdplaunch.config.schema.config import build_config
-    from fsdplaunch.runtime.auto.context import context_of
+    from fsdplaunch.runtime.auto.context import HookContext
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.service import close
 
@@ -65,7 +65,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     os.environ.update(encode(config))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    with hooks(context_of(config, torch.device("cpu"), rank=rank, size=ranks)):
+    with hooks(HookContext(config, torch.device("cpu"), rank=rank, size=ranks)):
         model, optimizer = _trained(gigabytes)
         if rank == 0:
             _report(model, optimizer, Path(folder))

@@ -21,12 +21,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(16) if mode == "batch-norm" else nn.LayerNorm(16)
         self.linear = nn.Linear(16, 16)
-        self.register_buffer("centre", torch.zeros(16))
 
     def forward(self, x):
-        if mode == "kept-centre":  # by all rows of the batch
-            x = x - self.centre
-            self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
         return x + torch.relu(self.linear(self.norm(x)))
 
 
@@ -49,7 +45,6 @@ order = torch.Generator().manual_seed(1)
 if mode == "other-data":
     order.manual_seed(int(os.environ.get("WORLD_SIZE", "1")))
 loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True, generator=order)
-numbers = np.random.RandomState(0)
 compare = nn.MSELoss()
 torch.jit.trace(model.eval(), rows[:2][0])  # shapes are tensors meanwhile
 model.train()
@@ -57,9 +52,6 @@ if mode == "never":
     sys.exit()
 for x, y in loader:
     found = model(x)
-    if mode == "own-stream":
-        own = torch.from_numpy(numbers.randn(len(x), 1)).float()
-        found = found + torch.rand(()) * own
     if mode == "randomness":  # one process draws less before
         torch.rand(int(os.environ.get("WORLD_SIZE", "1")))
         found = found + torch.rand(())

@@ -55,6 +55,19 @@ class Run:
         return [sum(values) / len(values) for values in zip(*each, strict=True)]
 
 
+MARK = "--- next ---\n"
+BESIDE = """
+import sys, traceback
+for text in {texts!r}.values():
+    print("--- next ---", flush=True)
+    print("--- next ---", file=sys.stderr, flush=True)
+    try:
+        exec(compile(text, "train.py", "exec"), {{"__name__": "__main__"}})
+    except Exception:
+        traceback.print_exc()
+"""
+
+
 class Forks:
     """The process that forks."""
 
@@ -71,9 +84,15 @@ class Forks:
             text=True,
         )
 
+    def passes(self, script: Path | str, folder: Path, *arguments: str, **more: Any) -> Run:
+        """Do what `run` does with a script that ends without an error."""
+        done = self.run(script, folder, *arguments, **more)
+        assert not any(done.codes), "\n".join(done.err)
+        return done
+
     def run(
         self,
-        script: Path,
+        script: Path | str,
         folder: Path,
         *arguments: str,
         ranks: int = 0,
@@ -85,7 +104,7 @@ class Forks:
         """Run a script in a folder.
 
         Args:
-            script: Its file.
+            script: Its file, or the text of a `train.py` beside the folder.
             folder: Where; made if needed.
             arguments: Of the script.
             ranks: How many workers; 0 for plain python.
@@ -97,6 +116,9 @@ class Forks:
         logs = folder.with_name(folder.name + "-logs")
         folder.mkdir(parents=True, exist_ok=True)
         logs.mkdir(parents=True, exist_ok=True)
+        if isinstance(script, str):
+            (folder.parent / "train.py").write_text(script)
+            script = folder.parent / "train.py"
         request = {
             "script": str(script),
             "folder": str(folder),
@@ -120,6 +142,22 @@ class Forks:
             folder=folder,
             parameters=[json.loads(fact.read_text()) for fact in facts if fact.exists()],
         )
+
+    def beside(self, folder: Path, texts: Mapping[str, str], *, ranks: int = RANKS, **keys: Any) -> dict[str, Run]:
+        """Run several texts one after the other in one launch, each as `train.py`; errors end that text only.
+
+        Returns:
+            What each has written, by its name; an error's traceback is at the end of `err`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "beside.py").write_text(BESIDE.format(texts=dict(texts)))
+        done = self.run(folder / "beside.py", folder / "run", ranks=ranks, **keys)
+        assert done.codes == [0] * ranks, done.err
+        found = {}
+        for number, name in enumerate(texts):
+            out, err = ([text.split(MARK)[number + 1] for text in texts_] for texts_ in (done.out, done.err))
+            found[name] = Run(codes=done.codes, out=out, err=err, folder=done.folder, parameters=done.parameters)
+        return found
 
     def stop(self) -> None:
         """End the process."""

@@ -33,7 +33,7 @@ def replicated(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-def _without_us(forks: Forks, script: Path, folder: Path, ranks: int, *arguments: str) -> Run:
+def _without_us(forks: Forks, script: Path | str, folder: Path, ranks: int, *arguments: str) -> Run:
     """Run a script in plain torch: some of gloo's ranks hang or are aborted by torch itself at their exit."""
     for attempt in range(4):
         done = forks.run(script, folder / str(attempt), *arguments, ranks=ranks, torchrun=True)
@@ -52,8 +52,7 @@ def test_ddp_script_computes_and_writes_sharded_what_it_does_replicated(
     forks: Forks, replicated: Callable[[str], Run], tmp_path: Path, name: str
 ) -> None:
     wanted = replicated(name)
-    done = forks.run(DDP / f"{name}.py", tmp_path / "sharded", ranks=2)
-    assert done.codes == [0, 0], "\n".join(done.err)
+    done = forks.passes(DDP / f"{name}.py", tmp_path / "sharded", ranks=2)
     for ours, theirs in zip(done.out, wanted.out, strict=True):
         assert losses(theirs)
         assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6, abs=1e-6)
@@ -99,12 +98,9 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SPAWNED)
     port = str(_free_port())
-    wanted = _without_us(forks, script, tmp_path / "plain", 0, "spawn", port, "2")
-    done = forks.run(script, tmp_path / "run", "spawn", port, "2", ranks=2)
-    assert done.codes == [0, 0], done.err
+    wanted = _without_us(forks, SPAWNED, tmp_path / "plain", 0, "spawn", port, "2")
+    done = forks.passes(SPAWNED, tmp_path / "run", "spawn", port, "2", ranks=2)
     assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks(wanted.out[0])) != []
     assert_sharded(done)
 
@@ -137,9 +133,7 @@ def _of_ranks(printed: str) -> list[str]:
 def test_ranks_that_are_not_the_workers_are_refused(
     forks: Forks, tmp_path: Path, how: str, world: str, message: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SPAWNED)
-    done = forks.run(script, tmp_path / "run", how, "0", world, ranks=2)
+    done = forks.run(SPAWNED, tmp_path / "run", how, "0", world, ranks=2)
     assert 0 not in done.codes
     assert message in done.err[0]
 
@@ -173,9 +167,7 @@ if __name__ == "__main__":
 def test_a_process_that_would_train_alone_after_the_refusal_is_ended(
     forks: Forks, tmp_path: Path, join: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ALONE)
-    done = forks.run(script, tmp_path / "run", str(tmp_path), join, ranks=2)
+    done = forks.run(ALONE, tmp_path / "run", str(tmp_path), join, ranks=2)
     assert done.codes == [1, 1]
     assert not list(tmp_path.glob("trained-*"))
     for err in done.err:
@@ -257,33 +249,25 @@ for number in range(3):
 """
 
 
-def write(folder: Path, body: str) -> Path:
-    script = folder / "train.py"
-    script.write_text(HEAD + body)
-    return script
-
-
 def line_of(body: str, text: str) -> int:
-    return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if text in line)
+    return next(number for number, line in enumerate(HEAD + body.splitlines(), 1) if text in line)
 
 
 def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_are_used(
     forks: Forks, tmp_path: Path
 ) -> None:
-    done = forks.run(write(tmp_path, UNSYNCED), tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + UNSYNCED, tmp_path / "run", ranks=2)
     line = line_of(UNSYNCED, "clip_grad_norm_")
     assert done.err[0].count(f"train.py:{line}: no pass outside of no_sync() has averaged these gradients") == 1
 
 
 def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(write(tmp_path, UNSENT), tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + UNSENT, tmp_path / "run", ranks=2)
     assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
 
 
 def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(write(tmp_path, SKIPS), tmp_path / "run", ranks=2)
+    done = forks.run(HEAD + SKIPS, tmp_path / "run", ranks=2)
     assert done.codes == [9, 9]
     at = (f"rank 0 at train.py:{line_of(SKIPS, 'backward')}", f"rank 1 at train.py:{line_of(SKIPS, 'pow')}")
     told = f"the ranks wait for each other at different lines, and none goes on: {at[0]} (<module>); {at[1]}"
@@ -291,63 +275,69 @@ def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks
 
 
 def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(write(tmp_path, SAME), tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + SAME, tmp_path / "run", ranks=2)
     line = line_of(SAME, "backward")
     warned = f"train.py:{line}: all 2 ranks compute the same rows, because the script has no DistributedSampler"
     assert done.err[0].count(warned) == 1
+
+
+REFUSED = {
+    "join": (
+        "with Join([model]):\n    model(rows).mean().backward()\n",
+        " enters join(): every pass needs every rank, also one that has no batch left",
+    ),
+    "zero": (
+        "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)\n",
+        " builds a ZeroRedundancyOptimizer: FSDP divides the state of Adam already",
+    ),
+    "hook": (
+        "model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)\n",
+        " registers a hook for communication, and FSDP averages the gradients",
+    ),
+    "exchange": (
+        "dist.all_reduce(model.module[0][0].weight.data)\n",
+        " exchanges parameters or gradients of a sharded model: they are averaged already",
+    ),
+    "ignored": (
+        "DDP._set_params_and_buffers_to_ignore_for_model(model.module, ['0.0.weight'])\nDDP(model.module)\n",
+        " leaves 0.0.weight of Sequential out of DistributedDataParallel, to be trained by each rank",
+    ),
+    "replicate": (
+        "from torch.distributed._composable import replicate\nreplicate(torch.nn.Linear(4, 1))(rows)\n",
+        " replicates parameters without their model",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return forks.beside(
+        tmp_path_factory.mktemp("refused"), {name: HEAD + body for name, (body, _) in REFUSED.items()}
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_with_shards_is_refused_at_its_line(refused: dict[str, Run], name: str) -> None:
+    for err in refused[name].err:
+        assert re.search(r"train\.py:\d+" + re.escape(REFUSED[name][1]), err), err
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (
-            "with Join([model]):\n    model(rows).mean().backward()\n",
-            " enters join(): every pass needs every rank, also one that has no batch left",
-        ),
-        (
-            "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)\n",
-            " builds a ZeroRedundancyOptimizer: FSDP divides the state of Adam already",
-        ),
-        (
-            "model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)\n",
-            " registers a hook for communication, and FSDP averages the gradients",
-        ),
-        (
-            "dist.all_reduce(model.module[0][0].weight.data)\n",
-            " exchanges parameters or gradients of a sharded model: they are averaged already",
-        ),
-        (
-            "DDP._set_params_and_buffers_to_ignore_for_model(model.module, ['0.0.weight'])\nDDP(model.module)\n",
-            " leaves 0.0.weight of Sequential out of DistributedDataParallel, to be trained by each rank",
-        ),
-        (
-            "if rank == 0:\n    model.module[0][0].weight.data.fill_(1.0)\nmodel(rows)\n",
-            ": fill_() changes a sharded tensor on some ranks only",
-        ),
-        (
             "full = model.state_dict()\nif rank == 0:\n    model.load_state_dict(full)\nmodel(rows)\n",
-            ": copy_() changes a sharded tensor on some ranks only",
-        ),
-        (
-            "from torch.distributed._composable import replicate\nreplicate(torch.nn.Linear(4, 1))(rows)\n",
-            " replicates parameters without their model",
+            r"train\.py:\d+: copy_\(\) changes a sharded tensor on some ranks only",
         ),
         (
             "with model.no_sync():\n    model(rows).mean().backward()\nmodel.module[0][0].weight.grad.norm()\n",
-            "AttributeError: 'NoneType' object has no attribute 'norm'\n[rank0]: fsdplaunch: the last pass",
+            r"AttributeError: 'NoneType' object has no attribute 'norm'\n\[rank0\]: fsdplaunch: the last pass",
         ),
     ],
-    ids=[
-        *("join", "zero", "hook", "exchange", "ignored", "changed by rank 0", "loaded by rank 0", "replicate"),
-        "local gradients",
-    ],
+    ids=["loaded by rank 0", "local gradients"],
 )
-def test_what_cannot_be_done_with_shards_is_refused_at_its_line(
-    forks: Forks, tmp_path: Path, body: str, message: str
-) -> None:
-    done = forks.run(write(tmp_path, body), tmp_path / "run", ranks=2)
+def test_what_ends_a_run_names_the_reason(forks: Forks, tmp_path: Path, body: str, message: str) -> None:
+    done = forks.run(HEAD + body, tmp_path / "run", ranks=2)
     assert done.codes == [1, 1]
-    at = "" if message.startswith("Attr") else r"train\.py:\d+"
-    assert any(re.search(at + re.escape(message), err) for err in done.err), done.err
+    assert any(re.search(message, err) for err in done.err), done.err
     assert "joined a process group and gives no model" not in done.err[0]

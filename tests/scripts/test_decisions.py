@@ -25,9 +25,7 @@ HEAD = """
 
 
 def run(forks: Forks, folder: Path, body: str, *, ranks: int = RANKS, **keys: object) -> Run:
-    script = folder / "train.py"
-    script.write_text(textwrap.dedent(HEAD) + textwrap.dedent(body))
-    return forks.run(script, folder / "run", ranks=ranks, **keys)
+    return forks.run(textwrap.dedent(HEAD) + textwrap.dedent(body), folder / "run", ranks=ranks, **keys)
 
 
 TRAIN = """
@@ -89,109 +87,108 @@ def test_script_that_prepares_keeps_doing_so(forks: Forks, tmp_path: Path) -> No
     assert done.out == ["Net\n", "Net\n"]
 
 
+REFUSED = {
+    "shared": (
+        """
+        model, other = Net(), Net()
+        other.layers[1].weight = model.layers[0].weight
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        """,
+        "train.py:17: layers.1.weight of Net is one of Net as well, which was sharded at train.py:17",
+    ),
+    "after a backward": (
+        """
+        model = Net()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        """,
+        "train.py:17 builds SGD after a backward pass: Net has gradients, of each rank's own rows",
+    ),
+    "of no module, after a backward": (
+        """
+        scale = nn.Parameter(torch.ones(4))
+        (scale * torch.ones(2, 4)).sum().backward()
+        optimizer = torch.optim.SGD([scale], lr=0.1)
+        """,
+        "train.py:17 builds SGD after a backward pass: a parameter of no module has gradients",
+    ),
+    "part of a model": (
+        """
+        part = Net().to("cpu")
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.part = part
+                self.own = nn.Linear(4, 4)
+            def forward(self, x):
+                return self.own(self.part(x))
+        whole = Whole()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        """,
+        "train.py:24: Net was sharded at train.py:15, before it was part of a model",
+    ),
+    "memory": (
+        """
+        Net().to("cpu").share_memory()
+        """,
+        "train.py:15: share_memory_() of a sharded tensor has no memory of the full one",
+    ),
+    # The models of these are looked at again whenever an optimizer is built.
+    "added by a library": (
+        """
+        text = "class Policy(Net):\\n def __init__(self):\\n  super().__init__()\\n  {}\\n  {}\\n  {}".format(
+            "self.first = torch.optim.SGD(self.parameters(), lr=0.1)",
+            "self.late = nn.Linear(4, 4)",
+            "self.second = torch.optim.SGD(self.late.parameters(), lr=0.1)",
+        )
+        exec(compile(text, "<library>", "exec"))
+        policy = Policy()
+        """,
+        "train.py:21: late.weight of Policy appeared after the model was sharded at train.py:21",
+    ),
+    "added, then called": (
+        """
+        model = Net().to("cpu")
+        model.head = nn.Linear(4, 2)
+        model(torch.ones(2, 4))
+        """,
+        "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    texts = {name: textwrap.dedent(HEAD) + textwrap.dedent(body) for name, (body, _) in REFUSED.items()}
+    return forks.beside(tmp_path_factory.mktemp("refused"), texts)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_names_the_line(refused: dict[str, Run], name: str) -> None:
+    for err in refused[name].err:
+        assert REFUSED[name][1] in err
+        assert "fsdplaunch.prepare" in err or "batch size" in err
+
+
 @pytest.mark.parametrize(
-    ("body", "keys", "says"),
+    ("keys", "says"),
     [
         (
-            TRAIN,
             {"fsdp_config__fsdp_version": 1},
             "train.py:16 builds SGD, nothing in the script shards it, and doing so needs fsdp_version 2",
         ),
         (
-            """
-            model = Net().to("cpu")
-            model.head = nn.Linear(4, 2)
-            model(torch.ones(2, 4))
-            """,
-            {},
-            "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
-        ),
-        (
-            """
-            model = Net().to("cpu")
-            model.head = nn.Linear(4, 2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            """,
-            {},
-            "train.py:17: head.weight of Net appeared after the model was sharded at train.py:15",
-        ),
-        (
-            """
-            model, other = Net(), Net()
-            other.layers[1].weight = model.layers[0].weight
-            optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-            """,
-            {},
-            "train.py:17: layers.1.weight of Net is one of Net as well, which was sharded at train.py:17",
-        ),
-        (
-            TRAIN,
             {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": ("Blok",)},
             "train.py:16 builds SGD, and Net cannot be sharded there: no module of class Blok in Net",
         ),
-        (
-            """
-            text = "class Policy(Net):\\n def __init__(self):\\n  super().__init__()\\n  {}\\n  {}\\n  {}".format(
-                "self.first = torch.optim.SGD(self.parameters(), lr=0.1)",
-                "self.late = nn.Linear(4, 4)",
-                "self.second = torch.optim.SGD(self.late.parameters(), lr=0.1)",
-            )
-            exec(compile(text, "<library>", "exec"))
-            policy = Policy()
-            """,
-            {},
-            "train.py:21: late.weight of Policy appeared after the model was sharded at train.py:21",
-        ),
-        (
-            """
-            model = Net()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            """,
-            {},
-            "train.py:17 builds SGD after a backward pass: Net has gradients, of each rank's own rows",
-        ),
-        (
-            """
-            scale = nn.Parameter(torch.ones(4))
-            (scale * torch.ones(2, 4)).sum().backward()
-            optimizer = torch.optim.SGD([scale], lr=0.1)
-            """,
-            {},
-            "train.py:17 builds SGD after a backward pass: a parameter of no module has gradients",
-        ),
-        (
-            """
-            part = Net().to("cpu")
-            class Whole(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.part = part
-                    self.own = nn.Linear(4, 4)
-                def forward(self, x):
-                    return self.own(self.part(x))
-            whole = Whole()
-            optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-            """,
-            {},
-            "train.py:24: Net was sharded at train.py:15, before it was part of a model",
-        ),
-        (
-            """
-            Net().to("cpu").share_memory()
-            """,
-            {},
-            "train.py:15: share_memory_() of a sharded tensor has no memory of the full one",
-        ),
     ],
 )
-def test_what_cannot_be_done_names_the_line(
-    forks: Forks, tmp_path: Path, body: str, keys: dict[str, object], says: str
+def test_a_configuration_that_does_not_fit_names_the_line(
+    forks: Forks, tmp_path: Path, keys: dict[str, object], says: str
 ) -> None:
-    done = run(forks, tmp_path, body, **keys)
+    done = run(forks, tmp_path, TRAIN, **keys)
     assert done.codes == [1, 1], done.err
-    assert all(says in err for err in done.err), done.err[0]
-    assert "fsdplaunch.prepare" in done.err[0] or "batch size" in done.err[0]
+    assert all(says in err and "fsdplaunch.prepare" in err for err in done.err), done.err[0]
 
 
 def test_nobody_shards_when_that_is_asked_for(forks: Forks, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,8 @@ def runs(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     def run(name: str) -> tuple[Run, Run]:
         folder = tmp_path_factory.mktemp(name)
         script, ranks = EQUAL / f"{name}.py", str(RANKS)
-        plain = forks.run(script, folder / "plain", ranks)
-        assert plain.codes == [0], plain.err
-        many = forks.run(script, folder / "many", ranks, ranks=RANKS, launch__keep_global_batch=True)
-        assert many.codes == [0] * RANKS, many.err
+        plain = forks.passes(script, folder / "plain", ranks)
+        many = forks.passes(script, folder / "many", ranks, ranks=RANKS, launch__keep_global_batch=True)
         return plain, many
 
     return run
@@ -34,7 +34,7 @@ def runs(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     "name",
     [
         *("sums", "randomness", "samplers", "penalties", "optimizers", "operators", "batches", "references"),
-        *("mixtures", "inference", "decisions", "written", "recomputed", "objects"),
+        *("mixtures", "inference", "decisions", "written", "recomputed", "objects", "one_row"),
     ],
 )
 def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]], name: str) -> None:
@@ -46,6 +46,21 @@ def test_training_is_that_of_one_process(runs: Callable[[str], tuple[Run, Run]],
         found = lines(out)
         for each, numbers in expected.items():
             assert found[each] == pytest.approx(numbers, abs=1e-5), each
+
+
+HYBRID = {f"parallelism_config__parallelism_config_dp_{kind}_size": 2 for kind in ("replicate", "shard")}
+"""Rows and columns of ranks, of which each row holds a full model."""
+
+
+@pytest.mark.parametrize("keys", [{}, HYBRID], ids=["4", "2x2"])
+def test_parameters_with_fewer_rows_than_ranks_are_computed_with_alike(
+    runs: Callable[[str], tuple[Run, Run]], forks: Forks, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    expected = lines(runs("operators")[0].out[0])
+    many = forks.passes(EQUAL / "operators.py", tmp_path, "4", ranks=4, launch__keep_global_batch=True, **keys)
+    for out in many.out:
+        for name, numbers in lines(out).items():
+            assert numbers == pytest.approx(expected[name], abs=1e-5), name
 
 
 def test_parameters_that_a_script_holds_hold_no_full_tensor(runs: Callable[[str], tuple[Run, Run]]) -> None:

@@ -58,10 +58,7 @@ print(int(total))
 
 
 def test_weights_that_all_ranks_have_are_sent_as_they_are(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + CHECKED)
-    done = forks.run(script, tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], "\n".join(done.err)
+    done = forks.passes(HEAD + CHECKED, tmp_path / "run", ranks=2)
     assert [out.splitlines() for out in done.out] == [["checked"]] * 2
     assert ", for the script, " in done.err[0]
     assert done.err[0].count("sharded Sequential: ") == 1  # what is copied of it is not named
@@ -71,9 +68,7 @@ def test_weights_that_all_ranks_have_are_sent_as_they_are(forks: Forks, tmp_path
 def test_rank_0_may_have_more_rows_to_evaluate_than_others_and_others_more_than_rank_0_not(
     forks: Forks, tmp_path: Path, more: int
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + UNEVEN.replace("MORE", str(more)))
-    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
+    done = forks.run(HEAD + UNEVEN.replace("MORE", str(more)), tmp_path / "run", ranks=2, timeout=60)
     if more:
         assert 0 not in done.codes
         says = r"Sequential in evaluation at train.py:\d+.* was called on rank 1 only"

@@ -72,10 +72,8 @@ GIVEN = {
 def test_what_a_script_put_on_its_model_survives_sharding(
     forks: Forks, tmp_path: Path, given: str, body: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + GIVEN[given] + body)
-    plain = forks.run(script, tmp_path / "plain")
-    many = forks.run(script, tmp_path / "many", "prepare", ranks=2)
+    plain = forks.run(HEAD + GIVEN[given] + body, tmp_path / "plain")
+    many = forks.run(HEAD + GIVEN[given] + body, tmp_path / "many", "prepare", ranks=2)
     assert plain.codes + many.codes == [0, 0, 0], plain.err + many.err
     assert many.out == plain.out * 2
 
@@ -96,10 +94,7 @@ optimizer.step()
 
 
 def test_a_model_that_is_mostly_in_no_block_is_gathered_as_one_unit(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + WIDE)
-    many = forks.run(script, tmp_path / "many", ranks=2)
-    assert many.codes == [0, 0], many.err
+    many = forks.passes(HEAD + WIDE, tmp_path / "many", ranks=2)
     assert "sharded Wide: one unit, 535 parameters" in many.err[0]
 
 
@@ -113,9 +108,6 @@ for net, optimizer in zip(nets, optimizers):
 
 
 def test_each_of_several_models_is_named_in_a_line(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + SEVERAL)
-    many = forks.run(script, tmp_path / "many", ranks=2)
-    assert many.codes == [0, 0], many.err
+    many = forks.passes(HEAD + SEVERAL, tmp_path / "many", ranks=2)
     named = [line for line in many.err[0].splitlines() if "sharded" in line]
     assert [line.split("sharded ")[1].split(":")[0] for line in named] == ["Linear"] * 4 + ["Sequential"]

@@ -43,8 +43,7 @@ def test_every_saving_call_of_an_accelerate_script_writes_full_tensors(forks, tm
     out = tmp_path / "out"
     out.mkdir()
     options = keys(version, "BertLayer") | more
-    run = forks.run(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **options)
-    assert run.codes == [0, 0], run.err
+    run = forks.passes(SCRIPTS / "accelerate_saves.py", tmp_path / "run", str(out), ranks=2, **options)
     finds = more is FOUND and bool(
         BertForSequenceClassification(SMALL)._no_split_modules
     )  # from transformers 5 on
@@ -107,8 +106,7 @@ def test_shards_given_as_a_state_are_refused_with_the_line_before_anything_is_wr
 )
 def test_trainer_leaves_a_model_that_loads_whatever_its_checkpoints_are(forks, tmp_path, configured, special):
     out = tmp_path / "out"
-    run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), *special, ranks=2, **configured)
-    assert run.codes == [0, 0], run.err
+    run = forks.passes(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), *special, ranks=2, **configured)
     version = configured.get("fsdp_config__fsdp_version", 2)
     assert re.search(rf"sharded LlamaForCausalLM: .*FSDP{version} .*over 2 ranks", run.err[0])
     first, second, trained = (torch.load(out / f"{name}.pt") for name in ("step-1", "step-2", "trained"))
@@ -134,8 +132,7 @@ def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path)
 
     out = tmp_path / "out"
     inside = keys(1, "LlamaDecoderLayer") | {"fsdp_config__fsdp_activation_checkpointing": True}
-    run = forks.run(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), "peft", ranks=2, **inside)
-    assert run.codes == [0, 0], run.err
+    forks.passes(SCRIPTS / "trainer_saves.py", tmp_path / "run", str(out), "peft", ranks=2, **inside)
     trained = torch.load(out / "trained.pt")
     config = LlamaConfig(vocab_size=64, tie_word_embeddings=True, num_hidden_layers=2, num_attention_heads=2,
                          hidden_size=32, intermediate_size=64)  # fmt: skip
@@ -146,16 +143,14 @@ def test_trainer_leaves_adapters_that_load_from_inside_of_units(forks, tmp_path)
 
 
 def test_what_rank_0_alone_asks_of_fsdp1_is_an_error_at_its_line(forks, tmp_path):
-    run = forks.run(SCRIPTS / "fsdp1_saves.py", tmp_path / "run", ranks=2)
-    assert run.codes == [0, 0], "\n".join(run.err)
+    run = forks.passes(SCRIPTS / "fsdp1_saves.py", tmp_path / "run", ranks=2)
     names = ("model", "module", "optimizer", "named", "dcp", "summoned", "evaluated")
     lines = [line for line in run.out[0].splitlines() if "hint: " not in line]
     assert lines == [*(f"{name} True True True" for name in names), "4 4 11"]
 
 
 def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(forks, tmp_path):
-    run = forks.run(SCRIPTS / "hand_saves.py", tmp_path / "run", ranks=2)
-    assert run.codes == [0, 0], run.err
+    run = forks.passes(SCRIPTS / "hand_saves.py", tmp_path / "run", ranks=2)
     lines = [line for line in run.out[0].splitlines() if not line.startswith("hint: ")]
     alone = "was called on rank 0 only: rank 1 went on, waiting for rank 0 at hand_saves.py:"
     for line, says in zip(

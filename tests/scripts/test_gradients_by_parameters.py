@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.conftest import RANKS, Forks, lines
+from tests.scripts.conftest import RANKS, Forks, Run, lines
 
 BY_PARAMETERS = """
 import torch
@@ -21,22 +21,41 @@ for x in DataLoader(torch.ones(8, 4), batch_size=4):
 """
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        "torch.func.grad(loss)({name: value.detach() for name, value in names.items()})",
-        "torch.autograd.grad(loss(names), names.values(), create_graph=True)",
-    ],
-)
+TWICE = """
+import torch
+model = torch.nn.Linear(2, 1).to('cpu')
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+loss = model(torch.ones(2, 2)).pow(2).mean()
+{gradient}
+"""
+REFUSED = {
+    "torch.func.grad(loss)({name: value.detach() for name, value in names.items()})": (
+        BY_PARAMETERS,
+        "train.py:11",
+    ),
+    "torch.autograd.grad(loss(names), names.values(), create_graph=True)": (BY_PARAMETERS, "train.py:11"),
+    "loss.backward(create_graph=True)": (TWICE, "train.py:6: backward(create_graph=True)"),
+    "torch.autograd.grad(loss, list(model.parameters()), create_graph=True)": (
+        TWICE,
+        "train.py:6: torch.autograd.grad with",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    texts = {gradient: text.replace("{gradient}", gradient) for gradient, (text, _) in REFUSED.items()}
+    return forks.beside(tmp_path_factory.mktemp("refused"), texts, launch__keep_global_batch=True)
+
+
+@pytest.mark.parametrize("gradient", REFUSED)
 def test_gradients_by_parameters_that_would_be_lost_are_errors_at_their_line(
-    forks: Forks, tmp_path: Path, gradient: str
+    refused: dict[str, Run], gradient: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(BY_PARAMETERS.format(gradient=gradient))
-    done = forks.run(script, tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
-    assert all(done.codes)
-    assert "for the parameters of a sharded model would lose gradients" in done.err[0]
-    assert "train.py:11" in done.err[0]
+    for err in refused[gradient].err:
+        assert REFUSED[gradient][1] in err
+        assert "for the parameters of a sharded model would lose gradients" in err
+        assert "--num-processes 1 --shard off" in err
 
 
 SYNCHRONISED = """
@@ -63,35 +82,9 @@ with torch.no_grad():
 def test_normalisation_over_all_ranks_runs_on_the_cpu(
     forks: Forks, tmp_path: Path, precision: str, kept: bool
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SYNCHRONISED.format(rows=8))
-    plain = forks.run(script, tmp_path / "plain")
-    script.write_text(SYNCHRONISED.format(rows=8 if kept else 8 // RANKS))
+    plain = forks.run(SYNCHRONISED.format(rows=8), tmp_path / "plain")
+    text = SYNCHRONISED.format(rows=8 if kept else 8 // RANKS)
     keys: dict[str, Any] = {"launch__keep_global_batch": kept, "mixed_precision": precision}
-    many = forks.run(script, tmp_path / "many", ranks=RANKS, **keys)
-    assert many.codes == [0] * RANKS, many.err
+    many = forks.passes(text, tmp_path / "many", ranks=RANKS, **keys)
     expected = lines(plain.out[0])["after"]
     assert lines(many.out[0])["after"] == pytest.approx(expected, rel=1e-5 if precision == "no" else 0.05)
-
-
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [
-        ("loss.backward(create_graph=True)", "backward(create_graph=True)"),
-        ("torch.autograd.grad(loss, list(model.parameters()), create_graph=True)", "torch.autograd.grad with"),
-    ],
-)
-def test_second_derivatives_by_parameters_are_refused_at_their_line(
-    forks: Forks, tmp_path: Path, call: str, what: str
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(2, 1).to('cpu')\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=1.0)\n"
-        f"loss = model(torch.ones(2, 2)).pow(2).mean()\n{call}\n"
-    )
-    done = forks.run(script, tmp_path / "run", ranks=RANKS)
-    assert done.codes == [1] * RANKS
-    assert f"train.py:5: {what}" in done.err[0]
-    assert "--num-processes 1 --shard off" in done.err[0]

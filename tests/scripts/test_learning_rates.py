@@ -37,10 +37,7 @@ train(lower)
 
 
 def test_plateau_of_ranks_own_losses_is_decided_by_their_mean_and_told(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + PLATEAU)
-    done = forks.run(script, tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + PLATEAU, tmp_path / "run", ranks=2)
     assert done.out[0] == done.out[1]
     assert "rate 0.5\n" not in done.out[0]
     told = [line for line in done.err[0].splitlines() if "ReduceLROnPlateau is given" in line]
@@ -49,9 +46,7 @@ def test_plateau_of_ranks_own_losses_is_decided_by_their_mean_and_told(forks: Fo
 
 
 def test_rates_that_differ_with_the_global_batch_kept_end_the_run(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + BY_HAND)
-    done = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
+    done = forks.run(HEAD + BY_HAND, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
     assert done.codes == [1, 1]
     for err in done.err:
         assert "ranks step with other learning rates: [0.5] on rank 0 and [0.25] on rank 1" in err

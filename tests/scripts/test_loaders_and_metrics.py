@@ -11,8 +11,7 @@ from tests.scripts.conftest import EQUAL, RANKS, Forks
 @pytest.mark.parametrize("keep", [True, False])
 def test_rows_sliced_from_a_tensor_are_divided_or_warned_of(forks: Forks, tmp_path: Path, keep: bool) -> None:
     plain = forks.run(EQUAL / "rows.py", tmp_path / "plain")
-    many = forks.run(EQUAL / "rows.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=keep)
-    assert many.codes == [0] * RANKS, many.err
+    many = forks.passes(EQUAL / "rows.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=keep)
     warned = f"rows.py:14: all {RANKS} ranks compute the same rows, because no DataLoader divides them"
     assert many.err[0].count(warned) == (not keep)
     assert (f"16 rows are divided over {RANKS} ranks" in many.err[0]) == keep
@@ -45,8 +44,7 @@ for x in valid:
 
 def test_a_loader_begun_before_the_model_evaluates_is_told(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LATE)
-    many = forks.run(tmp_path / "train.py", tmp_path / "many", ranks=RANKS)
-    assert many.codes == [0] * RANKS, many.err
+    many = forks.passes(tmp_path / "train.py", tmp_path / "many", ranks=RANKS)
     told = "train.py:17: each rank evaluates its own share of the rows"
     assert many.err[0].count(told) == many.err[0].count("its own share of the rows") == 1
 
@@ -126,8 +124,7 @@ def test_metrics_that_libraries_add_up_over_ranks_count_each_row_once(forks: For
     for name, text in METRICS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    many = forks.run(tmp_path / "train.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
-    assert many.codes == [0] * RANKS, many.err
+    many = forks.passes(tmp_path / "train.py", tmp_path / "many", ranks=RANKS, launch__keep_global_batch=True)
     assert many.out == ["evaluated: 24.0 24.0\ntrained: 32.0 32.0\n" * 2] * RANKS
 
 
@@ -155,16 +152,14 @@ for inputs, wanted in KIND(rows, batch_size=8, sampler=DistributedSampler(rows, 
 def test_a_sampler_for_one_replica_is_divided_and_a_loader_with_its_own_iter_is_told(
     forks: Forks, tmp_path: Path, kind: str, named: str | None
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOADERS.replace("KIND", kind))
-    plain = forks.run(script, tmp_path / "plain")
-    many = forks.run(script, tmp_path / "many", ranks=RANKS)
-    assert many.codes == [0] * RANKS, many.err
+    plain = forks.run(LOADERS.replace("KIND", kind), tmp_path / "plain")
+    many = forks.passes(LOADERS.replace("KIND", kind), tmp_path / "many", ranks=RANKS)
     assert (f"batches of 8 on each of {RANKS} ranks" in many.err[0]) == (named is None)
     warned = f"all {RANKS} ranks compute the same rows, because no DataLoader divides them"
     assert many.err[0].count(warned) == many.err[0].count("compute the same rows") == (named is not None)
-    kept = forks.run(script, tmp_path / "kept", ranks=RANKS, launch__keep_global_batch=True)
-    assert kept.codes == [0] * RANKS, kept.err
+    kept = forks.passes(
+        LOADERS.replace("KIND", kind), tmp_path / "kept", ranks=RANKS, launch__keep_global_batch=True
+    )
     assert kept.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
@@ -188,25 +183,50 @@ for (x,) in loader:
 
 
 def test_accelerate_divides_the_batches_that_it_makes(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ACCELERATED)
-    plain = forks.run(script, tmp_path / "plain")
+    plain = forks.run(ACCELERATED, tmp_path / "plain")
     keys: dict[str, Any] = {"launch__keep_global_batch": True, "fsdp_config__fsdp_auto_wrap_policy": "NO_WRAP"}
-    many = forks.run(script, tmp_path / "many", ranks=RANKS, **keys)
-    assert many.codes == [0] * RANKS, many.err
+    many = forks.passes(ACCELERATED, tmp_path / "many", ranks=RANKS, **keys)
     assert many.out[0].count("rows 4") == 4
     assert many.losses() == pytest.approx(plain.losses(), abs=1e-5)
 
 
 def test_script_that_divides_its_batches_itself_cannot_have_them_kept(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "from torch.distributed.fsdp import fully_shard\n"
-        "model = fully_shard(torch.nn.Linear(2, 1))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=1.0)\n"
-        "other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)\n"
-    )
-    done = forks.run(script, tmp_path / "run", ranks=RANKS, launch__keep_global_batch=True)
+    text = """
+import torch
+from torch.distributed.fsdp import fully_shard
+model = fully_shard(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+"""
+    done = forks.run(text, tmp_path / "run", ranks=RANKS, launch__keep_global_batch=True)
     assert done.codes == [1] * RANKS
     assert "keep_global_batch is set, and the script divides its batches itself" in done.err[0]
+
+
+OTHERS = """
+import os, random
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
+torch.manual_seed(0)
+rows = torch.randn(64, 4)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows[rank::world])
+order = list(range(64))
+random.SystemRandom().shuffle(order)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for data in (DATA,):
+    for x in DataLoader(data, batch_size=8):
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_data_that_differ_by_rank_end_a_run_that_keeps_the_global_batch(forks: Forks, tmp_path: Path) -> None:
+    kinds = ("rows[rank::world]", "Subset(rows, order)", "Stream()")
+    texts = {kind: OTHERS.replace("DATA", kind) for kind in kinds}
+    for kind, run in forks.beside(tmp_path, texts, launch__keep_global_batch=True).items():
+        for err in run.err:
+            assert "train.py:17: Linear is given other values on rank 1 than on rank 0" in err, kind

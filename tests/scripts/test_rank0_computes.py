@@ -106,9 +106,7 @@ if rank == 0:
 
 
 def run(forks: Forks, folder: Path, body: str, *arguments: str) -> tuple[list[int], list[str], list[str]]:
-    script = folder / "train.py"
-    script.write_text(body)
-    done = forks.run(script, folder / "run", *arguments, ranks=2, timeout=60)
+    done = forks.run(body, folder / "run", *arguments, ranks=2, timeout=60)
     return done.codes, done.out, done.err
 
 

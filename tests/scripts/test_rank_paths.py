@@ -75,54 +75,35 @@ train(Parts())
     ("left_out", "found"),
     [
         ("ranks.get_rank()", "experts.1 of ByRank"),  # as many on both, of one size: torch would join them
-        ("2 - ranks.get_rank()", "experts.2 of ByRank after experts.0"),
         ("3 + ranks.get_rank()", "the end of ByRank after experts.2"),
     ],
 )
 def test_blocks_that_only_some_ranks_call_are_an_error_at_the_line(
     forks: Forks, tmp_path: Path, left_out: str, found: str
 ) -> None:
-    script = tmp_path / "experts.py"
-    script.write_text(EXPERTS.replace("{left_out}", left_out))
-    done = forks.run(script, tmp_path / "run", ranks=2)
+    done = forks.run(EXPERTS.replace("{left_out}", left_out), tmp_path / "run", ranks=2)
     assert done.codes != [0, 0]
     errors = [line for err in done.err for line in err.splitlines() if "ShardingError" in line]
     assert errors, done.err
-    assert any(found in line and "experts.py:" in line for line in errors)
+    assert any(found in line and "train.py:" in line for line in errors)
     assert any("NO_WRAP" in err for err in done.err)
     assert "trained" not in "".join(done.out)
 
 
-TURNS = "[9, 0, 1, (0, 1)[ranks.get_rank()]]"
-"""Left out: none, one, another, each by both ranks; then another one by each rank."""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        EXPERTS.replace("{left_out}", f"self.__dict__.setdefault('turns', {TURNS}).pop(0)"),
-        PARTS.replace("{condition}", "self.__dict__.setdefault('turns', [1, 0, 1, ranks.get_rank()]).pop(0)"),
-    ],
-    ids=["experts", "parts"],
-)
-def test_ways_that_all_ranks_have_gone_before_are_no_leave_to_part(
-    forks: Forks, tmp_path: Path, text: str
-) -> None:
-    script = tmp_path / "turns.py"
-    script.write_text(text)
-    done = forks.run(script, tmp_path / "run", ranks=2)
+def test_ways_that_all_ranks_have_gone_before_are_no_leave_to_part(forks: Forks, tmp_path: Path) -> None:
+    turns = "[9, 0, 1, (0, 1)[ranks.get_rank()]]"  # left out: none, one, another by both; then by each another one
+    text = EXPERTS.replace("{left_out}", f"self.__dict__.setdefault('turns', {turns}).pop(0)")
+    done = forks.run(text, tmp_path / "run", ranks=2)
     assert done.codes != [0, 0]
-    assert any("ShardingError: turns.py:" in err for err in done.err), done.err
+    assert any("ShardingError: train.py:" in err for err in done.err), done.err
     assert "trained" not in "".join(done.out)
 
 
 def test_a_parameter_that_only_some_ranks_use_is_an_error_at_the_line(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "parts.py"
-    script.write_text(PARTS.replace("{condition}", "ranks.get_rank()"))
-    done = forks.run(script, tmp_path / "run", ranks=2)
+    done = forks.run(PARTS.replace("{condition}", "ranks.get_rank()"), tmp_path / "run", ranks=2)
     assert done.codes != [0, 0]
     assert any(
-        "ShardingError: parts.py:" in err and "without a gradient of aside.weight" in err for err in done.err
+        "ShardingError: train.py:" in err and "without a gradient of aside.weight" in err for err in done.err
     )
     assert "trained" not in "".join(done.out)
 
@@ -135,8 +116,7 @@ def test_a_parameter_that_only_some_ranks_use_is_an_error_at_the_line(forks: For
     ],
 )
 def test_what_all_ranks_leave_out_together_trains(forks: Forks, tmp_path: Path, text: str) -> None:
-    script = tmp_path / "together.py"
-    script.write_text(text.replace("steps=4", "steps=8"))
-    done = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
-    assert done.codes == [0, 0], "\n".join(done.err)
+    done = forks.passes(
+        text.replace("steps=4", "steps=8"), tmp_path / "run", ranks=2, launch__keep_global_batch=True
+    )
     assert "trained" in done.out[0]

@@ -145,10 +145,7 @@ else:
 def test_splits_and_validation_losses_are_equal_on_all_ranks_and_draws_are_not(
     forks: Forks, tmp_path: Path
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + BEST_OF_VALIDATION)
-    done = forks.run(script, tmp_path / "run", ranks=2)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + BEST_OF_VALIDATION, tmp_path / "run", ranks=2)
     first, second = ([line.split() for line in out.splitlines()] for out in done.out)
     assert [line[1:] for line in first] == [line[1:] for line in second]
     assert all(one[0] != other[0] for one, other in zip(first[1:], second[1:], strict=True))
@@ -157,21 +154,15 @@ def test_splits_and_validation_losses_are_equal_on_all_ranks_and_draws_are_not(
 
 
 def test_rank_0_saves_alone_also_in_a_script_for_one_process(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + GUARDED)
-    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + GUARDED, tmp_path / "run", ranks=2, timeout=60)
     saved = torch.load(done.folder / "last.pt")
     assert saved["done"] is True
     assert saved["model"]["0.weight"].shape == (8, 4)
 
 
 def test_what_a_script_does_with_saved_files_is_done_once(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + FILES)
-    plain = forks.run(script, tmp_path / "plain")
-    done = forks.run(script, tmp_path / "run", ranks=2, timeout=60)
-    assert done.codes == [0, 0], done.err
+    plain = forks.run(HEAD + FILES, tmp_path / "plain")
+    done = forks.passes(HEAD + FILES, tmp_path / "run", ranks=2, timeout=60)
     assert done.out == plain.out * 2
     assert done.out[0].split("\n")[:2] == ["FileNotFoundError", "NotADirectoryError"]
     names = [sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*")) for run in (plain, done)]
@@ -185,11 +176,8 @@ def test_what_a_script_does_with_saved_files_is_done_once(forks: Forks, tmp_path
 
 
 def test_each_rank_reads_what_was_saved_under_a_name_of_its_own(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + OWN_FOLDERS)
-    plain = forks.run(script, tmp_path / "plain")
-    done = forks.run(script, tmp_path / "run", ranks=2, launch__keep_global_batch=True, timeout=60)
-    assert done.codes == [0, 0], done.err
+    plain = forks.run(HEAD + OWN_FOLDERS, tmp_path / "plain")
+    done = forks.passes(HEAD + OWN_FOLDERS, tmp_path / "run", ranks=2, launch__keep_global_batch=True, timeout=60)
     assert done.out == plain.out * 2
     assert len({path.stat().st_ino for path in done.folder.rglob("*.pt")}) == 2  # links: one file an epoch
     assert len(list(done.folder.rglob("*.pt"))) == 4

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import RANKS, Forks, lines
+from tests.scripts.conftest import Forks, Run, lines
 
 OWN_ROWS = """
 import os, sys, torch
@@ -43,11 +43,8 @@ for name, loss_of in LOSSES.items():
 def test_gradients_of_shards_outside_of_passes_are_the_mean_of_all_ranks(
     forks: Forks, tmp_path: Path, ranks: int
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(OWN_ROWS)
-    plain = forks.run(script, tmp_path / "plain", str(ranks))
-    many = forks.run(script, tmp_path / "many", str(ranks), ranks=ranks)
-    assert many.codes == [0] * ranks, many.err
+    plain = forks.run(OWN_ROWS, tmp_path / "plain", str(ranks))
+    many = forks.passes(OWN_ROWS, tmp_path / "many", str(ranks), ranks=ranks)
     expected = lines(plain.out[0])
     assert len(expected) == 7
     for out in many.out:
@@ -64,66 +61,43 @@ model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x, params = torch.ones(4, 2), dict(model.named_parameters())
 model(x).mean().backward()
-{term}
+{line}
 """
-
-
-@pytest.mark.parametrize(
-    "term",
-    [
-        "vmap(jacrev(model))(x)",
-        "vjp(model, x)[1](torch.ones(4, 2))",
-        "vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x)",
-    ],
-)
-def test_transforms_of_a_sharded_models_passes_are_errors_at_their_line(
-    forks: Forks, tmp_path: Path, term: str
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRANSFORMED.format(term=term))
-    done = forks.run(script, tmp_path / "run", ranks=RANKS)
-    assert done.codes == [1] * RANKS
-    assert "train.py:9: a transform of torch.func computes Sequential, which is sharded" in done.err[0]
-    assert "--num-processes 1 --shard off" in done.err[0]
-
-
-REFUSED = """
+TRANSFORM = "train.py:9: a transform of torch.func computes Sequential, which is sharded"
+CHANGED = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to("cpu")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 weight = model[0].weight
-{change}
+{line}
 """
+IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
+REFUSED = {
+    "vmap(jacrev(model))(x)": TRANSFORM,
+    "vjp(model, x)[1](torch.ones(4, 2))": TRANSFORM,
+    "vmap(jacrev(lambda row: functional_call(model, params, (row,))))(x)": TRANSFORM,
+    "weight[0] = 1.0": f"train.py:6: {IN_PLACE}",
+    "weight.mul_(2)": IN_PLACE,
+    "weight.data = torch.ones(2, 2)": "train.py:6: .data of a sharded parameter of shape (4, 4) is given (2, 2)",
+    "weight.data.storage()": "train.py:6: storage() of a sharded tensor has no memory of the full one",
+    "model[0].register_parameter('other', weight)": "train.py:6: other of Sequential appeared after the model",
+    "weight.detach().numpy()[0] = 1": "assignment destination is read-only",
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (
-            "weight[0] = 1.0",
-            "train.py:6: a leaf Variable that requires grad is being used in an in-place operation",
-        ),
-        ("weight.mul_(2)", "a leaf Variable that requires grad is being used in an in-place operation"),
-        (
-            "weight.data = torch.ones(2, 2)",
-            "train.py:6: .data of a sharded parameter of shape (4, 4) is given (2, 2)",
-        ),
-        ("weight.data.storage()", "train.py:6: storage() of a sharded tensor has no memory of the full one"),
-        (
-            "model[0].register_parameter('other', weight)",
-            "train.py:6: other of Sequential appeared after the model",
-        ),
-        ("weight.detach().numpy()[0] = 1", "assignment destination is read-only"),
-    ],
-)
-def test_what_shards_cannot_have_is_an_error_at_its_line(
-    forks: Forks, tmp_path: Path, change: str, error: str
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(REFUSED.format(change=change))
-    done = forks.run(script, tmp_path / "run", ranks=RANKS)
-    assert done.codes == [1] * RANKS
-    assert error in done.err[0]
+@pytest.fixture(scope="module")
+def refused(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    texts = {
+        line: (TRANSFORMED if error is TRANSFORM else CHANGED).format(line=line) for line, error in REFUSED.items()
+    }
+    return forks.beside(tmp_path_factory.mktemp("refused"), texts)
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_shards_cannot_have_is_an_error_at_its_line(refused: dict[str, Run], line: str) -> None:
+    for err in refused[line].err:
+        assert REFUSED[line] in err
+        assert ("--num-processes 1 --shard off" in err) == (REFUSED[line] is TRANSFORM)
 
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "plain_lm.py"
@@ -131,6 +105,5 @@ EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "plain_lm.py"
 
 def test_an_evaluation_after_training_with_parameters_kept_gathered(forks: Forks, tmp_path: Path) -> None:
     keys = {"fsdp_config__fsdp_reshard_after_forward": False}
-    done = forks.run(EXAMPLE, tmp_path / "run", "--steps", "3", ranks=2, **keys)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(EXAMPLE, tmp_path / "run", "--steps", "3", ranks=2, **keys)
     assert "evaluation loss after training" in done.out[0]

@@ -24,12 +24,11 @@ SEQUENCES: dict[str, Any] = {"parallelism_config__parallelism_config_cp_size": 2
 def test_nano_gpt_with_split_layers_and_sequences_is_that_of_one_process(forks: Forks, tmp_path: Path) -> None:
     script = PROGRAMS / "nano_gpt.py"
     plain = forks.run(script, tmp_path / "plain")
-    for number, keys in enumerate((LAYERS, LAYERS | SEQUENCES)):
-        split = forks.run(script, tmp_path / str(number), ranks=4, launch__keep_global_batch=True, **keys)
-        assert split.codes == [0] * 4, split.err[0]
-        assert split.losses() == pytest.approx(plain.losses(), abs=1e-4)
-        assert "layers split: 12 of 28 parameters over 2 ranks, by sharding.tensor_parallel_plan" in split.err[0]
-        assert_same_files(plain.folder, split.folder)
+    keys = LAYERS | SEQUENCES
+    split = forks.passes(script, tmp_path / "split", ranks=4, launch__keep_global_batch=True, **keys)
+    assert split.losses() == pytest.approx(plain.losses(), abs=1e-4)
+    assert "layers split: 12 of 28 parameters over 2 ranks, by sharding.tensor_parallel_plan" in split.err[0]
+    assert_same_files(plain.folder, split.folder)
     assert "sequences split: over 2 ranks inside of the blocks" in split.err[0]
 
 
@@ -79,10 +78,7 @@ if dist.get_rank() == 0:
 def test_a_script_of_ranks_that_divides_data_by_rank_reads_alike_where_layers_are_split(
     forks: Forks, tmp_path: Path
 ) -> None:
-    script = tmp_path / "by_rank.py"
-    script.write_text(RANK_0_SAVES)
     plan = {"*.up": "colwise", "*.down": "rowwise"}
     keys = LAYERS | {"sharding__tensor_parallel_plan": plan}
-    done = forks.run(script, tmp_path / "run", ranks=4, **keys)
-    assert done.codes == [0] * 4, done.err
+    done = forks.passes(RANK_0_SAVES, tmp_path / "run", ranks=4, **keys)
     assert "the same" in done.out[0]

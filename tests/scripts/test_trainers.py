@@ -48,10 +48,7 @@ for evaluate in (True, False, True):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_losses_are_those_of_one_process(forks: Forks, tmp_path: Path, version: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(EVALUATES_FIRST)
-    plain = forks.run(script, tmp_path / "plain")
-    run = forks.run(script, tmp_path / "run", ranks=2, fsdp_config__fsdp_version=version, **BLOCKS)
-    assert run.codes == [0, 0], run.err
+    plain = forks.run(EVALUATES_FIRST, tmp_path / "plain")
+    run = forks.passes(EVALUATES_FIRST, tmp_path / "run", ranks=2, fsdp_config__fsdp_version=version, **BLOCKS)
     assert len(plain.losses()) == 3
     assert run.losses() == pytest.approx(plain.losses(), abs=1e-5)

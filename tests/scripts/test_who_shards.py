@@ -103,26 +103,6 @@ model = Layer().to("cpu")
 step(model, torch.optim.SGD(model.parameters(), lr=0.1))
 """
 
-PIPELINE = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-model.to("cpu")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-if dist.get_rank() == 0:
-    dist.send(model(torch.ones(2, 4)).detach(), 1)
-else:
-    dist.recv(torch.empty(2, 4), 0)
-"""
-
-AVERAGED = """
-import torch.distributed.algorithms.model_averaging.averagers as averagers
-torch.distributed.init_process_group("gloo")
-averager = averagers.PeriodicModelAverager(period=1)
-model.to("cpu")
-step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-averager.average_parameters(model.parameters())
-"""
-
 OVER_A_NODE = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -165,13 +145,6 @@ for _ in range(2):
 print(" ".join(f"{p.full_tensor().sum().item():.4f}" for p in model.parameters()))
 """
 
-EVALUATES_FIRST = """
-model.to("cpu")
-with torch.inference_mode():
-    model.eval()(torch.ones(2, 4))
-step(model.train(), torch.optim.AdamW(model.parameters(), lr=0.1))
-"""
-
 ALREADY_SHARDED = """
 model.to("cpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -209,9 +182,7 @@ assert not hasattr(model, "get_parameter_or_buffer")
 
 
 def run(forks: Forks, folder: Path, body: str, **keys: object) -> Run:
-    script = folder / "train.py"
-    script.write_text(HEAD + body)
-    return forks.run(script, folder / "run", ranks=2, **keys)
+    return forks.run(HEAD + body, folder / "run", ranks=2, **keys)
 
 
 def test_unused_imports_and_dead_branches_count_for_nothing(forks: Forks, tmp_path: Path) -> None:
@@ -253,15 +224,11 @@ def test_fsdp1s_hybrid_shard_over_the_devices_of_a_node_is_refused_on_a_cpu(fork
 
 
 def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + EARLY)
-    early = forks.run(script, tmp_path / "early", ranks=2)
-    assert early.codes == [0, 0], early.err
+    early = forks.passes(HEAD + EARLY, tmp_path / "early", ranks=2)
     said = f"train.py:{(HEAD + EARLY).splitlines().index('total = len(loader)') + 1}: len() of the loader was 8"
     assert early.err[0].count(said) == 1
     assert "each rank reads 4 batches" in early.err[0]
-    known = forks.run(script, tmp_path / "known", ranks=2, launch__shard="always")
-    assert known.codes == [0, 0], known.err
+    known = forks.passes(HEAD + EARLY, tmp_path / "known", ranks=2, launch__shard="always")
     assert "len() of the loader" not in known.err[0]
 
 
@@ -322,8 +289,8 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
 
 @pytest.mark.parametrize(
     "body",
-    [BY_COLLECTIVES, TENSOR_PARALLEL, PIPELINE, AVERAGED],
-    ids=["gradients", "tensor parallel", "pipeline", "averaged"],
+    [BY_COLLECTIVES, TENSOR_PARALLEL],
+    ids=["gradients", "tensor parallel"],
 )
 def test_script_that_joins_a_group_and_gives_no_model_to_ddp_is_refused_at_its_first_step(
     forks: Forks, tmp_path: Path, body: str
@@ -379,20 +346,12 @@ def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_p
 def test_script_with_hidden_ranks_takes_its_way_for_one_process(forks: Forks, tmp_path: Path) -> None:
     script = PROGRAMS / "ddp" / "nano_gpt.py"
     plain = forks.run(script, tmp_path / "plain")
-    done = forks.run(script, tmp_path / "many", ranks=2, launch__hide_ranks=True, launch__keep_global_batch=True)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(
+        script, tmp_path / "many", ranks=2, launch__hide_ranks=True, launch__keep_global_batch=True
+    )
     assert done.losses() == pytest.approx(plain.losses(), abs=1e-4)
     assert_sharded(done)
     assert_same_files(plain.folder, done.folder)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_may_begin_with_an_evaluation_in_inference_mode(forks: Forks, tmp_path: Path, ranks: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + EVALUATES_FIRST)
-    done = forks.run(script, tmp_path / "run", ranks=ranks)
-    assert done.codes == [0] * ranks, done.err
-    assert "stepped" in done.out[0]
 
 
 def test_accelerate_shards_models_that_have_buffers_and_parameters_of_their_own(

@@ -44,13 +44,10 @@ kept.close()
 
 
 def test_files_that_every_rank_writes_are_written_once(forks: Forks, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "begun.txt").write_text("of an earlier run")
-    done = forks.run(script, folder, ranks=2, timeout=60)
-    assert done.codes == [0, 0], done.err
+    forks.passes(SCRIPT, folder, ranks=2, timeout=60)
     written = {path.name: path.read_text() for path in folder.iterdir()}
     kept = written.pop("kept.csv").splitlines()
     assert [line[:2] for line in kept] == ["0,", "1,", "2,"]
@@ -111,8 +108,7 @@ def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_pa
     script.write_text(BYTES)
     (folder / "site-packages").mkdir(parents=True)
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
-    done = forks.run(script, folder, "2", ranks=2, timeout=60)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(script, folder, "2", ranks=2, timeout=60)
     assert [out.split()[-2:] for out in done.out] == [["0", "own"], ["1", "own"]]  # caches; names of their own
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
         *("before.zip", "model.zip", "values.pkl", "state-0.bin"),
@@ -150,8 +146,5 @@ print(len(rows), len(values))
 def test_a_cache_that_another_rank_is_building_is_read_when_it_is_complete(
     forks: Forks, tmp_path: Path, first: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(CACHED)
-    done = forks.run(script, tmp_path / "run", first, ranks=2, timeout=60)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(CACHED, tmp_path / "run", first, ranks=2, timeout=60)
     assert done.out == ["50000 200000\n"] * 2

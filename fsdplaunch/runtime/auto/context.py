@@ -4,7 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fsdplaunch.runtime.auto.rank0.position import Position, trains_shards
 from fsdplaunch.runtime.inspection.parameters import unwrapped
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import seed_by_chance
-from fsdplaunch.runtime.rank import DataRanks, configured_data_ranks
+from fsdplaunch.runtime.rank import configured_data_ranks
 from fsdplaunch.runtime.sharding.wrap import runs
 from fsdplaunch.runtime.torch_internals.modules import is_built, own_children, own_parameters
 from fsdplaunch.runtime.torch_internals.tensors import tensors_held
@@ -32,23 +32,14 @@ _LOOKED_AT = 2
 
 @dataclass(slots=True)
 class Progress:
-    """One worker's.
+    """How far one worker's training is, and what ranks compute in it."""
 
-    Attributes:
-        backwards: Backward passes that have begun.
-        passes: Passes in training since the last of them.
-        divided: Whether a loader gave this rank its share of something.
-        complete: Whether the loader that was read last gave all ranks the same rows, to evaluate by.
-        compared: Whether ranks have compared their rows.
-        fingerprint: A number made of what the last pass was given; None before the first, and once compared.
-    """
-
-    backwards: int = 0
-    passes: int = 0
-    divided: bool = False
-    complete: bool = False
-    compared: bool = False
-    fingerprint: float | None = None
+    backwards: int = 0  # backward passes that have begun
+    passes: int = 0  # passes in training since the last of them
+    divided: bool = False  # a loader gave this rank its share of something
+    complete: bool = False  # the loader that was read last gave all ranks the same rows, to evaluate by
+    compared: bool = False  # ranks have compared their rows
+    fingerprint: float | None = None  # of what the last pass was given; None before the first, and once compared
 
     def enter(self, given: Iterable[Any]) -> None:
         """Note what a pass in training with gradients is given."""
@@ -63,13 +54,12 @@ class Progress:
 
     def compare_rows(self, device: torch.device, *, ranked: bool) -> None:
         """Warn before a backward where all ranks compute the same rows. Collective at the second one."""
-        if self.compared or self.divided or self.fingerprint is None or not self.passes:
-            return
-        if self.backwards + 1 < _LOOKED_AT:
+        done = self.compared or self.divided or self.fingerprint is None or not self.passes
+        if done or self.backwards + 1 < _LOOKED_AT:
             return
         self.compared = True
         own, self.fingerprint = self.fingerprint, None
-        extremes = torch.tensor([own, -own], dtype=torch.float64, device=device)
+        extremes = torch.tensor([own, -own], dtype=torch.float64, device=device)  # type: ignore[operator]
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             why = "the script has no DistributedSampler" if ranked else "no DataLoader divides them"
@@ -118,79 +108,47 @@ class ModuleRegistry:
         return self._tops(holders), [param for key, param in wanted.items() if key not in found]
 
     def _tops(self, modules: list[nn.Module]) -> list[nn.Module]:
-        """Return the outermost callable modules above the given ones, without torch.compile's wrappers."""
+        """Return the outermost modules above that are called, which lists are not, without compile's wrappers."""
         parents: dict[int, list[nn.Module]] = {}
         for module in self.alive():
             if not isinstance(module, DistributedDataParallel):  # stands around a model, and is none
                 for _, child in own_children(module):
                     parents.setdefault(id(child), []).append(module)
-        tops = (unwrapped(_highest(module, parents)) for module in modules)
-        return list({id(top): top for top in tops}.values())
+        tops: dict[int, nn.Module] = {}
+        for module in modules:
+            level, seen, best = [module], {id(module)}, module
+            while level:
+                level = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
+                seen.update(id(p) for p in level)
+                best = next((p for p in level if runs(p)), best)
+            tops[id(unwrapped(best))] = unwrapped(best)
+        return list(tops.values())
 
 
-def _highest(module: nn.Module, parents: dict[int, list[nn.Module]]) -> nn.Module:
-    """Return the last callable module on the way up: lists and plain holders of models are not models."""
-    level, seen, best = [module], {id(module)}, module
-    while level:
-        above = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
-        seen.update(id(p) for p in above)
-        best = next((p for p in above if runs(p)), best)
-        level = above
-    return best
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HookContext:
-    """One worker's run of one script.
+    """One worker's run of one script: nothing is decided at its start, nothing found."""
 
-    Attributes:
-        config: As launched.
-        device: This worker's own.
-        rank: Among all workers.
-        size: How many workers there are.
-        data: This worker's number among those that read different data; fewer, where layers are split.
-        ownership: Who shards.
-        module_registry: The modules that exist.
-        streams: The random generators.
-        models: The models sharded for the script, and the line where.
-        when_sharded: What to call when the first model was sharded.
-        complete: For each of them, what to call to check that no parameter was added since.
-        printed: The messages that were printed and are not repeated.
-        position: Where the script is.
-        numbers: The numbers of these models and of those that accelerate has sharded, the same on all ranks.
-        _next: Gives the next of them.
-        _optimizers: Those that were built, in order.
-        optimizers: Those that train the shards.
-        batches: How far training is, and what passes are given.
-        undo: Takes away at the end what hooks have replaced later than at the start.
-    """
-
-    config: Config
-    device: torch.device
-    rank: int
-    size: int
-    data: DataRanks
-    ownership: Ownership
-    module_registry: ModuleRegistry
-    streams: RngStreams
-    models: "weakref.WeakKeyDictionary[nn.Module, str]" = field(default_factory=weakref.WeakKeyDictionary)
-    when_sharded: list[Callable[[], None]] = field(default_factory=list)
-    complete: "weakref.WeakKeyDictionary[nn.Module, Callable[[], None]]" = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    printed: set[str] = field(default_factory=set)
-    position: Position = field(default_factory=Position)
-    numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = field(default_factory=weakref.WeakKeyDictionary)
-    _next: "itertools.count[int]" = field(default_factory=itertools.count)
-    _optimizers: "list[weakref.ref[Optimizer]]" = field(default_factory=list)
-    optimizers: "weakref.WeakSet[Optimizer]" = field(default_factory=weakref.WeakSet)
-    batches: Progress = field(default_factory=Progress)
-    undo: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def keeps_batch(self) -> bool:
-        """Return whether every rank runs the script on the global batch, with the model's passes divided."""
-        return self.config.launch.keep_global_batch
+    def __init__(self, config: Config, device: torch.device, *, rank: int, size: int) -> None:
+        self.config, self.device, self.rank, self.size = config, device, rank, size
+        self.keeps_batch = config.launch.keep_global_batch  # the script runs on the global batch on every rank
+        # This worker's number among those that read different data; fewer, where layers are split.
+        self.data = configured_data_ranks(config, rank=rank, size=size)
+        self.ownership = Ownership(config)
+        self.streams = RngStreams(rank=self.data.rank, kept=self.keeps_batch, scripts=size == 1)
+        if rank:
+            self.ownership.leave_draws = lambda: seed_by_chance(self.streams.seeds)
+        self.module_registry, self.position, self.batches = ModuleRegistry(), Position(), Progress()
+        # The models sharded for the script, with the line where, and what checks that they have no new parameter.
+        self.models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.complete: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+        # The numbers of these and of those that others have sharded, the same on all ranks.
+        self.numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that train the shards
+        self._built: list[weakref.ref[Optimizer]] = []  # all of them, in order
+        self.when_sharded: list[Callable[[], None]] = []  # to be called when the first model was sharded
+        self.printed: set[str] = set()  # messages that are not repeated
+        self.undo = ExitStack()  # takes away at the end what hooks have replaced later than at the start
 
     def say_once(self, message: str, key: str = "") -> None:
         """Print a message unless it, or another one with the same key, was printed before."""
@@ -200,7 +158,7 @@ class HookContext:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, weakly."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self._built.append(weakref.ref(optimizer))
 
     def note_model(self, model: nn.Module, line: str) -> None:
         """Remember a model that was sharded, weakly, and the script's line where."""
@@ -215,17 +173,14 @@ class HookContext:
         self.position.watch(model)
 
     def numbered_optimizers(self) -> list[tuple[int, Optimizer]]:
-        """Return the optimizers of shards that are alive, with numbers that are the same on all ranks.
-
-        One of no shards has no number: it may be one rank's own.
-        """
-        optimizers = [ref() for ref in self._optimizers]
-        numbered = [optimizer for optimizer in optimizers if optimizer is None or trains_shards(optimizer)]
-        return [(number, optimizer) for number, optimizer in enumerate(numbered) if optimizer is not None]
+        """Return the optimizers of shards that live, with numbers that are the same on all ranks."""
+        optimizers = [ref() for ref in self._built]
+        numbered = [each for each in optimizers if each is None or trains_shards(each)]
+        return [(number, each) for number, each in enumerate(numbered) if each is not None]
 
     def built_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that are alive, in the order they were built, which is the same on all ranks."""
-        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return [optimizer for ref in self._built if (optimizer := ref()) is not None]
 
     def learning_rates(self) -> list[float]:
         """Return the learning rates of the optimizers of shards."""
@@ -235,22 +190,3 @@ class HookContext:
     def evaluating(self) -> bool:
         """Return whether the script computes without training: no gradients, or no model in training mode."""
         return not torch.is_grad_enabled() or not any(model.training for model in list(self.models))
-
-
-def context_of(config: Config, device: torch.device, *, rank: int, size: int) -> HookContext:
-    """Make a worker's context at its start: nothing decided, nothing found."""
-    data = configured_data_ranks(config, rank=rank, size=size)
-    streams = RngStreams(rank=data.rank, kept=config.launch.keep_global_batch, scripts=size == 1)
-    ownership = Ownership(config)
-    if rank:
-        ownership.leave_draws = lambda: seed_by_chance(streams.seeds)
-    return HookContext(
-        config=config,
-        device=device,
-        rank=rank,
-        size=size,
-        data=data,
-        ownership=ownership,
-        module_registry=ModuleRegistry(),
-        streams=streams,
-    )

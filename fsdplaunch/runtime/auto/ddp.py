@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -56,28 +56,22 @@ def build_zero(
     original(zero, params, optimizer_class, **how)
 
 
-_HINT = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
-_REFUSED = 76
-"""Status of a process that would have joined ranks; no shell or interpreter gives it by itself."""
+_REFUSED = 76  # status of a process that would have joined ranks; no shell or interpreter gives it by itself
 
 _started: dict[BaseProcess, str] = {}
 """What is to be said of a process of the script's, if it would have joined ranks."""
 
 
 def raise_refused() -> None:
-    """Wait for the processes that the ended script has started, as the interpreter does: not for daemons.
-
-    Raises:
-        ShardingError: One of them would have joined ranks.
-    """
+    """Wait for the processes that the ended script has started, and raise where one would have joined ranks."""
     for process, message in _started.items():
         process.join(0 if process.daemon else None)
         if process.exitcode == _REFUSED:
-            raise ShardingError(message, hint=_HINT)
+            hint = "leave the processes to fsdplaunch launch: call in the script what each of them would run"
+            raise ShardingError(message, hint=hint)
 
 
 def _may_join_ranks(function: Any) -> bool:
-    """Return whether a function is of the user's own module, and that holds torch's distributed package."""
     function = getattr(function, "func", function)
     names = getattr(function, "__globals__", {})
     if not dist.is_initialized() or not is_user_file(str(names.get("__file__", "<"))):
@@ -141,57 +135,42 @@ class _WithoutGroup:
         self.target, self.message = target, message
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dist.init_process_group = dist.distributed_c10d.init_process_group = self._leave
+        def leave(*_: Any, **__: Any) -> None:  # an error scripts catch, and go on to train a copy in each process
+            messages.say_anywhere(f"{self.message}; this process ends")
+            flush_both()
+            os._exit(_REFUSED)
+
+        dist.init_process_group = dist.distributed_c10d.init_process_group = leave
         return self.target(*args, **kwargs)
-
-    def _leave(self, *_: Any, **__: Any) -> None:
-        """End this process: scripts catch an error here, and go on to train a copy in each process."""
-        messages.say_anywhere(f"{self.message}; this process ends")
-        flush_both()
-        os._exit(_REFUSED)
-
-
-_IGNORED = "params_and_buffers_to_ignore"
-"""The argument by which what sends rank 0's state leaves tensors out."""
 
 
 def construct(original: Any, hook_context: HookContext, ddp: Any, *args: Any, **kwargs: Any) -> None:
     """Stand for the constructor of DistributedDataParallel, which shards what it is given."""
     bound = inspect.signature(original).bind(ddp, *args, **kwargs)
     bound.apply_defaults()
-    if not _shard(bound.arguments["module"], bound.arguments, hook_context):
+    given: dict[str, Any] = bound.arguments
+    model, what = unwrapped(given["module"]), "gives it to DistributedDataParallel"
+    sharded = is_sharded(model) or has_shards(model)
+    ours = hook_context.ownership.claim_replicas(what)
+    if ours:
+        _check(given["module"], given["process_group"], hook_context)
+        hook_context.streams.scripts = True
+        if not sharded:
+            with _keeping_unsent_buffers(given):
+                adopt_model(model, hook_context, what=what, one_unit=bool(given["find_unused_parameters"]))
+            for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
+                regroup(optimizer, hook_context, now=True)
+        hook_local_gradients(filter(is_unit, model.modules()))
+    elif not sharded:  # what is, by others, stays so
         original(ddp, *args, **kwargs)
         return
     if "fsdplaunch" not in str(DistributedDataParallel.forward.__module__):
-        for name, make in _METHODS.items():
-            hook_context.undo.enter_context(replaced(DistributedDataParallel, name, make))
-    _fill(ddp, bound.arguments)
-
-
-def _shard(module: nn.Module, given: dict[str, Any], hook_context: HookContext) -> bool:
-    """Shard a module unless it is; return whether it is sharded now."""
-    model, what = unwrapped(module), "gives it to DistributedDataParallel"
-    sharded = is_sharded(model) or has_shards(model)
-    if not hook_context.ownership.claim_replicas(what):
-        return sharded  # and stays so
-    _check(module, given["process_group"], hook_context)
-    hook_context.streams.scripts = True
-    if not sharded:
-        with _keeping_unsent_buffers(module, given):
-            adopt_model(model, hook_context, what=what, one_unit=bool(given["find_unused_parameters"]))
-        for optimizer in filter(waits_for_shards, hook_context.built_optimizers()):
-            regroup(optimizer, hook_context, now=True)
-    hook_local_gradients(filter(is_unit, model.modules()))
-    return True
+        hook_context.undo.enter_context(replaced(DistributedDataParallel, "forward", _forward))
+    _fill(ddp, given)
 
 
 def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: HookContext) -> None:
-    """Refuse what cannot be kept.
-
-    Raises:
-        ShardingError: Replicas over some of the ranks, a global batch that the script divides itself, parameters
-            that the script has torch's wrapper leave alone, or no model at all.
-    """
+    """Refuse what cannot be kept: some of the ranks, the global batch, parameters left alone, no model."""
     name, line = type(module).__name__.removeprefix("FSDP"), script_line()
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         msg = f"{line} replicates parameters without their model"
@@ -233,23 +212,17 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
         ddp.__dict__[name] = given.get(name)
     ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
     ddp.mixed_precision, ddp.parameters_to_ignore = given.get("mixed_precision"), set()
-    buffers = [*_sent_buffers(ddp.module, given).values()]
-    ddp.reducer = ddp.logger = _NOTHING
-    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), buffers=buffers)
-    ddp.__dict__["__reduce_ex__"] = _reducer(weakref.ref(ddp), given)
+    ddp.reducer = ddp.logger = _Nothing()
+    for name, (what, hint) in _REFUSED_METHODS.items():
+        ddp.__dict__[name] = functools.partial(_refuse, what, hint)
+    ddp.__dict__["fsdplaunch_forward"] = Forward(unwrapped(ddp.module), [*_sent_buffers(given).values()])
+    # It is pickled as the call that makes one of its module: it has nothing of torch's own.
+    chosen = {name: given[name] for name in ("find_unused_parameters", "static_graph") if given.get(name)}
+    wrapper: Any = weakref.ref(ddp)
+    make = functools.partial(DistributedDataParallel, **chosen)
+    ddp.__dict__["__reduce_ex__"] = lambda _: (make, (wrapper().module,))
     if given["find_unused_parameters"]:
         agree_on_unused(unwrapped(ddp.module))
-
-
-def _reducer(ddp: "weakref.ref[Any]", given: dict[str, Any]) -> Any:
-    """Let a wrapper be pickled as the call that makes one of its module: it has nothing of torch's own."""
-    chosen = {name: given[name] for name in ("find_unused_parameters", "static_graph") if given.get(name)}
-
-    def reduce_ex(_protocol: int) -> Any:
-        wrapper: Any = ddp()
-        return functools.partial(DistributedDataParallel, **chosen), (wrapper.module,)
-
-    return reduce_ex
 
 
 class _Nothing:
@@ -261,35 +234,32 @@ class _Nothing:
         return lambda *_, **__: SimpleNamespace(strs_map={}, ints_map={})  # timings, of which there are none
 
 
-_NOTHING = _Nothing()
-
-
 def send_all_but_shards(original: Any, _: HookContext, *args: Any, **kwargs: Any) -> None:
     """Leave out shards where rank 0's state is sent, as Lightning does before it evaluates."""
     call = inspect.signature(original).bind(*args, **kwargs)
     params = call.arguments["module"].named_parameters()
     shards = {name for name, param in params if isinstance(param, DTensor)}
-    call.arguments[_IGNORED] = {*call.arguments[_IGNORED], *shards}
+    name = "params_and_buffers_to_ignore"
+    call.arguments[name] = {*call.arguments[name], *shards}
     original(*call.args, **call.kwargs)
 
 
 def _sends_buffers(given: dict[str, Any]) -> bool:
-    """Return whether passes begin with rank 0's buffers: set under a newer name, an older one, or not at all."""
     values = [given.get(name) for name in ("forward_sync_buffers", "broadcast_buffers")]
     return bool(next((each for each in values if each is not None), True))
 
 
-def _sent_buffers(module: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the buffers, by name, that a wrapper of a module sends before its passes."""
-    ignored = getattr(module, IGNORED_NAMES, ())
-    named = module.named_buffers() if _sends_buffers(given) else ()
+def _sent_buffers(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the buffers, by name, that a wrapper sends before its passes."""
+    ignored = getattr(given["module"], IGNORED_NAMES, ())
+    named = given["module"].named_buffers() if _sends_buffers(given) else ()
     return {name: buffer for name, buffer in named if name not in ignored and buffer.numel()}
 
 
 @contextmanager
-def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterator[None]:
+def _keeping_unsent_buffers(given: dict[str, Any]) -> Iterator[None]:
     """Give each rank back its own of the other buffers, which are rank 0's once a model is sharded."""
-    sent = _sent_buffers(module, given)
+    module, sent = given["module"], _sent_buffers(given)
     own = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in sent}
     yield
     with torch.no_grad():
@@ -301,15 +271,12 @@ def _keeping_unsent_buffers(module: nn.Module, given: dict[str, Any]) -> Iterato
 class Forward:
     """One wrapper's passes."""
 
-    def __init__(self, model: nn.Module, *, buffers: Sequence[torch.Tensor]) -> None:
-        self.model = model
-        self.syncs = True
-        self.buffers = buffers
-        self.is_alone = False
-        self.before, self.after = untraced(self.begin), untraced(self.end)  # made once: that takes long
+    def __init__(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
+        self.model, self.buffers = model, buffers
+        self.syncs, self.is_alone = True, False
+        self.before, self.after = untraced(self._begin), untraced(self._end)  # made once: that takes long
 
-    def begin(self, ddp: Any) -> None:
-        """Do what comes before a pass."""
+    def _begin(self, ddp: Any) -> None:
         if self.model not in _trained and self.model.training and torch.is_grad_enabled():
             _trained.add(self.model)
             passes_of(self.model).turn(self.model)
@@ -324,14 +291,12 @@ class Forward:
 
     def computing(self, module: nn.Module) -> nn.Module:
         """Return what computes a pass: the model itself, not compiled, where rank 0 makes it alone."""
-        if compiled_module(module) is not self.model:
-            return module
         trains = self.model.training and torch.is_grad_enabled()
-        return (
-            self.model if not trains and passes_of(self.model).is_alone_without_compiling(self.model) else module
-        )
+        if compiled_module(module) is not self.model or trains:
+            return module
+        return self.model if passes_of(self.model).is_alone_without_compiling(self.model) else module
 
-    def end(self, ddp: Any) -> None:
+    def _end(self, ddp: Any) -> None:
         """Note whether the next pass is to begin with rank 0's buffers: after one that averages, as torch does."""
         if not self.is_alone:  # the other ranks do not note it
             ddp.require_forward_param_sync = torch.is_grad_enabled() and ddp.require_backward_grad_sync
@@ -353,11 +318,7 @@ class Forward:
                     buffer.copy_(part.view_as(buffer))
 
 
-_trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that were called in training mode."""
-
-
-# What DistributedDataParallel is asked beside its passes -------------------------------------------------------
+_trained: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models that were called in training mode
 
 
 def _forward(original: Any) -> Any:
@@ -374,19 +335,9 @@ def _forward(original: Any) -> Any:
     return forward
 
 
-def _refusing(what: str, hint: str) -> Any:
-    """Return what makes a method that is an error of a wrapper of a sharded model."""
-
-    def make(original: Any) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if "fsdplaunch_forward" not in self.__dict__:
-                return original(self, *args, **kwargs)
-            msg = f"{script_line()} {what}"
-            raise ShardingError(msg, hint=hint)
-
-        return method
-
-    return make
+def _refuse(what: str, hint: str, *_: Any, **__: Any) -> NoReturn:
+    msg = f"{script_line()} {what}"
+    raise ShardingError(msg, hint=hint)
 
 
 _HOOK = (
@@ -397,10 +348,4 @@ _JOIN = (
     "enters join(): every pass needs every rank, also one that has no batch left",
     "give all ranks as many batches (drop_last=True, DistributedSampler), and leave join() out",
 )
-_METHODS = {
-    "forward": _forward,
-    "join_hook": _refusing(*_JOIN),
-    "register_comm_hook": _refusing(*_HOOK),
-    BUILTIN_HOOK: _refusing(*_HOOK),
-}
-"""What stands in the place of the wrapper's own methods, from the first whose model is sharded on."""
+_REFUSED_METHODS = {"join_hook": _JOIN, "register_comm_hook": _HOOK, BUILTIN_HOOK: _HOOK}

@@ -38,24 +38,13 @@ _alone_at: list[Any] = []
 
 
 def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:
-    """Return the full tensor of a shard, without gradients, by all ranks or by rank 0 alone. Collective.
-
-    Args:
-        tensor: A parameter, a gradient, state of an optimizer, or what was computed of them.
-        call: What needs it, for errors.
-
-    Raises:
-        CheckpointError: Some ranks make this call and some do not, or rank 0 cannot have this one alone.
-    """
+    """Return the full tensor of a shard, without gradients, by all ranks or by rank 0 alone. Collective."""
     alone = fetcher_for_rank0_alone(call, [tensor])
     return gathered(tensor.detach()) if alone is None else fetch(alone, tensor)
 
 
 def gathered(tensor: Any) -> torch.Tensor:
-    """Return the full tensor of a shard, with gradients where they are wanted. Collective.
-
-    The gradient is averaged over the ranks, of which each has that of its own loss.
-    """
+    """Return the full tensor of a shard, whose gradient is averaged over the ranks' losses. Collective."""
     is_full = all(placement.is_replicate() for placement in placements_of(tensor))
     full: torch.Tensor = tensor.to_local() if is_full else tensor.full_tensor()
     if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
@@ -84,14 +73,7 @@ def placed_like(shard: Any, value: Any) -> Any:
 
 
 def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | None:
-    """Return what fetches shards where rank 0 alone has come to the call that runs; None for all ranks.
-
-    Collective at a call's first time. An optimizer's step is never rank 0's alone.
-
-    Args:
-        call: What needs full tensors, for errors.
-        tensors: The shards; rank 0 can have only those over all ranks alone.
-    """
+    """Return what fetches shards where rank 0 alone has come to this call. Collective at its first time."""
     found = service()
     if found is None or in_optimizer_step():
         return None
@@ -119,12 +101,7 @@ def fetch(gathering: ShardGatherer, tensor: Any) -> torch.Tensor:
 
 
 class Gathered:
-    """The full tensor that some views are of.
-
-    Args:
-        shard: Of which it is.
-        full: Its values, plain; with its gradients where the views have some.
-    """
+    """The full tensor of a shard that some views are of: plain, with gradients where the views have some."""
 
     def __init__(self, shard: DTensor, full: torch.Tensor) -> None:
         self.shard, self.full = shard, full
@@ -139,8 +116,11 @@ class Gathered:
             self.changes = shard_changes(self.shard)
 
     def write_back(self) -> None:
-        """Give the shard what was written into the full tensor."""
-        write_full(self.shard, self.full)
+        """Give the shard its part of what was written into the full tensor, which every rank has."""
+        with torch.no_grad():
+            part: Any = split_like(self.full, self.shard)
+            local_tensor(self.shard).copy_(local_tensor(part))
+        note_changes([self.shard])
         self.changes = shard_changes(self.shard)
 
 
@@ -186,17 +166,6 @@ def shard_changes(shard: Any) -> tuple[int, ...]:
     return change_count(shard) + change_count(local), storage_identity(local)
 
 
-@torch.no_grad()
-def write_full(shard: Any, full: torch.Tensor) -> None:
-    """Write into a shard its part of a full tensor, which every rank has. Without communication."""
-    part: Any = split_like(full, shard)
-    local_tensor(shard).copy_(local_tensor(part))
-    note_changes([shard])
-
-
-_TRANSFORM_HINT = "run this script in one process: --num-processes 1 --shard off"
-
-
 def functional_call(
     original: Any, hook_context: HookContext, module: nn.Module, given: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -206,31 +175,23 @@ def functional_call(
     """
     if hook_context.ownership.ours:
         merged = given if isinstance(given, Mapping) else {k: v for one in given for k, v in one.items()}
-        if _replaces(module, merged):
-            return _call_unsharded(original, module, merged, args, kwargs)
+        reshard(module)
+        own = dict(module.named_parameters(remove_duplicate=False))
+        shards = any(isinstance(param, DTensor) for param in own.values())
+        if shards and any(value is not own[name] for name, value in merged.items() if name in own):
+            return _call_unsharded(original, module, own, merged, args, kwargs)
     return original(module, given, *args, **kwargs)
 
 
-def _replaces(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Return whether a module has shards, and any of what is given is something else than its own parameter."""
-    reshard(module)
-    own = dict(module.named_parameters(remove_duplicate=False))
-    shards = any(isinstance(param, DTensor) for param in own.values())
-    return shards and any(value is not own[name] for name, value in given.items() if name in own)
-
-
-def _call_unsharded(original: Any, module: nn.Module, given: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective.
-
-    Raises:
-        ShardingError: A transform of torch.func differentiates by what is given.
-    """
+def _call_unsharded(
+    original: Any, module: nn.Module, own: dict[str, Any], given: Mapping[str, Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective."""
     if is_in_transform():
         msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
-        raise ShardingError(msg, hint=_TRANSFORM_HINT)
+        raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
     units = (part for part in module.modules() if is_unit(part))
     dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
-    own = dict(module.named_parameters(remove_duplicate=False))
     tensors = {**own, **given}
     full: dict[int, torch.Tensor] = {}
     for tensor in (tensors[name] for name in own):

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from fsdplaunch.runtime.auto.batch.loaders import counting_rows_once
-from fsdplaunch.runtime.auto.batch.streams import seeding_ranks
+from fsdplaunch.runtime.auto.batch.loaders import count_rows_once
+from fsdplaunch.runtime.auto.batch.streams import seed_ranks
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.adopt_models import deciding_when_training_begins
-from fsdplaunch.runtime.auto.rank0.position import tracking_position
-from fsdplaunch.runtime.auto.torch_calls import computing_with_shards, refusing_collectives, stepping_shards
+from fsdplaunch.runtime.auto.model.adopt_models import decide_when_training_begins
+from fsdplaunch.runtime.auto.rank0.position import track_position
+from fsdplaunch.runtime.auto.torch_calls import compute_with_shards, refuse_collectives, step_shards
 from fsdplaunch.runtime.auto.working_tree import WorkingTree, rank_0_having_the_tree
-from fsdplaunch.runtime.patch import replaced, replaced_once_imported
+from fsdplaunch.runtime.patch import once_imported, replaced
 from fsdplaunch.runtime.sharding.optimizers import stepping_with_local_shards
 from fsdplaunch.runtime.torch_internals.modules import SEND_STATES, TOTAL_NORM
 
@@ -99,35 +99,36 @@ _WHEN_IMPORTED = (
 @contextmanager
 def hooks(hook_context: HookContext) -> Iterator[HookContext]:
     """Install the hooks of one worker, in any order, and take them away at the end."""
-    contexts = (
-        # The model: it is sharded when training begins, where it could not be known before who shards.
-        deciding_when_training_begins(hook_context),
-        # The model: the steps of torch's optimizers compute on local shards.
-        stepping_with_local_shards(),
-        # A shard: gradients are placed before a step.
-        stepping_shards(hook_context),
-        # A shard reads as its full value, is written by its full shape and stays local with other shards.
-        computing_with_shards(hook_context),
-        # A shard is not exchanged by the script: it is averaged already.
-        refusing_collectives(hook_context),
-        # The batch: metrics that libraries add up over ranks count complete rows once.
-        counting_rows_once(hook_context),
-        # Random numbers: alike until training begins, then by the batch's meaning; seeded, never patched.
-        seeding_ranks(hook_context.streams, hook_context.size),
-        # Files: rank 0 has the working tree.
-        rank_0_having_the_tree(WorkingTree(hook_context.ownership, hook_context.rank)),
-        # Rank 0 alone: what it asks for belongs to the step that the script is at.
-        tracking_position(hook_context),
-    )
-    with ExitStack() as stack:
+    with hook_context.undo as undo:
         for owner, name, function in _REPLACED:
-            stack.enter_context(replaced(owner, name, _standing(function, hook_context)))
+            undo.enter_context(replaced(owner, name, _standing(function, hook_context)))
         for module, path, function in _WHEN_IMPORTED:
-            stack.enter_context(replaced_once_imported(module, path, _standing(function, hook_context)))
-        for context in contexts:
-            stack.enter_context(context)
-        stack.enter_context(hook_context.undo)
+            once_imported(module, functools.partial(_replace, hook_context, path, function))
+        # The model: it is sharded when training begins, where it could not be known before who shards.
+        decide_when_training_begins(hook_context)
+        # The model: the steps of torch's optimizers compute on local shards.
+        undo.enter_context(stepping_with_local_shards())
+        # A shard: gradients are placed before a step.
+        step_shards(hook_context)
+        # A shard reads as its full value, is written by its full shape and stays local with other shards.
+        compute_with_shards(hook_context)
+        # A shard is not exchanged by the script: it is averaged already.
+        refuse_collectives(hook_context)
+        # The batch: metrics that libraries add up over ranks count complete rows once.
+        count_rows_once(hook_context)
+        # Random numbers: alike until training begins, then by the batch's meaning; seeded, never patched.
+        seed_ranks(hook_context.streams, hook_context.size, undo)
+        # Files: rank 0 has the working tree.
+        undo.enter_context(rank_0_having_the_tree(WorkingTree(hook_context.ownership, hook_context.rank)))
+        # Rank 0 alone: what it asks for belongs to the step that the script is at.
+        track_position(hook_context)
         yield hook_context
+
+
+def _replace(hook_context: HookContext, path: str, function: str, module: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    owner = getattr(module, owner) if owner else module
+    hook_context.undo.enter_context(replaced(owner, name, _standing(function, hook_context)))
 
 
 def _standing(function: str, hook_context: HookContext) -> Callable[[Any], Any]:

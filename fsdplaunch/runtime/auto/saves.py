@@ -11,8 +11,8 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,6 @@ class _Open(threading.local):
 _open = _Open()
 
 
-@contextmanager
-def _pickling(gathering: ShardGatherer) -> Iterator[None]:
-    """Pickle sharded tensors as full ones, and sharded models as what they were before."""
-    before, _open.gatherer = _open.gatherer, gathering
-    try:
-        yield
-    finally:
-        _open.gatherer = before
-
-
 def reduce_shard(original: Any, hook_context: HookContext, tensor: DTensor, protocol: Any) -> Any:
     """Stand for `DTensor.__reduce_ex__`: what pickles for the script has full tensors, `pickle.dump(state, f)`."""
     if _open.gatherer is not None:
@@ -101,7 +91,6 @@ def scriptable(module: nn.Module) -> nn.Module:
 
 
 def _full_copy(model: Any, call: str) -> nn.Module:
-    """Return a plain copy of a sharded module. Collective, or on rank 0 alone."""
     gathering = ShardGatherer(call, keep=True)
     gathering.meet()
     with gathering.finish("gather the model"):
@@ -147,7 +136,9 @@ def load_model(
         targets = {clean_name(name): param for name, param in named if isinstance(param, DTensor)}
     if targets:
         _meet(f"{original_name(model)}.load_state_dict")
-        state_dict, assign = _cut_model(state_dict, targets), False
+        state_dict, given, assign = copy.copy(state_dict), state_dict, False
+        for name, value in given.items():
+            state_dict[name] = _cut(value, targets.get(clean_name(name)))
     return original(model, state_dict, strict=strict, assign=assign)
 
 
@@ -158,7 +149,13 @@ def load_optimizer(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if hook_context.ownership.ours and any(isinstance(param, DTensor) for param in params):
         _meet(f"{type(optimizer).__name__}.load_state_dict")
-        state_dict = _cut_optimizer(state_dict, params)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, params, strict=False))  # the optimizer itself refuses what does not fit
+        state = dict(state_dict["state"])
+        for number, values in state.items():
+            if isinstance(values, dict):
+                state[number] = {key: _cut(value, by_number.get(number)) for key, value in values.items()}
+        state_dict = {**state_dict, "state": state}
     original(optimizer, state_dict)
 
 
@@ -166,48 +163,21 @@ def _meet(call: str) -> None:
     """Wait until rank 0 makes a call that changes shards, too: until then it may still be saving them.
 
     Rank 0 waits for none that does not come: it may exchange weights for a save, and back.
-
-    Raises:
-        CheckpointError: Only other ranks make it.
     """
     service = waits.current()
     if service is not None:
         service.meets(call, "make it on all ranks, decided by a number that all of them have alike")
 
 
-def _cut_model(state: Any, targets: dict[str, Any]) -> Any:
-    cut = copy.copy(state)
-    for name, value in state.items():
-        target = targets.get(clean_name(name))
-        if target is not None and _is_full(value, target):
-            cut[name] = cut_to_shard(value, target)
-    return cut
-
-
-def _cut_optimizer(state: dict[str, Any], params: list[Any]) -> dict[str, Any]:
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, params, strict=False))  # the optimizer itself refuses what does not fit
-    cut: dict[Any, Any] = {}
-    for number, values in state["state"].items():
-        param = by_number.get(number)
-        cut[number] = values
-        if param is not None and isinstance(values, dict):
-            cut[number] = {key: cut_to_shard(v, param) if _is_full(v, param) else v for key, v in values.items()}
-    return {**state, "state": cut}
-
-
-def _is_full(value: Any, target: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and isinstance(target, DTensor)
-        and value.shape == target.shape
-    )
+def _cut(value: Any, target: Any) -> Any:
+    """Return this rank's shard of a full tensor for a shard, and anything else itself."""
+    is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    fits = is_full and isinstance(target, DTensor) and value.shape == target.shape
+    return cut_to_shard(value, target) if fits else value
 
 
 _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
-_DEPTH = 5
-"""How deep shards are looked for in nested mappings and lists."""
+_DEPTH = 5  # how deep shards are looked for in nested mappings and lists
 
 
 def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -216,45 +186,38 @@ def torch_save(save: Any, hook_context: HookContext, obj: Any, f: Any, *args: An
     def write(to: Any) -> None:
         save(obj, to, *args, **kwargs)
 
+    ours = hook_context.ownership.ours
     if are_files_of_ranks() or isinstance(obj, _STORAGES):  # torch pickles each storage so
         write(f)
         return
-    shares = hook_context.ownership.ours and _has_shards(obj, of_models=True)
+    shares = bool(ours) and _has_shards(obj, of_models=True)
     with in_turn("torch.save") if shares else nullcontext():
-        gathering = _gatherer(hook_context, obj, f)
+        gathering = _gatherer_of_one_file(hook_context, obj, f)
+        if ours:
+            everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
+            gathering = ShardGatherer(
+                "torch.save", keep=everywhere or hook_context.rank == 0, spool=not everywhere
+            )
+            if shares and not everywhere:
+                _keep_by_rank(hook_context, path_of(f), gathering)
         if gathering is not None:
             _save_full(hook_context, write, obj, f, gathering)
+            if gathering.count and hook_context.config.fsdp_config.fsdp_state_dict_type == "SHARDED_STATE_DICT":
+                hook_context.say_once(
+                    "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's"
+                    " shards"
+                )
             return
     _warn_of_shards(hook_context, obj)
     if tree().is_rank_0s():
         _write_own(write, f)
-    elif hook_context.ownership.ours is None:
+    elif ours is None:
         _write_complete(write, f)
     else:
         write(f)
 
 
-def _name_call_for_shards(hook_context: HookContext) -> None:
-    """Name once, where the file asks for states of shards, the call that writes them."""
-    if hook_context.config.fsdp_config.fsdp_state_dict_type == "SHARDED_STATE_DICT":
-        hook_context.say_once(
-            "torch.save gathers full tensors on rank 0; fsdplaunch.save_checkpoint writes every rank's shards"
-        )
-
-
-def _gatherer(hook_context: HookContext, obj: Any, f: Any) -> ShardGatherer | None:
-    """Return what gathers what is sharded, for the ranks that write; None where others shard, and nothing does."""
-    if not hook_context.ownership.ours:
-        return _gatherer_of_one_file(hook_context, obj, f)
-    everywhere = isinstance(f, io.BytesIO)  # the script goes on with the bytes
-    gathering = ShardGatherer("torch.save", keep=everywhere or hook_context.rank == 0, spool=not everywhere)
-    if not everywhere and _has_shards(obj, of_models=True):
-        _keep_by_rank(hook_context, path_of(f), gathering)
-    return gathering
-
-
 def _keep_by_rank(hook_context: HookContext, path: str | None, gathering: ShardGatherer) -> None:
-    """Have each rank of a script for DDP write its own file, where all save under different names."""
     if hook_context.ownership.ranked and hook_context.size > 1 and path is not None:
         gathering.meet()
         if gathering.together and len(set(from_all(path))) == hook_context.size:
@@ -266,12 +229,9 @@ def _gatherer_of_one_file(hook_context: HookContext, obj: Any, f: Any) -> ShardG
 
     Rank 0 alone saves it, or all ranks save to one path, where the file of shards of the last one would stay.
     Where each has a path of its own, or saves from a thread, they may mean to write their own shards.
-
-    Raises:
-        CheckpointError: Only some ranks save, or rank 0 does before the others can hand over their shards.
     """
     in_thread = threading.current_thread() is not threading.main_thread()
-    if in_thread or hook_context.ownership.ours is None or not dist.is_initialized() or not _has_shards(obj):
+    if in_thread or hook_context.ownership.ours is not False or not dist.is_initialized() or not _has_shards(obj):
         return None
     gathering = ShardGatherer("torch.save", keep=True, spool=True)
     gathering.meet()
@@ -289,7 +249,8 @@ def _save_full(
 ) -> None:
     """Write where the full tensors are; take part in gathering them everywhere, also when writing fails."""
     failure = None
-    with _pickling(gathering):
+    before, _open.gatherer = _open.gatherer, gathering
+    try:
         if gathering.keep:
             try:
                 _write_complete(write, f)
@@ -300,8 +261,9 @@ def _save_full(
                 traceback.clear_frames(error.__traceback__)  # they hold copies of modules, and so their shards
         if not gathering.keep or (failure is not None and gathering.together):
             _Walk().dump(obj)
+    finally:
+        _open.gatherer = before
     if gathering.count:
-        _name_call_for_shards(hook_context)
         with gathering.finish("write what torch.save was given"):
             if failure is not None:
                 raise failure
@@ -313,7 +275,6 @@ def _save_full(
 
 
 def _write_own(write: Callable[[Any], None], f: Any) -> None:
-    """Write what holds no shards on another rank than 0: to a file that the working tree keeps for it."""
     if isinstance(f, str | os.PathLike) and tree().is_rank_0s():
         tree().adopt(f)
         with open(f, "wb") as file:  # noqa: PTH123  (the tree's; torch would open it by itself)

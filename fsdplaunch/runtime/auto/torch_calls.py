@@ -5,7 +5,6 @@ Adafactor, Muon or a script's own do, gets them (`torch_function`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -22,10 +21,8 @@ from fsdplaunch.runtime.api.gradients import average_local_gradients
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.parameters import (
     ShardReference,
-    is_gathered,
-    put_data,
+    data_of_parameters,
     refuse_exchange,
-    take_data,
     with_shards,
 )
 from fsdplaunch.runtime.patch import once_imported, replaced
@@ -37,8 +34,7 @@ from fsdplaunch.runtime.torch_internals.distributed import (
 )
 
 
-@contextmanager
-def stepping_shards(hook_context: HookContext) -> Iterator[None]:
+def step_shards(hook_context: HookContext) -> None:
     """Place gradients before optimizers step."""
 
     def place(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -47,11 +43,7 @@ def stepping_shards(hook_context: HookContext) -> Iterator[None]:
 
     clip_norm = utils.clip_grad_norm_
     once_imported("torch_xla", lambda _: setattr(utils, "clip_grad_norm_", clip_norm))  # it puts its own there
-    handle = register_optimizer_step_pre_hook(place)
-    try:
-        yield
-    finally:
-        handle.remove()
+    hook_context.undo.callback(register_optimizer_step_pre_hook(place).remove)
 
 
 def clip(original: Any, hook_context: HookContext, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,17 +74,13 @@ def total_norm(
 
 
 def _place_gradients(optimizer: Optimizer) -> None:
-    """Give each parameter a gradient of its own kind, where the script has set one of another.
-
-    Plain parameters are copies of the weights that the script steps in their place, in higher precision
-    (`master.grad = p.grad.float()`).
-    """
+    """Give each parameter a gradient of its own kind, where the script has set one of another."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             gradient = param.grad
             if gradient is None:
                 continue
-            if not isinstance(param, DTensor):
+            if not isinstance(param, DTensor):  # a copy of a weight in higher precision that the script steps
                 if isinstance(gradient, DTensor):
                     from fsdplaunch.runtime.auto.full_values import full_value
 
@@ -111,16 +99,16 @@ def average_closure(optimizer: Optimizer, hook_context: HookContext) -> None:
     if not isinstance(optimizer, torch.optim.LBFGS) or hook_context.keeps_batch:
         return
     step: Any = optimizer.step
-    optimizer.__dict__["step"] = MethodType(lambda _, closure: step(_averaged(closure)), optimizer)
 
+    def step_by_mean(_: Any, closure: Callable[[], Any]) -> Any:
+        def mean() -> torch.Tensor:
+            loss = torch.as_tensor(closure()).detach().clone()
+            dist.all_reduce(loss)
+            return loss / dist.get_world_size()
 
-def _averaged(closure: Callable[[], Any]) -> Callable[[], torch.Tensor]:
-    def compute() -> torch.Tensor:
-        loss = torch.as_tensor(closure()).detach().clone()
-        dist.all_reduce(loss)
-        return loss / dist.get_world_size()
+        return step(mean)
 
-    return compute
+    optimizer.__dict__["step"] = MethodType(step_by_mean, optimizer)
 
 
 _Tensor: Any = torch.Tensor
@@ -131,8 +119,7 @@ _COLLECTIVES = (
 """The operators by which torch.distributed exchanges tensors."""
 
 
-@contextmanager
-def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
+def refuse_collectives(hook_context: HookContext) -> None:
     """Refuse collectives that a script calls with shards of models that were sharded for it."""
 
     def refuse(op: Any, args: Any, kwargs: Any) -> Any:
@@ -148,39 +135,24 @@ def refusing_collectives(hook_context: HookContext) -> Iterator[None]:
         return tensors, op(nothing, *rest, **kwargs)[1]
 
     table, packets = operator_handlers(), [getattr(torch.ops.c10d, name) for name in _COLLECTIVES]
-    before = dict(table)
+    hook_context.undo.callback(table.update, dict(table))
+    hook_context.undo.callback(table.clear)
     table.update({getattr(packet, each): refuse for packet in packets for each in packet.overloads()})
     table[torch.ops.c10d.broadcast_.default] = broadcast
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
 
 
 _ASIDE = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
-    *(
-        "__hash__",
-        "__len__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__setstate__",
-        "requires_grad_",
-        "detach_",
-        "retain_grad",
-    ),
-    *("backward", "register_hook", "register_post_accumulate_grad_hook", "data_ptr"),
+    *("__hash__", "__len__", "__deepcopy__", "__reduce_ex__", "__setstate__", "requires_grad_", "detach_"),
+    *("retain_grad", "backward", "register_hook", "register_post_accumulate_grad_hook", "data_ptr"),
     *("untyped_storage", "has_names", "record_stream", "is_set_to", "__dlpack_device__"),
 )
 """Methods that need no values, beside `is_contiguous` and the like, and properties."""
-_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Properties that are views."""
-_SET_DATA, _SET_GRADIENT = _Tensor.data.__set__, _Tensor.grad.__set__
+_READ_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are views
+_SET_GRADIENT = _Tensor.grad.__set__
 
 
 def _value_free_functions() -> Iterator[Any]:
-    """Yield what is called of tensors without a need of their values."""
     for name, function in vars(torch).items():
         if name.startswith("is_") and name != "is_nonzero" and callable(function):
             yield function
@@ -197,28 +169,15 @@ def _value_free_functions() -> Iterator[Any]:
     yield unscale_function()
 
 
-@contextmanager
-def computing_with_shards(hook_context: HookContext) -> Iterator[None]:
+def compute_with_shards(hook_context: HookContext) -> None:
     """Compute what torch's functions are given of shards, from when the first model is sharded for the script."""
 
     def begin() -> None:
         make: Any = classmethod(_torch_function(hook_context))
         hook_context.undo.enter_context(replaced(DTensor, "__torch_function__", lambda _: make))
 
-    def set_data(param: Any, value: Any) -> None:
-        """Set `.data` of a plain parameter, which one of a model is in its passes; torch crashes with a shard."""
-        if isinstance(value, DTensor) and hook_context.ownership.ours:
-            from fsdplaunch.runtime.auto.full_values import full_value
-
-            value = full_value(value, call="the data of a parameter")
-        if is_gathered(param) and value.shape == param.shape:
-            put_data(param, value)
-        else:
-            _SET_DATA(param, value)
-
     hook_context.when_sharded.append(begin)
-    with replaced(nn.Parameter, "data", lambda _: property(take_data, set_data)):
-        yield
+    hook_context.undo.enter_context(replaced(nn.Parameter, "data", lambda _: data_of_parameters(hook_context)))
 
 
 def _torch_function(hook_context: HookContext) -> Any:

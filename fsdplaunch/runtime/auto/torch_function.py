@@ -6,10 +6,10 @@ and otherwise with the full tensors: what was written into these is cut and writ
 of them stays one, and what was computed is plain. In a model's own passes parameters are plain.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -74,26 +74,18 @@ _KEEPING = frozenset(
 """Operators that go by element, which torch does not tag so."""
 _CASTS = frozenset({"to", "cpu", "cuda", "pin_memory"})
 """Methods that move to a device, which tensors without values cannot do."""
-_MOST = 4096
-"""Calls of which the kind is remembered."""
+_MOST = 4096  # calls of which the kind is remembered
 
 _known: dict[Any, Kind] = {}
 
 
 class Operators(TorchDispatchMode):
-    """Records what the operators that run inside of it do.
-
-    Attributes:
-        count: How many have run.
-        by_element: Whether all of them go element by element.
-        draws: Whether one of them draws.
-        written: The storages that were written into, by identity.
-    """
+    """Records how many operators run in it, whether all go by element, or one draws, and what they write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.by_element, self.draws = 0, True, False
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # storages, by identity
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,17 +171,8 @@ _NEW = ("new", "new_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _READS = frozenset({"__repr__", "__format__", "numpy", "__array__", "tolist", "item"})
 """What reads values, which tensors without values have a way for."""
-_ARRAYS = (_Tensor.numpy, _Tensor.__array__)
 _DATA, _SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
 _SET_GRADIENT = _Tensor.grad.__set__
-_HINT = (
-    "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
-    " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"
-)
-
-
-Handler = Callable[[Any, Any, Any], Any]
-"""Gets a function and what it was called with."""
 
 
 class ShardFunctions:
@@ -197,7 +180,7 @@ class ShardFunctions:
 
     def __init__(self, hook_context: HookContext) -> None:
         self._context = hook_context
-        self._own: dict[str, Handler] = {
+        self._own: dict[str, Callable[[Any, Any, Any], Any]] = {
             "__set__": self._set,
             "__delete__": lambda func, args, kwargs: func(*args, **kwargs),
             "__get__": lambda func, args, _: _detached(func, args, _) if func == _DATA else NotImplemented,
@@ -209,10 +192,8 @@ class ShardFunctions:
 
     def __call__(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute a function of which some arguments are shards or views of their full tensors."""
-        name = getattr(func, "__name__", "")
-        collective = str(getattr(func, "__module__", "")).startswith(
-            "torch.distributed."
-        )  # `collectives` has these
+        name, module = getattr(func, "__name__", ""), str(getattr(func, "__module__", ""))
+        collective = module.startswith("torch.distributed.")  # `collectives` has these
         if collective or torch.compiler.is_compiling() or not self._context.ownership.ours:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # what is made in it does not count its changes
@@ -235,16 +216,30 @@ class ShardFunctions:
         kind = Kind.FULL if name in _READS else kind_of(func, args, kwargs)
         if kind is Kind.ASIDE:
             return original_of(func)(*args, **kwargs)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        writes = kind is Kind.UPDATES or in_place
         alone = fetcher_for_rank0_alone(f"{name}() of a shard", shards)
-        if alone is not None:
-            writes = isinstance(args[0] if args else None, DTensor) and (kind is Kind.UPDATES or _is_write(name))
-            return _write_alone(name) if writes else _by_rank0_alone(alone, func, args, kwargs)
-        return self._by_all(func, name, kind, tensors, args, kwargs)
+        if alone is None:
+            return self._by_all(func, name, kind, tensors, args, kwargs, writes=writes)
+        if writes and isinstance(args[0] if args else None, DTensor):
+            _write_alone(name)
+        with alone.finish("read a shard"):
+            args, kwargs = tree_map(
+                lambda value: fetch(alone, value) if isinstance(value, DTensor) else plain(value), (args, kwargs)
+            )
+        return func(*args, **kwargs)
 
     def _by_all(
-        self, func: Callable[..., Any], name: str, kind: Kind, tensors: list[Any], args: Any, kwargs: Any
+        self,
+        func: Callable[..., Any],
+        name: str,
+        kind: Kind,
+        tensors: list[Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        writes: bool,
     ) -> Any:
-        writes = kind is Kind.UPDATES or _is_write(name)
         result: Any = NotImplemented
         if kind is Kind.LOCAL or kind is Kind.UPDATES:
             result = _on_shards(func, tensors, args, kwargs, updates=kind is Kind.UPDATES)
@@ -260,6 +255,7 @@ class ShardFunctions:
         """Compute with full tensors, and write into the shards what was written into these. Collective."""
         originals: dict[int, Any] = {}
         sources: list[Gathered] = []
+        kept: list[Any] = []  # else the id of one may become another's
 
         def full(value: Any) -> Any:
             if not isinstance(value, DTensor | FullView):
@@ -267,15 +263,14 @@ class ShardFunctions:
             if isinstance(value, FullView):
                 source, tensor = value.gathered, plain(value)
             else:
-                known = [each for each in sources if each.shard is value]
-                source = known[0] if known else Gathered(value, self._gathered(value))
+                known = next((each for each in sources if each.shard is value), None)
+                source = known or Gathered(value, gathered(value if torch.is_grad_enabled() else value.detach()))
                 tensor = source.full
             sources.append(source)
             originals[id(tensor)] = value
-            kept.append(tensor)  # else its id may become another's
+            kept.append(tensor)
             return tensor
 
-        kept: list[Any] = []
         given, named = tree_map(full, (args, kwargs))
         operators = Operators()
         with self._context.streams.shared() if draws else nullcontext(), operators:
@@ -283,13 +278,9 @@ class ShardFunctions:
         for source in sources:
             if source.storage in operators.written:
                 source.write_back()
-        if func in _ARRAYS:
-            _protect(result, sources, self._held)
-        result = tree_map(lambda value: originals.get(id(value), value), result)
-        return as_views(result, sources)
-
-    def _gathered(self, shard: Any) -> torch.Tensor:
-        return gathered(shard if torch.is_grad_enabled() else shard.detach())
+        if func in (_Tensor.numpy, _Tensor.__array__):
+            self._protect(result, sources)
+        return as_views(tree_map(lambda value: originals.get(id(value), value), result), sources)
 
     def _set(self, func: Any, args: Any, _kwargs: Any) -> None:
         """Set a property of a shard: values that are full are cut."""
@@ -303,27 +294,28 @@ class ShardFunctions:
         else:
             func(target, placed_like(target, value))
 
-    def _held(self) -> Iterator[Any]:
-        """Yield the shards that models and optimizers hold."""
-        for model in list(self._context.models):
-            for param in model.parameters():
-                yield from (param, param.grad)
-        for optimizer in self._context.built_optimizers():
-            yield from tree_leaves(list(optimizer.state.values()))
+    def _protect(self, array: Any, sources: list[Gathered]) -> None:
+        """Let an array not be written into if what models or optimizers hold would be."""
+        params = [param for model in list(self._context.models) for param in model.parameters()]
+        states = [list(optimizer.state.values()) for optimizer in self._context.built_optimizers()]
+        held = [*params, *(param.grad for param in params), *tree_leaves(states)]
+        storages = {storage_identity(local_tensor(each)) for each in held if isinstance(each, DTensor)}
+        shards: list[Any] = [source.shard for source in sources]
+        if any(each.device.type == "cpu" and storage_identity(local_tensor(each)) in storages for each in shards):
+            array.flags.writeable = False
 
 
 def _refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
-    """Refuse the memory behind a shard, which torch takes for one that is there, and crashes.
-
-    Raises:
-        ShardingError: Always.
-    """
+    """Refuse the memory behind a shard, which torch takes for one that is there, and crashes."""
     msg = f"{script_line()}: {func.__name__}() of a sharded tensor has no memory of the full one"
-    raise ShardingError(msg, hint=_HINT)
+    hint = (
+        "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
+        " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"
+    )
+    raise ShardingError(msg, hint=hint)
 
 
 def _made_new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Make a plain tensor where a script takes dtype and device from a shard."""
     like = local_tensor(args[0]).detach() if isinstance(args[0], DTensor) else plain(args[0])
     return func(like, *args[1:], **kwargs)
 
@@ -341,25 +333,12 @@ def _detached(_func: Any, args: Any, _kwargs: Any) -> Any:
     return with_local_tensor(tensor, local_tensor(tensor).detach())
 
 
-def _write_alone(name: str) -> None:
-    """Refuse what only rank 0 writes.
-
-    Raises:
-        ShardingError: Always.
-    """
+def _write_alone(name: str) -> NoReturn:
+    """Refuse what only rank 0 writes."""
     msg = (
         f"{script_line()}: {name}() changes a sharded tensor on some ranks only: each rank has its own part of it"
     )
     raise ShardingError(msg, hint="change it on all ranks, or before the model is sharded")
-
-
-def _by_rank0_alone(alone: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    def full(value: Any) -> Any:
-        return fetch(alone, value) if isinstance(value, DTensor) else plain(value)
-
-    with alone.finish("read a shard"):
-        args, kwargs = tree_map(full, (args, kwargs))
-    return func(*args, **kwargs)
 
 
 def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: Any, *, updates: bool) -> Any:
@@ -408,7 +387,6 @@ _PLACING = (2, 13)
 
 
 def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
-    """Return whether a call reduces one shard to a number that torch makes of those of each rank."""
     if not isinstance(shard, DTensor) or name not in ("sum", *_NORMS):
         return False
     if shard.requires_grad and torch.is_grad_enabled() and (parse(torch.__version__) or _PLACING) < _PLACING:
@@ -420,59 +398,34 @@ def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
     return exact and by_order and all(each in (2, None, "fro") for each in (*order, *named.values()))
 
 
-def _is_write(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
 def _check_written(shard: Any) -> None:
     """Raise what torch raises of a parameter that is written into while gradients are recorded."""
     if torch.is_grad_enabled() and isinstance(shard, DTensor) and shard.requires_grad:
-        msg = f"{script_line()}: a leaf Variable that requires grad is being used in an in-place operation."
+        what = "a leaf Variable that requires grad is being used in an in-place operation."
         if not shard.is_leaf:
-            msg = (
-                f"{script_line()}: what was computed of a shard with gradients is changed in place: change a copy"
-            )
+            what = "what was computed of a shard with gradients is changed in place: change a copy"
+        msg = f"{script_line()}: {what}"
         raise RuntimeError(msg)
 
 
-def _protect(array: Any, sources: list[Gathered], held: Callable[[], Iterator[Any]]) -> None:
-    """Let an array not be written into if one process would write into a parameter by it."""
-    for source in sources:
-        shard: Any = source.shard
-        if shard.device.type == "cpu":
-            own = storage_identity(local_tensor(shard))
-            if any(isinstance(each, DTensor) and storage_identity(local_tensor(each)) == own for each in held()):
-                array.flags.writeable = False
-
-
 def _assign(param: Any, value: Any, models: list[nn.Module]) -> None:
-    """Exchange the shard of a parameter, in torch's sharding as well, which `.data = value` leaves as it was.
-
-    Raises:
-        ShardingError: The value has another shape.
-    """
+    """Exchange the shard of a parameter, in torch's sharding as well, which `.data = value` leaves as it was."""
     if value.shape != param.shape:
         shapes = tuple(param.shape), tuple(value.shape)
         msg = f"{script_line()}: .data of a sharded parameter of shape {shapes[0]} is given {shapes[1]}"
-        raise ShardingError(
-            msg, hint="give it a value of the same shape, or change the model before it is sharded"
-        )
+        hint = "give it a value of the same shape, or change the model before it is sharded"
+        raise ShardingError(msg, hint=hint)
     shard = placed_like(param, value)
     local = local_tensor(shard).to(local_tensor(param).device, param.dtype).detach().contiguous()
     shared = isinstance(value, DTensor) and local.data_ptr() == local_tensor(value).data_ptr()
-    holder = _holder_of(param, models)
-    if holder is None:
+    units = (module for model in models for module in model.modules() if is_unit(module))
+    held = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
+    holder: Any = next((each for each in held if each.sharded_param is param), None)
+    if holder is None:  # it is not a parameter
         param._local_tensor = local
         return
     with counting_one_change(param):
         put_shard(holder, param, local, value if shared else None)
-
-
-def _holder_of(param: Any, models: list[nn.Module]) -> Any:
-    """Return what holds a parameter in torch's sharding; None for one that is not a parameter."""
-    modules = (module for model in models for module in model.modules() if is_unit(module))
-    held = (held for module in modules for group in param_groups(module) for held in group.fsdp_params)
-    return next((one for one in held if one.sharded_param is param), None)
 
 
 def show(original: Any, hook_context: HookContext, shard: Any) -> str:

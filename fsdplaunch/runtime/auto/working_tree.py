@@ -1,10 +1,9 @@
 """Rank 0 has the working tree. What another rank writes there itself goes to files that only this rank sees.
 
-A script for one process writes its log, makes its folders and removes its old files on every rank. Rank 0 does so
-as plain Python does: nothing is replaced there. On another rank a file that is opened to be written below the
-working folder is a file of this rank's own, in a temporary folder, under the script's name for it: the rank reads
-back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is left
-to rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
+Rank 0 writes as plain Python does: nothing is replaced there. On another rank a file that is opened to be written
+below the working folder is one of this rank's own, in a temporary folder, under the script's name for it: the rank
+reads back what it wrote. Making a folder that exists is not an error, and removing or renaming what rank 0 has is
+left to rank 0. What a rank has not written itself it reads in the tree, when nobody writes it any more.
 
 Files that are opened by C code (a database, HDF5) or that are not ordinary ones (devices, pipes) are every rank's.
 """
@@ -42,8 +41,7 @@ PATIENCE_SECONDS = 5.0
 """How late rank 0 may be with a file or folder; one that it does not make has a name of this rank's own."""
 _REFUSED = {"os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0}
 """Audit events of calls that are not replaced and would change rank 0's files, with the place of the path."""
-_CLOCK_SECONDS = 2.0
-"""By how much the clock of a file system may differ."""
+_CLOCK_SECONDS = 2.0  # by how much the clock of a file system may differ
 
 
 class FilesOfRank0Error(CheckpointError, OSError):
@@ -60,13 +58,12 @@ class WorkingTree:
         self._began = time.time()
         self._start = os.getcwd()  # noqa: PTH109
         self._named = [arg.rpartition("=")[2] for arg in sys.argv[1:]]
-        self._own: dict[str, str] = {}
-        """This rank's own files, by the script's names for them."""
+        self._own: dict[str, str] = {}  # this rank's own files, by the script's names for them
         self._removed: set[str] = set()
+        # What `tempfile` has made on this rank, and the run's folder: each rank's own by name.
         self._temporary = {os.path.abspath(os.environ[RUN_DIR])} if RUN_DIR in os.environ else set[str]()  # noqa: PTH100
-        """What `tempfile` has made on this rank, and the run's folder: each rank's own by name."""
+        # Folders in which this rank waited in vain for rank 0, or that it has made: it has other names there.
         self._apart: set[str] = set()
-        """Folders in which this rank waited in vain for rank 0, or that it has made: it has other names there."""
         self._folder = ""
         self._numbers = itertools.count()
         self._said = self._looking = False
@@ -80,8 +77,11 @@ class WorkingTree:
         if self._ownership.ours is not None or self._looking:
             return bool(self._ownership.ours)
         self._looking = True  # opening the source, to read it, asks again
+        # A script that imports its trainer in a function holds no name of one, and its ranks write files of their
+        # own before the trainer is built, but after accelerate's state: caches of datasets.
+        state: Any = sys.modules.get("accelerate.state")
         try:
-            return not (holds_a_sharder() or joined_by_script() or _knows_ranks_by_accelerate())
+            return not (holds_a_sharder() or joined_by_script() or (state and state.PartialState._shared_state))
         finally:
             self._looking = False
 
@@ -115,13 +115,12 @@ class WorkingTree:
             return False
         if not there and not self._await(place) and self.rank == 1 and not self._said:
             self._said = True
-            messages.say_anywhere(
-                f"{script_line()}: only this rank writes {place}: not kept, rank 0 has the files"
-            )
+            where = f"{script_line()}: only this rank writes {place}"
+            messages.say_anywhere(f"{where}: not kept, rank 0 has the files")
         own = self._new_file()
         # A log that has changed in this run already has this rank's lines in it: rank 0 has been here before.
         begins = "r" in mode or ("a" in mode and there and os.stat(place).st_mtime < self._began)  # noqa: PTH116
-        if there and begins and not self._is_removed(place):
+        if there and begins and not any(is_below(place, each) for each in self._removed):
             with original(place, "rb") as source, original(own, "wb") as target:
                 shutil.copyfileobj(source, target)
         self._own[place] = own
@@ -242,11 +241,7 @@ class WorkingTree:
         return os.path.lexists(place)
 
     def _await_writer(self, place: str) -> None:
-        """Wait until no rank of this node writes a file that has changed in this run.
-
-        Raises:
-            CheckpointError: One does for longer than the process group's timeout.
-        """
+        """Wait until no rank of this node writes a file that has changed in this run."""
         try:
             if os.stat(place).st_mtime < self._began - _CLOCK_SECONDS:  # noqa: PTH116
                 return
@@ -275,14 +270,10 @@ class WorkingTree:
         self._own[target] = own
 
     def _forget(self, place: str) -> None:
-        """Forget this rank's own files of a name, or in a folder of that name."""
         for each in [each for each in self._own if is_below(each, place)]:
             with suppress(FileNotFoundError):  # never written
                 os.unlink(self._own.pop(each))  # noqa: PTH108
         self._removed.discard(place)
-
-    def _is_removed(self, place: str) -> bool:
-        return any(is_below(place, each) for each in self._removed)
 
     def _new_file(self) -> str:
         if not self._folder:
@@ -291,11 +282,7 @@ class WorkingTree:
         return f"{self._folder}/{next(self._numbers)}"
 
     def see(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what `tempfile` makes, and refuse what changes rank 0's files: an audit hook.
-
-        Raises:
-            FilesOfRank0Error: The script makes a link, or calls `os.rmdir` or the like, which are not replaced.
-        """
+        """Note what `tempfile` makes, and refuse what changes rank 0's files otherwise: an audit hook."""
         if not _trees:  # none is installed; or the interpreter ends, and has taken away what the names here mean
             return
         if event in ("tempfile.mkstemp", "tempfile.mkdtemp"):
@@ -304,8 +291,8 @@ class WorkingTree:
                 self._temporary.add(made)
         elif event in _REFUSED and self in _trees:
             path = arguments[_REFUSED[event]]
-            from_folder = event == "os.rmdir" and arguments[1] != -1  # as rmtree does, inside
-            if not from_folder and self._place(path, folder=True) is not None:
+            in_rmtree = event == "os.rmdir" and arguments[1] != -1
+            if not in_rmtree and self._place(path, folder=True) is not None:
                 msg = f"{script_line()}: {event} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
                 hint = "let rank 0 do it, by `if rank == 0:`; os.remove, rmtree and copyfile may stay"
                 raise FilesOfRank0Error(msg, hint=hint)
@@ -339,16 +326,6 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
             ):
                 stack.enter_context(replaced(owner, name, make))
         yield
-
-
-def _knows_ranks_by_accelerate() -> bool:
-    """Return whether the script has built accelerate's state, as an Accelerator or TrainingArguments does.
-
-    A script that imports its trainer in a function holds no name of one, and its ranks write files of their own
-    before the trainer is built (caches of datasets).
-    """
-    state = sys.modules.get("accelerate.state")
-    return state is not None and bool(state.PartialState._shared_state)
 
 
 def is_below(path: str, folder: str) -> bool:

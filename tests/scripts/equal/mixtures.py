@@ -45,7 +45,7 @@ for name, loss_of in LOSSES.items():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=8):
+    for x, y in DataLoader(TensorDataset(inputs, wanted), batch_size=16):
         optimizer.zero_grad()
         loss_of(F.mse_loss(model(x), y), model[0].weight, model[2].bias, x, y).backward()
         optimizer.step()

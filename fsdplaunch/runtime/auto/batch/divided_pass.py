@@ -11,9 +11,9 @@ import io
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,31 +60,31 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 @dataclass(slots=True)
 class Kind:
-    """Passes that are divided alike: of one module, in one mode, given tensors with rows in the same places.
-
-    Attributes:
-        draws: What they draw.
-        returned: For each output how ranks' parts of it are one; None before it was measured.
-        whole: Why every rank computes all rows; "" where rows are divided.
-        passes: How many there were.
-    """
+    """Passes that are divided alike: of one module, in one mode, given tensors with rows in the same places."""
 
     draws: Draws = field(default_factory=Draws)
-    returned: list[Returned] | None = None
-    whole: str = ""
+    returned: list[Returned] | None = None  # how ranks' parts of each output are one; None before it was measured
+    whole: str = ""  # why every rank computes all rows
     passes: int = 0
+
+    def losses(self) -> list[Joined]:
+        """Return what of the outputs is joined by a rule."""
+        return list(losses_in(self.returned or ()))
+
+    def is_ambiguous(self, weights: Weights) -> bool:
+        """Return whether the ways that are left to join the ranks' outputs differ for this batch."""
+        return any(not each.is_clear(weights) for each in self.losses())
 
     def is_due(self) -> bool:
         """Return whether the pass that begins is to be computed whole, too.
 
         The first; of a loss, whose rule may have fitted by chance, the next as well; and others, ever more seldom.
         """
-        joins = any(True for _ in losses_in(self.returned or ()))
-        return self.returned is None or (joins and self.passes <= _MEASURED) or _is_looked_at(self.passes)
+        again = bool(self.losses()) and self.passes <= _MEASURED
+        return self.returned is None or again or _is_looked_at(self.passes)
 
 
-_MEASURED = 3
-"""Passes of a kind that returns its loss that are measured, at the least."""
+_MEASURED = 3  # passes of a kind that returns its loss that are measured, at the least
 
 
 def _is_looked_at(passes: int) -> bool:
@@ -93,15 +93,7 @@ def _is_looked_at(passes: int) -> bool:
 
 
 class DividedPasses:
-    """The passes of one model on one rank.
-
-    Args:
-        model: Sharded.
-        name: Its class's, for messages.
-        data: This rank among those that read different data.
-        group: Theirs; None for all ranks.
-        rates: Return the learning rates of the optimizers.
-    """
+    """The passes of one sharded model on one rank of those that read different data."""
 
     def __init__(
         self,
@@ -125,7 +117,7 @@ class DividedPasses:
         """Begin a pass; return what this rank computes it with. Collective where the kind is measured."""
         self.now = None
         if self.trying is not None:
-            return self._cut(*self.trying, args, kwargs, learning=True)
+            return self._cut(*self.trying, args, kwargs)
         divided = None if self.measuring or is_in_transform() else self._divided(module, args, kwargs)
         if divided is None:
             return args, kwargs
@@ -133,7 +125,7 @@ class DividedPasses:
         if not _announced:
             _announced.append(rows.total)
             messages.say(f"{rows.total} rows are divided over {rows.ranks} ranks in the passes of {self.name}")
-        return self._cut(kind, rows, args, kwargs, weights=weights)
+        return self._cut(kind, rows, args, kwargs, weights)
 
     def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Kind, RankRows, Weights] | None:
         """Return how a pass is divided; None where every rank computes all rows. Collective where measured."""
@@ -155,13 +147,12 @@ class DividedPasses:
         if kind.whole:
             return None
         # Counting what labels count waits for a GPU: where no loss is joined there is no need of it.
-        joins = kind.is_due() or any(True for _ in losses_in(kind.returned or ()))
-        weights = weights_of(leaves, rows) if joins else {}
-        if kind.is_due() or _is_ambiguous(kind, weights):
+        weights = weights_of(leaves, rows) if kind.is_due() or kind.losses() else {}
+        if kind.is_due() or kind.is_ambiguous(weights):
             self._measure(module, kind, rows, args, kwargs, weights)
         # A mean over the rows of a rank of which none counts is not a number.
-        counts_nothing = any(0.0 in each.weights(weights) for each in losses_in(kind.returned or ()))
-        whole = kind.whole or _is_ambiguous(kind, weights) or counts_nothing
+        counts_nothing = any(0.0 in each.weights(weights) for each in kind.losses())
+        whole = kind.whole or kind.is_ambiguous(weights) or counts_nothing
         return None if whole else (kind, rows, weights)
 
     def end(self, output: Any) -> Any:
@@ -177,44 +168,34 @@ class DividedPasses:
         if self.trying is not None:
             return output
         leaves, spec = tree_flatten(output)
-        returned: list[Any] = now.kind.returned or []
-        late = any(True for _ in losses_in(returned))
-        joined = [
-            each.join(leaf, now.rows, now.weights, late) for each, leaf in zip(returned, leaves, strict=True)
-        ]
-        return tree_unflatten(joined, spec)
+        pairs, late = zip(now.kind.returned or (), leaves, strict=True), bool(now.kind.losses())
+        return tree_unflatten([each.join(leaf, now.rows, now.weights, late) for each, leaf in pairs], spec)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Draw in a backward pass that computes parts of the pass again as they were drawn in it."""
-        drawing, self.redraw = self.redraw, None
-        if drawing is None:
-            yield
-            return
-        with GlobalDraws(drawing.rows, drawing.draws, again=drawing):
+        again, self.redraw = self.redraw, None
+        with nullcontext() if again is None else GlobalDraws(again.rows, again.draws, again=again):
             yield
 
     def _cut(
-        self,
-        kind: Kind,
-        rows: RankRows,
-        args: Any,
-        kwargs: Any,
-        *,
-        weights: Weights | None = None,
-        learning: bool = False,
+        self, kind: Kind, rows: RankRows, args: Any, kwargs: Any, weights: Weights | None = None
     ) -> tuple[Any, Any]:
-        leaves, spec = tree_flatten((args, kwargs))
-        own = [_own(leaf, rows) for leaf in leaves]
-        drawing, entered = modes(rows, kind.draws, norms=self._normalises(), learning=learning)
-        self.now = _Now(kind, rows, weights or {}, drawing, entered.close)
-        args, kwargs = tree_unflatten(own, spec)
-        return args, kwargs
+        def own(leaf: Any) -> Any:
+            """Return a rank's rows of what has them, and anything else with the gradients of all ranks."""
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return rows.cut(leaf) if leaf.dim() and leaf.shape[0] == rows.total else rows.share(leaf)
 
-    def _normalises(self) -> bool:
+        leaves, spec = tree_flatten((args, kwargs))
+        cut = list(map(own, leaves))
         model: Any = self.model()
         norms = (each for each in model.modules() if isinstance(each, BatchNorm))
-        return any(each.training or each.running_mean is None for each in norms)
+        normalises = any(each.training or each.running_mean is None for each in norms)
+        drawing, entered = modes(rows, kind.draws, norms=normalises, learning=self.trying is not None)
+        self.now = _Now(kind, rows, weights or {}, drawing, entered.close)
+        args, kwargs = tree_unflatten(cut, spec)
+        return args, kwargs
 
     def _key(self, module: nn.Module, leaves: list[Any], total: int) -> Any:
         """Return what is equal for passes that are divided alike."""
@@ -228,26 +209,23 @@ class DividedPasses:
         return id(module), modes_, tuple(map(place, leaves))
 
     def _check_same(self, leaves: list[Any]) -> None:
-        """Check that all ranks give a pass the same, and train by the same learning rates. Collective.
-
-        Raises:
-            ShardingError: They do not.
-        """
+        """Check that all ranks give a pass the same, and train by the same learning rates. Collective."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor]
         own = [(tuple(leaf.shape), digest(leaf)) for leaf in tensors]
         facts = from_all((own, self.rates()), self.group)
         other = next((rank for rank, fact in enumerate(facts) if fact != facts[0]), None)
-        if other is not None and facts[other][0] == facts[0][0]:
+        if other is None:
+            return
+        if facts[other][0] == facts[0][0]:
             rates = f"{facts[0][1]} on rank 0 and {facts[other][1]} on rank {other}"
             msg = f"{script_line()}: ranks step with other learning rates: {rates}"
             raise ShardingError(msg, hint="change them by what all ranks have alike, and not by a rank's number")
-        if other is not None:
-            msg = f"{script_line()}: {self.name} is given other values on rank {other} than on rank 0"
-            hint = (
-                "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
-                " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"
-            )
-            raise ShardingError(msg, hint=hint)
+        msg = f"{script_line()}: {self.name} is given other values on rank {other} than on rank 0"
+        hint = (
+            "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
+            " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"
+        )
+        raise ShardingError(msg, hint=hint)
 
     def _measure(
         self, module: nn.Module, kind: Kind, rows: RankRows, args: Any, kwargs: Any, weights: Weights
@@ -256,7 +234,12 @@ class DividedPasses:
         model: Any = self.model()
         self.measuring = True
         try:
-            self._check_given(tree_flatten((args, kwargs))[0])
+            leaves, _ = tree_flatten((args, kwargs))
+            if any(not isinstance(each, (torch.Tensor, *_PLAIN)) and any(tensors_held(each)) for each in leaves):
+                _compute_whole("what it is given holds tensors in objects")
+            hooks = [str(getattr(each, "__module__", "")) for held in self.hooks[1:] for each in held.values()]
+            if not all(each.startswith(("torch.", "fsdplaunch.")) for each in hooks):
+                _compute_whole("hooks of the script's see what is computed inside")
             outputs = self._both(module, kind, rows, args, kwargs)
             found = [measured(*each, rows, weights, _tolerance(model)) for each in outputs]
             forget_order(model)
@@ -266,13 +249,6 @@ class DividedPasses:
             self._warn_whole(kind.whole)
         finally:
             self.measuring, self.trying = False, None
-
-    def _check_given(self, leaves: list[Any]) -> None:
-        if any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) and any(tensors_held(leaf)) for leaf in leaves):
-            raise _WholeError(_IN_OBJECTS)
-        hooks = [hook for hooks in self.hooks[1:] for hook in hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "fsdplaunch.")) for hook in hooks):
-            raise _WholeError(_HOOKED)
 
     def _both(
         self, module: nn.Module, kind: Kind, rows: RankRows, args: Any, kwargs: Any
@@ -288,9 +264,9 @@ class DividedPasses:
         undo()
         if isinstance(whole, Exception):
             abandon_pass(model)
-            raise _WholeError(_NEEDS_GRADIENTS)
+            _compute_whole("it needs gradients in its pass")
         if counts != list(map(change_count, tensors)) or undo.parameters_changed:
-            raise _WholeError(_CHANGES)
+            _compute_whole("it changes parameters, or what it is given")
         self.trying = kind, rows
         part = _try(module, args, kwargs)
         self.trying = None
@@ -298,19 +274,19 @@ class DividedPasses:
         undo()
         (wholes, spec), (parts, spec_of_parts) = tree_flatten(whole), tree_flatten(part)
         forms: list[Form] = []
-        reason = ""
+        reason, other_form = "", "it returns something else for fewer rows"
         if isinstance(part, Exception):
             reason = f"its layers do not divide by the first dimension ({type(part).__name__}: {part})"
         elif not _agree(left, left_divided, _tolerance(model)):
-            reason = _KEEPS
+            reason = "it keeps something of its rows"
         else:
             forms = [form_of(one, other, rows) for one, other in zip(wholes, parts, strict=False)]
             if spec != spec_of_parts or None in forms:
-                reason = _OTHER_FORM
+                reason = other_form
         every = from_all((reason, forms), self.group)
         reasons = [each for each, _ in every if each]
         if any(each != forms for _, each in every):  # of different shapes on each rank
-            reasons.append(_OTHER_FORM)
+            reasons.append(other_form)
         if reasons:
             abandon_pass(model)
             raise _WholeError(reasons[0])
@@ -327,17 +303,12 @@ class _WholeError(Exception):
     """Why every rank computes all rows."""
 
 
-_IN_OBJECTS = "what it is given holds tensors in objects"
-_HOOKED = "hooks of the script's see what is computed inside"
-_NEEDS_GRADIENTS = "it needs gradients in its pass"
-_CHANGES = "it changes parameters, or what it is given"
-_KEEPS = "it keeps something of its rows"
-_OTHER_FORM = "it returns something else for fewer rows"
-_NOT_APART = "its rows know of each other"
-_NOT_SUMMED = "what it returns is not a sum or mean over rows"
+def _compute_whole(reason: str) -> NoReturn:
+    raise _WholeError(reason)
+
+
 _warned: set[str] = set()
-_announced: list[int] = []
-"""The rows of the first divided pass, once it was announced."""
+_announced: list[int] = []  # the rows of the first divided pass, once it was announced
 
 
 @dataclass(slots=True)
@@ -351,13 +322,6 @@ class _Now:
     leave: Callable[[], None]
 
 
-def _own(leaf: Any, rows: RankRows) -> Any:
-    """Return a rank's rows of what has them, and anything else with the gradients of all ranks."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return rows.cut(leaf) if leaf.dim() and leaf.shape[0] == rows.total else rows.share(leaf)
-
-
 def _try(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what a module returns without gradients, or the error that it raises, with nothing printed."""
     try:
@@ -367,20 +331,11 @@ def _try(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return error
 
 
-def _is_ambiguous(kind: Kind, weights: Weights) -> bool:
-    """Return whether the ways that are left to join the ranks' outputs differ for this batch."""
-    return any(not each.is_clear(weights) for each in losses_in(kind.returned or ()))
-
-
 def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[Returned]:
-    """Return how outputs are joined by what was measured so far and now.
-
-    Raises:
-        _WholeError: No way is left for one of them.
-    """
+    """Return how outputs are joined by what was measured so far and now."""
     returned = [each for each in found if each is not None]
     if len(returned) < len(found):
-        raise _WholeError(_NOT_APART)
+        _compute_whole("its rows know of each other")
     for known, now in zip(before or (), returned, strict=False):
         if isinstance(known, Joined) and isinstance(now, Joined):
             known.rules = [rule for rule in known.rules if rule in now.rules]
@@ -390,7 +345,7 @@ def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[
         else:  # a loss of 0 is the same by every rule
             fits = known == now or (isinstance(known, Joined) and isinstance(now, Same))
         if not fits:
-            raise _WholeError(_NOT_SUMMED)
+            _compute_whole("what it returns is not a sum or mean over rows")
     return before or returned
 
 
@@ -451,6 +406,5 @@ def _left_behind(model: nn.Module) -> list[torch.Tensor]:
 def _agree(one: list[torch.Tensor], other: list[torch.Tensor], tolerance: float) -> bool:
     if [each.shape for each in one] != [each.shape for each in other]:
         return False
-    return all(
-        are_close(a, b, tolerance, tolerance) for a, b in zip(one, other, strict=True) if not a.is_complex()
-    )
+    pairs = zip(one, other, strict=True)
+    return all(are_close(a, b, tolerance, tolerance) for a, b in pairs if not a.is_complex())

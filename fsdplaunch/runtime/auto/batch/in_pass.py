@@ -4,6 +4,7 @@ A torch operator that draws is known by its tag, on every device. Which dimensio
 comparing the draws of a whole pass with those of the same pass divided: it is the one that is shorter.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,52 +35,32 @@ class UndividedError(Exception):
 
 @dataclass(slots=True)
 class Draws:
-    """The draws of one kind of pass.
+    """The draws of one kind of pass."""
 
-    Attributes:
-        shapes: Of each draw of a whole pass, in order, with its operator.
-        orders: In which order the dimensions of each lie in memory, and are filled, from the outermost.
-        dims: The dimension of rows of each draw of a divided pass, in order; None for one that has none, which is
-            the same on all ranks.
-    """
-
-    shapes: list[tuple[Any, _Shape]] = field(default_factory=list)
-    orders: list[tuple[int, ...]] = field(default_factory=list)
-    dims: list[int | None] = field(default_factory=list)
+    shapes: list[tuple[Any, _Shape]] = field(default_factory=list)  # of those of a whole pass, with the operators
+    orders: list[tuple[int, ...]] = field(default_factory=list)  # in which their dimensions are filled in memory
+    dims: list[int | None] = field(default_factory=list)  # of rows, in those of a divided pass; None without any
 
     def note(self, func: Any, args: Any) -> None:
         """Note a draw of a whole pass."""
         self.shapes.append((func, _shape_of(args)))
         self.orders.append(_order_of(next((each for each in args if isinstance(each, torch.Tensor)), None)))
 
-    def clear(self) -> None:
-        """Forget all draws."""
-        for each in (self.shapes, self.orders, self.dims):
-            each.clear()
-
     def learn(self, func: Any, shape: _Shape, ranks: int) -> int | None:
-        """Return the rows' dimension of the next draw of the first divided pass, by that of the whole pass there.
-
-        Raises:
-            UndividedError: The whole pass drew something else there.
-        """
+        """Return the rows' dimension of the first divided pass's next draw, by that of the whole pass there."""
         place = len(self.dims)
         if place >= len(self.shapes) or self.shapes[place][0] is not func:
             raise UndividedError
         whole = self.shapes[place][1]
         differs = [dim for dim, (one, other) in enumerate(zip(whole, shape, strict=False)) if one != other]
-        if len(whole) != len(shape) or len(differs) > 1:
-            raise UndividedError
-        if differs and whole[differs[0]] != shape[differs[0]] * ranks:
+        fits = len(differs) <= 1 and all(whole[dim] == shape[dim] * ranks for dim in differs)
+        if len(whole) != len(shape) or not fits:
             raise UndividedError
         self.dims.append(differs[0] if differs else None)
         return self.dims[-1]
 
     def dim_of(self, place: int, func: Any, shape: _Shape, own: int) -> int | None:
-        """Return the rows' dimension of a draw of a later pass.
-
-        The one at the same place; or, where a pass draws more or less than the first, of one that is like it.
-        """
+        """Return the rows' dimension of a later pass's draw: of that at its place, or of one that is like it."""
         here = place < len(self.dims) and self.shapes[place][0] is func
         if here and len(self.shapes[place][1]) == len(shape):
             return self.dims[place]
@@ -102,13 +83,7 @@ class _Recording(TorchDispatchMode):
 
 
 class GlobalDraws(TorchDispatchMode):
-    """Draws for the global batch and keeps this rank's rows.
-
-    Args:
-        rows: Of the pass.
-        draws: Of its kind.
-        learning: Whether this is the first divided pass of its kind, which is compared with a whole one.
-        again: What the pass drew that is computed again now; None in a pass.
+    """Draws for the global batch and keeps this rank's rows; in a backward, `again` as in the pass.
 
     Attributes:
         made: By operator and shape, the rows' dimension of what was drawn.
@@ -145,7 +120,7 @@ class GlobalDraws(TorchDispatchMode):
         self.made[func, shape] = dim
         if dim is None:
             return func(*args, **kwargs)
-        return _draw_rows(func, args, kwargs, _Wide(shape, dim, order), self.rows)
+        return _draw_rows(func, args, kwargs, self.rows, shape, dim, order)
 
 
 @cache
@@ -167,7 +142,6 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 @cache
 def _place_of(name: str, func: Any) -> int | None:
-    """Return which argument of an operator has a name; None where none has."""
     names = argument_names(func)
     return names.index(name) if name in names else None
 
@@ -182,19 +156,11 @@ def _shape_of(args: Any) -> _Shape:
     return ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Wide:
-    """A draw of this rank's rows: its shape, the rows' dimension, and how dimensions lie in memory, if known."""
-
-    shape: _Shape
-    dim: int
-    order: tuple[int, ...] | None
-
-    def empty(self, like: torch.Tensor, total: _Shape) -> torch.Tensor:
-        """Return an empty tensor for all rows, whose dimensions are filled in the same order."""
-        order = self.order or _order_of(like)
-        back = [order.index(dim) for dim in range(like.dim())]
-        return like.new_empty([total[dim] for dim in order]).permute(back)
+def _empty(like: torch.Tensor, total: _Shape, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return an empty tensor for all rows, whose dimensions lie in memory, and are filled, in the same order."""
+    order = order or _order_of(like)
+    back = [order.index(dim) for dim in range(like.dim())]
+    return like.new_empty([total[dim] for dim in order]).permute(back)
 
 
 def _order_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
@@ -204,15 +170,12 @@ def _order_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def _draw_rows(func: Any, args: Any, kwargs: Any, wide: _Wide, rows: RankRows) -> Any:
-    """Compute an operator that draws for the rows of all ranks, and return this rank's of what it returns.
-
-    Raises:
-        UndividedError: It is a fused attention, whose backward draws again.
-    """
+def _draw_rows(
+    func: Any, args: Any, kwargs: Any, rows: RankRows, shape: _Shape, dim: int, order: tuple[int, ...] | None
+) -> Any:
+    """Compute an operator that draws for the rows of all ranks, and return this rank's of its result."""
     if _place_of("dropout_p", func) is not None:
         raise UndividedError
-    shape, dim = wide.shape, wide.dim
     total = (*shape[:dim], shape[dim] * rows.ranks, *shape[dim + 1 :])
     if func is _DROPOUT:
         _, mask = func(args[0].new_ones(total), *args[1:])
@@ -224,7 +187,7 @@ def _draw_rows(func: Any, args: Any, kwargs: Any, wide: _Wide, rows: RankRows) -
     def widened(value: Any, *, unread: bool) -> Any:
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             # What is only filled, or only taken for a pattern, need not have the other ranks' values.
-            return wide.empty(value, total) if unread else rows.all_slices(value, dim)
+            return _empty(value, total, order) if unread else rows.all_slices(value, dim)
         return list(total) if isinstance(value, list | tuple) and tuple(value) == shape else value
 
     full = [widened(each, unread=fills or pattern) for each, fills in zip(args, written, strict=False)]
@@ -243,6 +206,9 @@ def _draw_rows(func: Any, args: Any, kwargs: Any, wide: _Wide, rows: RankRows) -
     return tree_map(own, result)
 
 
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
 class GlobalBatchNorm(TorchFunctionMode):
     """Normalises by the statistics of all ranks' rows, where BatchNorm uses those of the batch."""
 
@@ -252,23 +218,11 @@ class GlobalBatchNorm(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            return self._normalise(*args, **(kwargs or {}))
+            given = _BATCH_NORM.bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            if given.arguments.pop("training"):
+                return _batch_norm(self.rows, *given.arguments.values())
         return func(*args, **(kwargs or {}))
-
-    def _normalise(
-        self,
-        input: torch.Tensor,  # noqa: A002  (torch's name for it)
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        return _batch_norm(self.rows, input, running_mean, running_var, weight, bias, momentum, eps)
 
 
 def _batch_norm(
@@ -281,10 +235,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise by the statistics of the rows of several ranks, as torch does by those of one.
-
-    In two steps, for a variance as exact as torch's; in fp32 at the least. Collective.
-    """
+    """Normalise by the rows of several ranks; in two steps, for a variance as exact as torch's. Collective."""
     exact = given if given.dtype in (torch.float32, torch.float64) else given.float()
     others = [dim for dim in range(given.dim()) if dim != 1]
     shape = [1, -1, *[1] * (given.dim() - 2)]
@@ -311,7 +262,7 @@ def _batch_norm(
 @contextmanager
 def recording_draws(draws_: Draws) -> Iterator[None]:
     """Note the draws of a whole pass."""
-    draws_.clear()
+    draws_.shapes, draws_.orders, draws_.dims = [], [], []
     with _Recording(draws_):
         yield
 

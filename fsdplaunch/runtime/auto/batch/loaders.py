@@ -26,14 +26,13 @@ from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import check_all_ranks
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
-from fsdplaunch.runtime.data_loaders import count_readers, is_split, set_attributes
+from fsdplaunch.runtime.data_loaders import LikeInner, count_readers, is_split, set_attributes
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import once_imported
+from fsdplaunch.runtime.patch import wrap_once_imported
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
 from fsdplaunch.runtime.torch_internals.modules import BatchNorm, is_persistent, own_buffers
 
-_fitted: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The loaders that give each worker its share."""
+_fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # the loaders that give each worker its share
 _early: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
 """The lengths that were asked for before it was known who shards, and the script's lines."""
 
@@ -61,12 +60,22 @@ def read(original: Any, hook_context: HookContext, loader: Any) -> Any:
         return original(loader)
     batches.complete = evaluates = hook_context.evaluating()
     if hook_context.models and not evaluates:
-        _print_batch(loader, hook_context)
+        if (size := loader.batch_size) is not None:
+            ranks = hook_context.data.size
+            together = f"{size * ranks} together"
+            hook_context.say_once(f"batches of {size} on each of {ranks} ranks, {together}", key="batch")
         hook_context.streams.diverge()  # before the loader's processes get their seeds
         _compare_length(loader)
-    if isinstance(loader.dataset, IterableDataset) and not evaluates:
-        return _read_stream(loader, original, hook_context)
-    return original(loader)
+    if not isinstance(loader.dataset, IterableDataset) or evaluates:
+        return original(loader)
+    batches.divided = True
+    stream = loader.dataset  # of which ranks take turns at the items
+    set_attributes(loader, dataset=RankStream(stream, hook_context))
+    try:
+        with hook_context.streams.shared():  # its workers' seeds: all ranks must read one stream in one order
+            return original(loader)
+    finally:
+        set_attributes(loader, dataset=stream)
 
 
 def measure(original: Any, hook_context: HookContext, loader: Any) -> int:
@@ -91,40 +100,25 @@ def _compare_length(loader: Any) -> None:
         )
 
 
-def _print_batch(loader: Any, hook_context: HookContext) -> None:
-    """Print once how large batches are."""
-    size = loader.batch_size
-    if size is not None:
-        ranks = hook_context.data.size
-        hook_context.say_once(f"batches of {size} on each of {ranks} ranks, {size * ranks} together", key="batch")
-
-
 def _fit(loader: Any, hook_context: HookContext) -> None:
     """Give a loader the sampler that takes this rank's share, in place, before its first reading."""
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
         return
+    # What repeats torch's batches without end, as in YOLOv5's loaders, has the length of those within.
+    endless = not hasattr(type(batches), "__len__") and hasattr(batches, "__dict__")
+    repeated = [name for name, each in vars(batches).items() if type(each) is BatchSampler] if endless else []
     if batches is None:
         set_attributes(loader, sampler=RankSampler(loader.sampler, hook_context))
-    elif repeated := _repeated(batches):
-        setattr(batches, repeated, RankSampler(getattr(batches, repeated), hook_context))
+    elif repeated:
+        setattr(batches, repeated[0], RankSampler(getattr(batches, repeated[0]), hook_context))
     else:
         if type(batches) is not BatchSampler:
             messages.say(f"{type(batches).__name__}: rank 0 draws its batches, ranks take turns")
         set_attributes(loader, batch_sampler=RankSampler(batches, hook_context))
 
 
-def _repeated(batches: Any) -> str:
-    """Return which attribute has torch's batches, of what repeats them without end, as in YOLOv5's loaders.
-
-    Such a loader's length is that of the batches within.
-    """
-    endless = not hasattr(type(batches), "__len__")
-    held = vars(batches).items() if endless and hasattr(batches, "__dict__") else ()
-    return next((name for name, each in held if type(each) is BatchSampler), "")
-
-
-class RankSampler(Sampler[Any]):
+class RankSampler(LikeInner, Sampler[Any]):
     """This rank's share of what a sampler draws: of torch's batches equal parts, of any other's items turns.
 
     A batch of torch's is as many items of the script's size as there are ranks. Of a sampler of the script's own
@@ -149,20 +143,19 @@ class RankSampler(Sampler[Any]):
         with _warning_of_late_evaluation(context):
             for items in _rounds(self.source, self.together, context):
                 if len(items) < self.together and self.leaves_out:
-                    self._check_length(first, items)
+                    if not first:
+                        has = f"the loader has {len(items)} items"
+                        msg = f"{has}, less than one batch of {self.together} for all workers"
+                        hint = "use fewer workers, smaller batches, or launch.keep_global_batch"
+                        raise ShardingError(msg, hint=hint)
                     return
                 first = first or items
-                full = _filled(items, data.size, first)
+                # A last round is filled up with items of the first, again and again if need be.
+                full = items + list(islice(cycle(first), -len(items) % data.size))
                 share = len(full) // data.size
                 context.batches.divided = True
                 mine = full[data.rank * share : (data.rank + 1) * share]
                 yield mine if self.each else mine[0]
-
-    def _check_length(self, first: list[Any], last: list[Any]) -> None:
-        """Refuse a loader of which nothing would be left."""
-        if not first:
-            msg = f"the loader has {len(last)} items, less than one batch of {self.together} for all workers"
-            raise ShardingError(msg, hint="use fewer workers, smaller batches, or launch.keep_global_batch")
 
     def __len__(self) -> int:
         """Return how many an epoch has, of training unless the script evaluates."""
@@ -171,16 +164,12 @@ class RankSampler(Sampler[Any]):
         items: int = len(self.source)
         return items // self.together if self.leaves_out else math.ceil(items / self.together)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return whatever else the script's sampler offers."""
-        return _offered(self, "inner", name)
 
-
-class RankStream(IterableDataset[Any]):
+class RankStream(LikeInner, IterableDataset[Any]):
     """This rank's items of a stream: ranks take turns, and what is left of a last round is left out."""
 
-    def __init__(self, stream: Any, hook_context: HookContext) -> None:
-        self.stream, self.streams = stream, hook_context.streams
+    def __init__(self, inner: Any, hook_context: HookContext) -> None:
+        self.inner, self.streams = inner, hook_context.streams
         self.rank, self.size = hook_context.data.rank, hook_context.data.size
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +179,7 @@ class RankStream(IterableDataset[Any]):
         while True:
             with self.streams.shared() if here else nullcontext():
                 # Not before: it may draw an order at once.
-                items = iter(self.stream) if items is None else items
+                items = iter(self.inner) if items is None else items
                 turn = list(islice(items, self.size))
             if len(turn) < self.size:
                 return
@@ -198,37 +187,14 @@ class RankStream(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return what the stream gives: the loader computes its own length from it."""
-        return len(self.stream)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return whatever else the stream offers."""
-        return _offered(self, "stream", name)
-
-
-def _read_stream(loader: Any, iterate: Any, hook_context: HookContext) -> Any:
-    """Begin to read an iterable dataset, of which ranks take turns at the items."""
-    hook_context.batches.divided = True
-    stream = loader.dataset
-    set_attributes(loader, dataset=RankStream(stream, hook_context))
-    try:
-        with hook_context.streams.shared():  # its workers' seeds: all ranks must read one stream in one order
-            return iterate(loader)
-    finally:
-        set_attributes(loader, dataset=stream)
-
-
-def _offered(wrapper: Any, kept: str, name: str) -> Any:
-    """Return an attribute of what a wrapper stands for, which its `kept` has."""
-    if name.startswith("__") or name == kept:
-        raise AttributeError(name)
-    return getattr(getattr(wrapper, kept), name)
+        return len(self.inner)
 
 
 def _rounds(sampler: Any, size: int, hook_context: HookContext) -> Iterator[list[Any]]:
     """Draw a sampler's order a few items at a time, the same on every rank, for it may be long or endless.
 
-    All ranks draw what torch's samplers draw, from the stream that they share. Of others rank 0 draws and sends,
-    at first one round, then more at once; and what its random numbers have become, which others do not draw here.
+    All ranks draw what torch's samplers draw. Of others rank 0 draws and sends, at first one round, then more at
+    once, with what its random numbers have become.
     """
     by_all = type(sampler).__module__.startswith("torch.")
     items = iter(sampler) if by_all or hook_context.rank == 0 else iter(())
@@ -246,22 +212,12 @@ def _rounds(sampler: Any, size: int, hook_context: HookContext) -> Iterator[list
         ahead = 1 if by_all else min(2 * ahead, _MOST_AHEAD)
 
 
-_MOST_AHEAD = 16
-"""Rounds that are drawn at once from a sampler of the script's own."""
-
-
-def _filled(items: list[Any], multiple: int, first: list[Any]) -> list[Any]:
-    """Append items of an epoch's first round, again and again if need be, until the number is a multiple."""
-    missing = -len(items) % multiple
-    return items + list(islice(cycle(first or items), missing)) if items else items
+_MOST_AHEAD = 16  # rounds that are drawn at once from a sampler of the script's own
 
 
 @contextmanager
 def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
-    """Print, once a loader was read to its end, that it was divided although the script evaluated by it.
-
-    It is divided where it was begun before `model.eval()` or `torch.no_grad()`: nothing says then what it is for.
-    """
+    """Print where a loader is divided because it was begun before what says that the script evaluates."""
     before = hook_context.batches.backwards
     yield
     evaluated = hook_context.models and hook_context.evaluating() and hook_context.batches.backwards == before
@@ -273,8 +229,7 @@ def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
         )
 
 
-@contextmanager
-def counting_rows_once(hook_context: HookContext) -> Iterator[None]:
+def count_rows_once(hook_context: HookContext) -> None:
     """Have metrics that a library adds up over ranks (torchmetrics', ignite's) count complete rows once."""
     running = [True]
 
@@ -283,63 +238,39 @@ def counting_rows_once(hook_context: HookContext) -> Iterator[None]:
         whole = context.keeps_batch or (context.batches.complete and context.evaluating())
         return bool(running and context.ownership.ours and not context.ownership.ranked and whole)
 
-    once_imported("torchmetrics.metric", lambda module: _note_updates(module.Metric, complete))
-    once_imported("ignite.distributed", lambda module: _compute_alone(module, complete))
-    try:
-        yield
-    finally:
-        running.clear()
-
-
-def _note_updates(kind: Any, complete: Any) -> None:
-    """Let torchmetrics' metrics leave out their exchange where every rank was given the same rows."""
-    wrap, sync = kind._wrap_update, kind.sync
-
-    @functools.wraps(wrap)
-    def wrap_noting(self: Any, update: Any) -> Any:
-        inner = wrap(self, update)
+    def update(wrap_update: Any, metric: Any, function: Any) -> Any:
+        inner = wrap_update(metric, function)
 
         @functools.wraps(inner)
         def noting(*args: Any, **kwargs: Any) -> None:
-            self.__dict__["fsdplaunch_complete"] = complete()
+            metric.__dict__["fsdplaunch_complete"] = complete()
             inner(*args, **kwargs)
 
         return noting
 
-    @functools.wraps(sync)
-    def sync_divided(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not self.__dict__.get("fsdplaunch_complete"):
-            sync(self, *args, **kwargs)
+    def sync(original: Any, metric: Any, *args: Any, **kwargs: Any) -> None:
+        if not metric.__dict__.get("fsdplaunch_complete"):
+            original(metric, *args, **kwargs)
 
-    kind._wrap_update, kind.sync = wrap_noting, sync_divided
-
-
-def _compute_alone(module: Any, complete: Any) -> None:
-    """Let pytorch-ignite's metrics find one process where every rank was given the same rows."""
-    original = module.get_world_size
-
-    @functools.wraps(original)
-    def get_world_size() -> int:
-        return 1 if complete() else int(original())
-
-    module.get_world_size = get_world_size
+    wrap_once_imported("torchmetrics.metric", "Metric._wrap_update", update)
+    wrap_once_imported("torchmetrics.metric", "Metric.sync", sync)
+    # So many processes have rows of their own, of which ignite's metrics exchange what they have counted.
+    wrap_once_imported("ignite.distributed", "get_world_size", lambda size: 1 if complete() else int(size()))
+    hook_context.undo.callback(running.clear)
 
 
 _turning: list[bool] = []
 
 
 def turn(original: Any, hook_context: HookContext, model: nn.Module, mode: bool = True) -> Any:
-    """Stand for `Module.train`: what ranks have of their own is aligned where a model turns to evaluation.
-
-    Running statistics are those of each worker's own batches: validation losses, and what is decided by them,
-    would differ.
-    """
+    """Stand for `Module.train`: what ranks have of their own, and may decide by, is aligned for evaluation."""
     if _turning:  # it calls itself for every module below
         return original(model, mode)
     turns = not mode and model.training and model in hook_context.models
     if turns and not hook_context.ownership.ranked and not hook_context.keeps_batch:
         check_all_ranks(f"{original_name(model)}.eval()")
-        _align(model)
+        if dist.get_world_size() > 1:
+            _align(model)
     _turning.append(True)
     try:
         return original(model, mode)
@@ -352,10 +283,20 @@ def turn(original: Any, hook_context: HookContext, model: nn.Module, mode: bool 
 def step_by_mean(
     original: Any, hook_context: HookContext, scheduler: Any, metrics: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stand for `ReduceLROnPlateau.step`, which decides by the mean of all ranks."""
+    """Stand for `ReduceLROnPlateau.step`, which decides by the mean of all ranks. Collective."""
     apart = hook_context.size > 1 and hook_context.ownership.ours and not hook_context.keeps_batch
     if apart and trains_shards(scheduler.optimizer):
-        metrics = _mean_metric(float(metrics), hook_context)
+        check_all_ranks("ReduceLROnPlateau.step", "call scheduler.step(metric) on all ranks")
+        metrics = float(metrics)
+        ranks: list[float] = from_all(metrics)
+        other = next((each for each in ranks if str(each) != str(ranks[0])), None)
+        if other is not None:
+            hook_context.say_once(
+                f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
+                " each of its own rows: the mean of all ranks decides",
+                key="plateau",
+            )
+            metrics = float(torch.tensor(ranks, dtype=torch.float64).mean())
     return original(scheduler, metrics, *args, **kwargs)
 
 
@@ -378,30 +319,10 @@ def _align(model: nn.Module) -> None:
 
     Buffers that are not saved with the model are derived from its configuration, and left alone.
     """
-    ranks = dist.get_world_size()
-    if ranks == 1:
-        return
     for module in model.modules():
         for name, buffer in own_buffers(module):
-            if not is_persistent(module, name):
-                continue
-            if isinstance(module, BatchNorm) and buffer.is_floating_point():
+            if is_persistent(module, name) and isinstance(module, BatchNorm) and buffer.is_floating_point():
                 dist.all_reduce(buffer)
-                buffer.div_(ranks)
-            else:
+                buffer.div_(dist.get_world_size())
+            elif is_persistent(module, name):
                 dist.broadcast(buffer, src=0)
-
-
-def _mean_metric(metric: float, hook_context: HookContext) -> float:
-    """Return a metric, or its mean where ranks have different ones, which is printed. Collective."""
-    check_all_ranks("ReduceLROnPlateau.step", "call scheduler.step(metric) on all ranks")
-    ranks: list[float] = from_all(metric)
-    if len(set(map(str, ranks))) == 1:
-        return metric
-    other = next(each for each in ranks if str(each) != str(ranks[0]))
-    hook_context.say_once(
-        f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
-        " each of its own rows: the mean of all ranks decides",
-        key="plateau",
-    )
-    return float(torch.tensor(ranks, dtype=torch.float64).mean())

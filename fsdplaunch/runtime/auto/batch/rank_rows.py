@@ -29,14 +29,7 @@ _Map = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """One rank's rows of a batch.
-
-    Attributes:
-        total: Rows of the global batch.
-        rank: This rank among those that divide it.
-        ranks: How many they are; they divide `total` evenly.
-        group: Theirs; None for all ranks.
-    """
+    """One rank's rows of a global batch of `total`, which the ranks of a group, or all, divide evenly."""
 
     total: int
     rank: int
@@ -107,12 +100,9 @@ class RankRows:
         return total
 
 
-def _apply(tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
-    """Apply a linear function of tensors, whose gradient another one gives; each gives that of the other."""
-    return _Linear.apply(tensor, there, back)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Linear(torch.autograd.Function):
+    """A linear function of tensors, whose gradient another one gives; each gives that of the other."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
         ctx.there, ctx.back = there, back
@@ -123,15 +113,12 @@ class _Linear(torch.autograd.Function):
         return _apply(gradients[0], ctx.back, ctx.there), None, None
 
 
+_apply: Callable[[torch.Tensor, _Map, _Map], torch.Tensor] = _Linear.apply
+
+
 @cache
 def data_group(rank: int, size: int, readers: int) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that read different data, this one among them; None for all. Collective.
-
-    Args:
-        rank: This one among all.
-        size: How many there are.
-        readers: How many read different data; neighbours that split layers or sequences read the same.
-    """
+    """Return the group of the ranks that read different data, this one among them; None for all. Collective."""
     if readers == size:
         return None
     alike = size // readers
@@ -150,18 +137,12 @@ def gather_equal(tensor: torch.Tensor, ranks: int, group: dist.ProcessGroup | No
 def _gather_into(every: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Write the tensors of all ranks one after the other, as bytes: not every backend sends every dtype."""
     if tensor.numel():
-        all_gather(_bytes(every), _bytes(tensor.contiguous()), group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+        flat, own = every.view(-1), tensor.contiguous().view(-1)
+        all_gather(flat.view(torch.uint8), own.view(torch.uint8), group)
 
 
 class LateRows(torch.Tensor):
-    """Stands for the rows of all ranks; whatever computes with it computes with them. Collective where it does.
-
-    Use `LateRows.of`.
-    """
+    """Stands for the rows of all ranks; whatever computes with it computes with them. Collective where it does."""
 
     own: torch.Tensor
     rows: RankRows
@@ -232,11 +213,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Joined:
-    """A loss, or anything else that is a sum or a mean over rows.
-
-    Attributes:
-        rules: The names of those that have agreed with every whole pass so far.
-    """
+    """A loss, or another sum or mean over rows, by the rules that have agreed with every whole pass so far."""
 
     rules: list[str]
 
@@ -248,8 +225,8 @@ class Joined:
         """Return whether all rules that are left are one for a batch."""
         if any(rule not in weights for rule in self.rules):
             return False
-        first = weights[self.rules[0]]
-        return all(_close(weights[rule], first) for rule in self.rules)
+        pairs = [pair for rule in self.rules for pair in zip(weights[rule], self.weights(weights), strict=True)]
+        return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in pairs)
 
     def join(self, value: Any, rows: RankRows, weights: Weights, _late: bool) -> Any:
         """Return the sum over ranks. Collective."""
@@ -258,11 +235,7 @@ class Joined:
 
 @dataclass(slots=True)
 class Held:
-    """An object with tensors in it that torch has no tree for: an output of the script's own class, a cache.
-
-    Attributes:
-        inside: How each of its tensors is joined, in the order of `tensors_held`.
-    """
+    """An object of the script's own class, or a cache, with tensors in it that are joined as `inside` says."""
 
     inside: "list[Returned]"
 
@@ -287,13 +260,7 @@ def losses_in(returned: "Iterable[Returned]") -> Iterator[Joined]:
             yield from losses_in(each.inside)
 
 
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
-
-
-_IGNORED = -100
-"""Labels that torch's losses leave out."""
-_LABELS_DIM = 2
+_IGNORED = -100  # labels that torch's losses leave out
 
 
 def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
@@ -304,28 +271,19 @@ def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
     """
     found: Weights = {"sum": [1.0] * rows.ranks, "mean over rows": [1 / rows.ranks] * rows.ranks}
     for place, leaf in enumerate(leaves):
-        if (
-            not isinstance(leaf, torch.Tensor)
-            or not leaf.dim()
-            or leaf.shape[0] != rows.total
-            or leaf.dim() > _LABELS_DIM
-        ):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() not in (1, 2) or leaf.shape[0] != rows.total:
             continue
         if leaf.is_complex() or leaf.requires_grad or leaf.is_meta:
             continue
-        for name, counted in _counted(leaf):
-            counts = counted.reshape(rows.ranks, -1).double().sum(1).tolist()
+        counted = {"weights": leaf}
+        if not leaf.is_floating_point():
+            counted = {"labels": leaf != _IGNORED, "numbers": leaf != 0}
+            if leaf.dim() > 1 and leaf.shape[1] > 1:
+                counted |= {f"next {name}": each[:, 1:] for name, each in counted.items()}
+        for name, each in counted.items():
+            counts = each.reshape(rows.ranks, -1).double().sum(1).tolist()
             if sum(counts) > 0 and min(counts) >= 0:
                 found[f"{name} of {place}"] = [count / sum(counts) for count in counts]
-    return found
-
-
-def _counted(leaf: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if leaf.is_floating_point():
-        return [("weights", leaf)]
-    found = [("labels", leaf != _IGNORED), ("numbers", leaf != 0)]
-    if leaf.dim() > 1 and leaf.shape[1] > 1:
-        found += [("next labels", leaf[:, 1:] != _IGNORED), ("next numbers", leaf[:, 1:] != 0)]
     return found
 
 
@@ -366,34 +324,28 @@ def measured(
     every = gather_equal(part, rows.ranks, rows.group)
     if all(_agrees(each, whole, tolerance) for each in every):
         return Same()
-    rules = [name for name, each in weights.items() if _agrees(_summed(every, each), whole, tolerance)]
+    rules = []
+    for name, by_rank in weights.items():
+        weight = torch.tensor(by_rank, dtype=torch.float64, device=every.device).view(-1, *[1] * part.dim())
+        if _agrees((every.double() * weight).where(weight != 0, 0.0).sum(0), whole, tolerance):
+            rules.append(name)
     return Joined(rules) if rules and whole.is_floating_point() else None
 
 
 def _measured_object(
     forms: tuple[Form, ...], whole: Any, part: Any, rows: RankRows, weights: Weights, tolerance: float
 ) -> Held | None:
-    wholes, parts = list(tensors_held(whole)), list(tensors_held(part))
-    measured_ = [
-        measured(form, one, other, rows, weights, tolerance)
-        for form, one, other in zip(forms, wholes, parts, strict=True)
-    ]
-    inside = [each for each in measured_ if each is not None]
+    wholes = list(tensors_held(whole))
+    places = zip(forms, wholes, tensors_held(part), strict=True)
+    found = [measured(*place, rows, weights, tolerance) for place in places]
+    inside = [each for each in found if each is not None]
     if len(inside) < len(forms):
         return None
     held = Held(inside)
     # Joined once for trial: a tensor that stands in a tuple or in slots of the object is found and not replaced.
     joined = [_gathered(each) for each in tensors_held(held.join(part, rows, weights, True))]
-    agree = [
-        one.shape == other.shape and _agrees(one, other, tolerance)
-        for one, other in zip(joined, wholes, strict=True)
-    ]
-    return held if all(agree) else None
-
-
-def _summed(every: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    factor = torch.tensor(weights, dtype=torch.float64, device=every.device).view(-1, *[1] * (every.dim() - 1))
-    return (every.double() * factor).where(factor != 0, 0.0).sum(0)
+    pairs = zip(joined, wholes, strict=True)
+    return held if all(a.shape == b.shape and _agrees(a, b, tolerance) for a, b in pairs) else None
 
 
 _SMALL = 1e-2

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import replaced
-from fsdplaunch.runtime.random_numbers import SEED, Seeds, random_states, seeding_from, set_random_states
+from fsdplaunch.runtime.random_numbers import SEED, random_states, seeding_from, set_random_states
 
 _STRIDE = 1_000_003
 """Between the seeds of neighbouring ranks; a prime, so that a script's own seeds in a row do not meet them."""
@@ -27,23 +27,13 @@ _STRIDE = 1_000_003
 
 @dataclass(slots=True, kw_only=True)
 class RngStreams:
-    """The generators of one worker.
+    """The generators of one worker. Rank 0 goes on as one process would; others diverge from it."""
 
-    Attributes:
-        rank: Among those that read different data. Rank 0 goes on as one process would; others diverge from it.
-        kept: All ranks go on alike, for a run that computes what one process would.
-        scripts: Each rank's draws are the script's own business: it is alone, or a script for several ranks.
-        begun: Whether training has begun.
-        seeds: What the script seeded last before that, by generator: the line and the seed.
-        diverged: Whether they have diverged.
-        evaluating: Whether the script evaluates.
-    """
-
-    rank: int
-    kept: bool
-    scripts: bool = False
-    begun: bool = False
-    seeds: dict[str, tuple[str, str]] = field(default_factory=dict)
+    rank: int  # among those that read different data
+    kept: bool  # all ranks go on alike, for a run that computes what one process would
+    scripts: bool = False  # a rank's draws are the script's business: it is alone, or written for several ranks
+    begun: bool = False  # training has
+    seeds: dict[str, tuple[str, str]] = field(default_factory=dict)  # set last before that: lines and seeds
     diverged: bool = False
     evaluating: bool = False
     _aside: dict[str, Any] = field(default_factory=dict)
@@ -57,37 +47,29 @@ class RngStreams:
         if self.begun or self.scripts:
             return
         self.begun = True
-        self._shared = self._common_states()
-        if dist.get_rank():
-            set_random_states(self._shared)
-        self.diverged = not self.kept
-        if self.rank and self.diverged:
-            self._reseed(torch.initial_seed())
-
-    def _common_states(self) -> dict[str, Any]:
-        """Return rank 0's states; warn where ranks were seeded differently, as by the time. Collective."""
         facts = from_all((random_states() if dist.get_rank() == 0 else None, self.seeds))
         for kind, (line, seed) in self.seeds.items():
             others = {str(seeds[kind][1]) for _, seeds in facts if kind in seeds} - {seed}
-            if others:
+            if others:  # as by the time
                 messages.say(
                     f"{line}: {kind} is seeded with {seed} here and {min(others)} on another rank: data that were"
                     " split or made by it are not the same on all ranks; seed with the same number"
                 )
-        states: dict[str, Any] = facts[0][0]
-        return states
+        self._shared = facts[0][0]
+        if dist.get_rank():
+            set_random_states(self._shared)
+        self.diverged = not self.kept
+        if self.rank and self.diverged:
+            mine = (torch.initial_seed() + self.rank * _STRIDE) % 2**63
+            _TORCH_SEED[0](mine)
+            random.seed(mine)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(mine % 2**32)
 
     def note_seed(self, kind: str, seed: Any) -> None:
         """Remember what the script seeded before training."""
         if not self.begun:
             self.seeds[kind] = (script_line(), str(seed)[:40])
-
-    def _reseed(self, seed: int) -> None:
-        mine = (seed + self.rank * _STRIDE) % 2**63
-        _TORCH_SEED[0](mine)
-        random.seed(mine)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(mine % 2**32)
 
     def seeded(self, seed: int) -> int:
         """Return what a seed that the script sets means on this rank; the shared stream begins anew with it."""
@@ -124,12 +106,10 @@ class RngStreams:
             set_random_states(mine)
 
 
-_TORCH_SEED = [torch.manual_seed]
-"""Torch's own function, whatever stands in its place."""
+_TORCH_SEED = [torch.manual_seed]  # torch's own function, whatever stands in its place
 
 
-@contextmanager
-def seeding_ranks(streams: RngStreams, size: int) -> Iterator[None]:
+def seed_ranks(streams: RngStreams, size: int, undo: ExitStack) -> None:
     """Give all ranks rank 0's states at the start, and seed each by what the script does later. Collective."""
 
     def offset(original: Any) -> Any:
@@ -138,13 +118,9 @@ def seeding_ranks(streams: RngStreams, size: int) -> Iterator[None]:
 
         return manual_seed
 
-    with replaced(torch, "manual_seed", offset):
-        if size == 1:
-            yield
-            return
+    undo.enter_context(replaced(torch, "manual_seed", offset))
+    if size > 1:
         chosen = SEED if os.environ.get(COMPARE_DIR) else random.getrandbits(64)
         states, seed = from_rank_0((random_states(), chosen))
         set_random_states(states)
-        seeds = Seeds(seed, ends=lambda: streams.diverged, note=streams.note_seed)
-        with seeding_from(seeds):
-            yield
+        undo.enter_context(seeding_from(seed, ends=lambda: streams.diverged, note=streams.note_seed))

@@ -9,8 +9,8 @@ groups, so that what a subclass keeps for itself is the shards already.
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
 from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
-from fsdplaunch.runtime.auto.model.parameters import keep_written, keeping_references, late_parameter
+from fsdplaunch.runtime.auto.model.parameters import KeptWrites, keeping_references, late_parameter
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_paths
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
@@ -46,10 +46,8 @@ from fsdplaunch.runtime.sharding.registry import ReplicatedParams, known_paramet
 from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_most, runs, without_shared
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.state_dict.gather import await_main_thread
+from fsdplaunch.runtime.torch_internals.fsdp import group_refs
 from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state_dict, parse_move
-
-if TYPE_CHECKING:
-    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
 
 
 def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
@@ -60,13 +58,10 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
         hook_context: This worker's.
         what: What the script does here, for errors.
         one_unit: Gather all of it at once, because ranks may compute with different parts of it.
-
-    Raises:
-        ShardingError: It cannot be sharded; the error names the script's line.
     """
     if is_sharded(model):
         return
-    if _only_holds(model):
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model):  # which `fully_shard` refuses
         for held in model.children():
             if any(param.requires_grad for param in parameters_of(held)):
                 adopt_model(held, hook_context, what=what, one_unit=one_unit)
@@ -75,8 +70,10 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
     with _naming_line(line, what, model):
         check_kinds(model)
     _check_unsharded(model, hook_context, line)
-    check_no_gradients(class_name(model), parameters_of(model), what=what)
-    with _naming_line(line, what, model), keeping_references(model), announcing(_about(line)):
+    _check_no_gradients(class_name(model), parameters_of(model), what)
+    compared = os.environ.pop(COMPARED, None)  # whether the launcher knows of a comparison, for the first model
+    about = f"for the script, {line}" + (f"; {compared}" if compared else "")
+    with _naming_line(line, what, model), keeping_references(model), announcing(about):
         prepare(model, plugin=_one_unit() if one_unit else _plugin(model, hook_context))
     if hook_context.size > 1:
         note_gradients(model, original_name(model))
@@ -84,10 +81,41 @@ def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_u
     attach_hooks(model, hook_context, line)
 
 
-def _about(line: str) -> str:
-    """Return for whom a model is sharded; the first time, also whether the launcher knows of a comparison."""
-    compared = os.environ.pop(COMPARED, None)
-    return f"for the script, {line}" + (f"; {compared}" if compared else "")
+def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
+    """Refuse a model with parameters of another that is sharded, or with a part that was moved by itself."""
+    params, inside = dict(named_parameters(model)), set(model.modules())
+    owners = {id(param): other for other in hook_context.models for param in parameters_of(other)}
+    for name, param in params.items():
+        owner = owners.get(id(param)) or sharded_home(param)
+        if param.requires_grad and owner is not None and owner not in inside:
+            earlier = hook_context.models.get(owner, "another line")
+            msg = (
+                f"{line}: {name} of {class_name(model)} is one of {original_name(owner)} as well, which was"
+                f" sharded at {earlier}: they would be trained apart"
+            )
+            hint = "make both parts of one module whose forward calls them, or give that one to fsdplaunch.prepare"
+            raise ShardingError(msg, hint=hint)
+    late = [name for name, param in params.items() if not isinstance(param, DTensor)]
+    if len(late) == len(params):
+        return
+    for submodule in model.modules():
+        if submodule in hook_context.models:
+            earlier = hook_context.models[submodule]
+            msg = f"{line}: {original_name(submodule)} was sharded at {earlier}, before it was part of a model"
+            hint = "move the complete model to the device, not its submodules, or call fsdplaunch.prepare(model)"
+            raise ShardingError(msg, hint=hint)
+    raise late_parameter(model, late[0], line)
+
+
+def _check_no_gradients(whose: str, params: Iterable[nn.Parameter], what: str) -> None:
+    """Refuse parameters that have gradients before they are sharded: each rank's own."""
+    if any(param.grad is not None and (param.grad.is_sparse or param.grad.any()) for param in params):
+        msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
+        hint = (
+            "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
+            " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
+        )
+        raise ShardingError(msg, hint=hint)
 
 
 @contextmanager
@@ -103,37 +131,37 @@ def _naming_line(line: str, what: str, model: nn.Module) -> Iterator[None]:
 
 def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None:
     """Make a model that was just sharded behave as the script expects of the one it wrote."""
+    name, ownership = original_name(model), hook_context.ownership
     hook_context.note_model(model, line)
-    hook_context.ownership.note_adopted(line)
+    ownership.adopted = ownership.adopted or line
     open_once(hook_context)
     allow_deepcopy(model, lambda copied, of: attach_hooks(copied, hook_context, hook_context.models[of]))
-    passes = Passes(model, original_name(model), hook_context)
+    passes = Passes(model, name, hook_context)
     if hook_context.size > 1:
-        note_paths(model, original_name(model))  # before the hooks of passes, which then come before these
-    hook_context.complete[model] = Calls(model, line, hook_context, passes, _divided(model, hook_context)).check
+        note_paths(model, name)  # before the hooks of passes, which then come before these
+    divided = None
+    if hook_context.keeps_batch and hook_context.data.size > 1 and not ownership.ranked:
+        from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
+        from fsdplaunch.runtime.auto.batch.rank_rows import data_group
+
+        group = data_group(hook_context.rank, hook_context.size, hook_context.data.size)
+        divided = DividedPasses(model, name, hook_context.data, group, hook_context.learning_rates)
+    hook_context.complete[model] = Calls(model, line, hook_context, passes, divided).check
     for unit in filter(is_unit, model.modules()):
-        before_state_dict(
-            unit, lambda: await_main_thread(f"state_dict() at {script_line()}")
-        )  # torch reshards the unit in it
-    keep_written(model)
-    _let_leave(model)
-    restore_classes(model)
-
-
-def _let_leave(model: nn.Module) -> None:
-    """Let a sharded model and its modules be pickled, scripted and saved as what they were before.
-
-    What the model does then is collective: the script's line runs on all ranks, or on rank 0 alone.
-    """
+        # In which torch reshards the unit.
+        before_state_dict(unit, lambda: await_main_thread(f"state_dict() at {script_line()}"))
+        for ref in group_refs(unit):
+            KeptWrites(ref)
+    # It is pickled, scripted and saved as what it was before: on all ranks, or on rank 0 alone.
     for module in model.modules():
         module.__dict__["__reduce_ex__"] = _of_saves("reduce_module", module)
         module.__dict__["__prepare_scriptable__"] = _of_saves("scriptable", module)
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = _of_saves("save_pretrained", model)
+    restore_classes(model)
 
 
 def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
-    """Return a function of `saves`, of a module."""
     held = weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -144,98 +172,17 @@ def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _only_holds(model: nn.Module) -> bool:
-    """Return whether a module computes nothing by itself, so that `fully_shard` refuses it: a list or dict."""
-    return isinstance(model, nn.ModuleList | nn.ModuleDict) and not runs(model)
-
-
-def _divided(model: nn.Module, hook_context: HookContext) -> "DividedPasses | None":
-    """Return what divides a model's passes, where the script runs on the global batch on every rank."""
-    if not hook_context.keeps_batch or hook_context.data.size == 1 or hook_context.ownership.ranked:
-        return None
-    from fsdplaunch.runtime.auto.batch.divided_pass import DividedPasses
-    from fsdplaunch.runtime.auto.batch.rank_rows import data_group
-
-    group = data_group(hook_context.rank, hook_context.size, hook_context.data.size)
-    return DividedPasses(model, original_name(model), hook_context.data, group, hook_context.learning_rates)
-
-
-def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> None:
-    """Refuse a model of which a submodule was sharded before, because the script moved it by itself."""
-    params = dict(named_parameters(model))
-    _check_unshared(model, params, hook_context, line)
-    sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
-    if not sharded:
-        return
-    for submodule in model.modules():
-        if submodule in hook_context.models:
-            earlier = hook_context.models[submodule]
-            msg = f"{line}: {original_name(submodule)} was sharded at {earlier}, before it was part of a model"
-            hint = "move the complete model to the device, not its submodules, or call fsdplaunch.prepare(model)"
-            raise ShardingError(msg, hint=hint)
-    late = next(name for name in params if name not in sharded)
-    raise late_parameter(model, late, line)
-
-
-def check_no_gradients(whose: str, params: Iterable[nn.Parameter], *, what: str) -> None:
-    """Refuse parameters that a backward pass gave gradients before they were sharded, or averaged over ranks.
-
-    Raises:
-        ShardingError: The next optimizer step would be made with each rank's own gradients, or with none.
-    """
-    if any(param.grad is not None and (param.grad.is_sparse or param.grad.any()) for param in params):
-        msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
-        hint = (
-            "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
-            " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
-        )
-        raise ShardingError(msg, hint=hint)
-
-
-def check_not_gathered(params: Iterable[nn.Parameter], *, what: str) -> None:
-    """Refuse parameters that a library has taken out of a pass, in which they were gathered.
-
-    Raises:
-        ShardingError: Their memory has been given back, and shards are what an optimizer trains.
-    """
-    if any(param.numel() and not param.untyped_storage().size() for param in params if not param.is_meta):
-        msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
-        raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
-
-
-def _check_unshared(model: nn.Module, params: dict[str, Any], hook_context: HookContext, line: str) -> None:
-    """Refuse a model that has trained parameters of another one, which is sharded: each would train its own.
-
-    Raises:
-        ShardingError: It has one.
-    """
-    inside = set(model.modules())
-    owners = {id(param): other for other in hook_context.models for param in parameters_of(other)}
-    for name, param in params.items():
-        owner = owners.get(id(param)) or sharded_home(param)
-        if param.requires_grad and owner is not None and owner not in inside:
-            earlier = hook_context.models.get(owner, "another line")
-            msg = (
-                f"{line}: {name} of {class_name(model)} is one of {original_name(owner)} as well, which was"
-                f" sharded at {earlier}: they would be trained apart"
-            )
-            hint = "make both parts of one module whose forward calls them, or give that one to fsdplaunch.prepare"
-            raise ShardingError(msg, hint=hint)
-
-
 def _plugin(model: nn.Module, hook_context: HookContext) -> FullyShardedDataParallelPlugin:
     """Return the launch's plugin; for a model that is not of repeated blocks one that makes it a single unit."""
     plugin = ambient_plugin()
     settings = plugin.settings()
     if settings.wrap != "TRANSFORMER_BASED_WRAP" or (settings.block_classes and not hook_context.models):
         return plugin
-    try:
+    with suppress(ShardingError):
         blocks = find_blocks(model, settings.block_classes)
-    except ShardingError:
-        return _one_unit()
-    if not settings.block_classes and misses_most(model, without_shared(model, blocks)):
-        return _one_unit()
-    return plugin
+        if settings.block_classes or not misses_most(model, without_shared(model, blocks)):
+            return plugin
+    return _one_unit()
 
 
 def _one_unit() -> FullyShardedDataParallelPlugin:
@@ -290,8 +237,7 @@ def compile_model(original: Any, hook_context: HookContext, model: Any = None, *
 def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device | None, what: str) -> bool:
     """Return whether a module goes to the kind of device that this worker computes on, and is to be sharded.
 
-    It is for a complete model that has something to train. It is not for a submodule, nor while a larger module
-    that will hold it is being built.
+    It is complete and has something to train: no submodule, nor a part of a larger module that is being built.
     """
     own, ownership = hook_context.device, hook_context.ownership
     if device is None or device.type != own.type or is_sharded(module):
@@ -314,21 +260,18 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
 
 def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the options without `fullgraph` where hooks are called, which no graph holds."""
-    hooked = getattr(
-        compiled, "__name__", ""
-    ) == CALL_METHOD or any(  # of `model.compile()`: all modules' hooks, too
-        is_unit(part) and not (getattr(compiled, "__name__", "") == "forward" and part is module)
-        for part in module.modules()
+    name = getattr(compiled, "__name__", "")
+    hooked = name == CALL_METHOD or any(  # of `model.compile()`: all modules' hooks, too
+        is_unit(part) and not (name == "forward" and part is module) for part in module.modules()
     )
     if not kwargs.get("fullgraph") or not hooked:
         return kwargs
-    name = class_name(module)
-    messages.say(f"{script_line()}: {name} is compiled without fullgraph: no graph holds the hooks that gather it")
+    about = f"{class_name(module)} is compiled without fullgraph: no graph holds the hooks that gather it"
+    messages.say(f"{script_line()}: {about}")
     return {**kwargs, "fullgraph": False}
 
 
-_building: set[int] = set()
-"""The optimizers whose base class gives them their groups."""
+_building: set[int] = set()  # the optimizers whose base class gives them their groups
 
 
 def build_optimizer(
@@ -356,11 +299,7 @@ def extend_optimizer(
 
 
 def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = False) -> None:
-    """Shard the models whose parameters an optimizer has, and let it train the shards, if this is ours to do.
-
-    Raises:
-        ShardingError: A model cannot be sharded.
-    """
+    """Shard the models whose parameters an optimizer has, and let it train the shards, if this is ours to do."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = known_parameters()
     new = [p for p in params if id(p) not in known and not hasattr(p, "fsdplaunch_origin")]
@@ -385,42 +324,41 @@ def regroup(optimizer: Optimizer, hook_context: HookContext, *, now: bool = Fals
 
 def _keep_unsharded(bare: list[Any], what: str) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
-    check_not_gathered(bare, what=what)
+    if any(param.numel() and not param.untyped_storage().size() for param in bare if not param.is_meta):
+        # A library has taken them out of a pass; their memory has been given back.
+        msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
+        raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
     fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
-    check_no_gradients("a parameter of no module", fresh, what=what)
+    if not fresh:
+        return
+    _check_no_gradients("a parameter of no module", fresh, what)
     for param in fresh:
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
             torch.distributed.broadcast(param.data, src=torch.distributed.get_global_rank(group, 0), group=group)
         param.fsdplaunch_unsharded = True
-    if fresh:
-        ReplicatedParams(fresh, mesh)
-        count = sum(param.numel() for param in fresh)
-        messages.say(
-            f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
-        )
+    ReplicatedParams(fresh, mesh)
+    count = sum(param.numel() for param in fresh)
+    messages.say(f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged")
 
 
-@contextmanager
-def deciding_when_training_begins(hook_context: HookContext) -> Iterator[None]:
+def decide_when_training_begins(hook_context: HookContext) -> None:
     """Shard where training begins what nobody has sharded until then. Rule 1.
 
     Training begins where a module is called, or a loader read, after an optimizer was built on full parameters.
     The hooks stand only while the decision is put off: every module's call passes them.
     """
-    with ExitStack() as hooks:
-        waiting, ownership = _Waiting(hook_context, hooks), hook_context.ownership
-        ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
-        yield
+    waiting, ownership = _Waiting(hook_context), hook_context.ownership
+    ownership.put_off, ownership.on_decision = waiting.start, waiting.stop
+    hook_context.undo.callback(waiting.stop)
 
 
 class _Waiting:
     """The hooks of one worker while the decision is open."""
 
-    def __init__(self, hook_context: HookContext, hooks: ExitStack) -> None:
-        self.hook_context, self.hooks = hook_context, hooks
-        self.started = False
+    def __init__(self, hook_context: HookContext) -> None:
+        self.hook_context, self.hooks, self.started = hook_context, ExitStack(), False
 
     def start(self) -> None:
         if not self.started:
@@ -434,27 +372,26 @@ class _Waiting:
 
     def _calling(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.started and module.training and torch.is_grad_enabled():
-                trained = self._trained()
-                if trained and any(id(param) in trained for param in nn.Module.parameters(module)):
-                    self._shard()
+            if module.training:
+                self._look(lambda trained: any(id(param) in trained for param in nn.Module.parameters(module)))
             return original(module, *args, **kwargs)
 
         return call
 
     def _reading(self, original: Any) -> Any:
         def iterate(loader: Any) -> Any:
-            if self.started and torch.is_grad_enabled() and not joined_by_script() and self._trained():
-                self._shard()
+            self._look(lambda _: not joined_by_script())
             return original(loader)
 
         return iterate
 
-    def _trained(self) -> set[int]:
-        """Return the full parameters that optimizers train, by their ids."""
-        groups = (group for optimizer in self.hook_context.built_optimizers() for group in optimizer.param_groups)
-        return {id(param) for group in groups for param in group["params"] if not isinstance(param, DTensor)}
-
-    def _shard(self) -> None:
-        for optimizer in self.hook_context.built_optimizers():
-            regroup(optimizer, self.hook_context, now=True)
+    def _look(self, begins: Callable[[set[int]], bool]) -> None:
+        """Shard what optimizers train in full, if training begins with it."""
+        if not self.started or not torch.is_grad_enabled():
+            return
+        optimizers = self.hook_context.built_optimizers()
+        params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        trained = {id(param) for param in params if not isinstance(param, DTensor)}
+        if trained and begins(trained):
+            for optimizer in optimizers:
+                regroup(optimizer, self.hook_context, now=True)

@@ -8,7 +8,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,56 +29,32 @@ _GRAD = "torch.autograd.grad with create_graph=True, or together with other inpu
 _MOST_NODES = 100_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPass:
-    """One forward pass of a sharded model, kept by the graph of what it returned.
+    """One forward pass of a sharded model, as it begins; kept by the graph of what it returned."""
 
-    Attributes:
-        model: Whose.
-        args: What it was given.
-        kwargs: What it was given by name.
-        states: Of the random generators before it, that of this worker's GPU among them.
-        buffers: The model's before it, by name: a pass may change them, as spectral norm does to go on from there.
-    """
-
-    model: "weakref.ref[nn.Module]"
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    states: dict[str, Any]
-    buffers: dict[str, torch.Tensor]
-
-    @classmethod
-    def begun(cls, model: "weakref.ref[nn.Module]", args: Any, kwargs: Any) -> "ModelPass":
-        """Return what must be known of a pass that begins to compute it again."""
-        module: Any = model()
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        return cls(model=model, args=args, kwargs=kwargs, states=random_states(), buffers=buffers)
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.model = weakref.ref(model)
+        self.args, self.kwargs = args, kwargs
+        self.states = random_states()
+        # A pass may change them, as spectral norm does to go on from there.
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def keep(self, output: Any) -> None:
         """Let the graph of the model's output remember the pass; it lives as long as the graph does."""
         for position, value in enumerate(tree_leaves(output)):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 edge = get_gradient_edge(value)
-                _notes(edge.node).setdefault(_KEY, []).append((self, edge, position))
+                metadata: Any = edge.node.metadata  # what is there lives as long as the node
+                metadata.setdefault(_KEY, []).append((self, edge, position))
 
 
-def _notes(node: Any) -> dict[Any, Any]:
-    """Return what is kept at a node of a graph as long as it lives."""
-    notes: dict[Any, Any] = node.metadata
-    return notes
-
-
-def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
-    """Return gradients that can be differentiated again, through the passes of sharded models.
-
-    Raises:
-        ShardingError: The graph is one that this cannot compute again.
-    """
+def _differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
+    """Return gradients that can be differentiated again; None where no sharded model's pass is below."""
     kept = list(_passes_below([output.grad_fn for output in outputs], inputs))
     if not kept:
         return None
-    edges = [edge for _, edge, _ in kept]
-    above = grad(outputs, edges, given, create_graph=True, retain_graph=True, allow_unused=True)
+    how = {"create_graph": True, "retain_graph": True, "allow_unused": True}
+    above = grad(outputs, [edge for _, edge, _ in kept], given, **how)
     total: list[Any] = [None] * len(inputs)
     passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
     for (made, _, position), gradient in zip(kept, above, strict=True):
@@ -87,14 +62,7 @@ def differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequ
     for made, share in passes.values():
         values = _recomputed(made)
         chosen = [(values[position], gradient) for position, gradient in share if gradient is not None]
-        parts = grad(
-            [value for value, _ in chosen],
-            inputs,
-            [gradient for _, gradient in chosen],
-            create_graph=True,
-            retain_graph=True,
-            allow_unused=True,
-        )
+        parts = grad([value for value, _ in chosen], inputs, [gradient for _, gradient in chosen], **how)
         pairs = zip(total, parts, strict=True)
         total = [other if one is None else one if other is None else one + other for one, other in pairs]
     return tuple(total)
@@ -110,7 +78,7 @@ def _passes_below(roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple
             continue
         seen.add(node)
         passed = passed or node in wanted
-        passes = _notes(node).get(_KEY)
+        passes = node.metadata.get(_KEY)
         if passes:
             found += passes
             continue
@@ -128,11 +96,11 @@ def _reaches_another(made: ModelPass, wanted: set[Any]) -> bool:
     waiting = [v.grad_fn for v in tree_leaves((made.args, made.kwargs)) if isinstance(v, torch.Tensor)]
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
+        node: Any = waiting.pop()
         if node is None or node in seen or node in wanted:
             continue
         seen.add(node)
-        if _KEY in _notes(node):
+        if _KEY in node.metadata:
             return True
         waiting += [below for below, _ in node.next_functions]
     return False
@@ -178,34 +146,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype is not None and floating else value
 
 
-def sharded_parameters(inputs: Sequence[Any], models: Sequence[nn.Module]) -> list[Any]:
-    """Return for each input the sharded parameter that it is, or that it was gathered from; None for any other."""
-    units = [module for model in models for module in model.modules() if is_unit(module)]
-    gathered = {id(full): shard for unit in units for full, shard in gathered_parameters(unit)}
-    return [value if isinstance(value, DTensor) else gathered.get(id(value)) for value in inputs]
-
-
-def gradients_by_backward(
-    outputs: Sequence[Any],
-    params: Sequence[Any],
-    given: Any,
-    retain_graph: bool | None,
-    models: Sequence[nn.Module],
-) -> tuple[Any, ...]:
-    """Return the gradients of sharded parameters by a backward pass, and leave those that were there."""
-    every = {id(param): param for model in models for param in model.parameters()}
-    every |= {id(param): param for param in params}
-    before = [(param, param.grad) for param in every.values()]
-    for param in every.values():
-        param.grad = None
-    try:
-        inspect.unwrap(torch.autograd.backward)(outputs, given, retain_graph)
-        return tuple(param.grad for param in params)
-    finally:
-        for param, gradient in before:
-            param.grad = gradient
-
-
 def own_gradients(
     grad: Any,
     outputs: Any,
@@ -219,24 +159,38 @@ def own_gradients(
 ) -> Any:
     """Return the gradients that torch would lose with sharded models; None for those it computes."""
     outputs, inputs = _listed(outputs), _listed(inputs)
-    params = sharded_parameters(inputs, models)
-    if any(param is not None for param in params) and not _is_recomputed(params, inputs, create_graph):
+    units = [module for model in models for module in model.modules() if is_unit(module)]
+    gathered_now = {id(full): shard for unit in units for full, shard in gathered_parameters(unit)}
+    params = [value if isinstance(value, DTensor) else gathered_now.get(id(value)) for value in inputs]
+    # A function's own backward may differentiate what it has computed again from gathered parameters, as a
+    # checkpoint written by hand does. What it returns goes on to these, as that of any layer.
+    in_function = is_in_backward() and not create_graph
+    recomputed = in_function and all(each is not value for each, value in zip(params, inputs, strict=True))
+    if any(param is not None for param in params) and not recomputed:
         if create_graph or not all(param is not None for param in params):
             raise refuse_create_graph(_GRAD)
         begin()
-        return gradients_by_backward(outputs, params, given, retain_graph, models)
+        return _gradients_by_backward(outputs, params, given, retain_graph, models)
     if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-        return differentiable_grad(grad, outputs, inputs, given)
+        return _differentiable_grad(grad, outputs, inputs, given)
     return None
 
 
-def _is_recomputed(params: list[Any], inputs: list[Any], create_graph: bool) -> bool:
-    """Return whether a function's own backward differentiates what it has computed again from gathered parameters.
-
-    Checkpoints written by hand do so. What it returns goes on to the gathered parameters, as that of any layer.
-    """
-    gathered = all(param is None or param is not value for param, value in zip(params, inputs, strict=True))
-    return gathered and not create_graph and is_in_backward()
+def _gradients_by_backward(
+    outputs: Sequence[Any], params: Sequence[Any], given: Any, retain_graph: Any, models: Sequence[nn.Module]
+) -> tuple[Any, ...]:
+    """Return the gradients of sharded parameters by a backward pass, and leave those that were there."""
+    every = {id(param): param for model in models for param in model.parameters()}
+    every |= {id(param): param for param in params}
+    before = [(param, param.grad) for param in every.values()]
+    for param in every.values():
+        param.grad = None
+    try:
+        inspect.unwrap(torch.autograd.backward)(outputs, given, retain_graph)
+        return tuple(param.grad for param in params)
+    finally:
+        for param, gradient in before:
+            param.grad = gradient
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.model.parameters import late_parameter, view_of
-from fsdplaunch.runtime.auto.rank0.passes import AlonePass, Passes
+from fsdplaunch.runtime.auto.model.parameters import GatheredView, late_parameter
+from fsdplaunch.runtime.auto.rank0.passes import Passes
 from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
@@ -48,15 +48,7 @@ if TYPE_CHECKING:
 
 
 class Calls:
-    """One model's calls.
-
-    Args:
-        model: Sharded.
-        line: Where the script had it sharded.
-        hook_context: This worker's.
-        passes: Which of them all ranks make.
-        divided: What divides passes by rows; None where each rank has rows of its own.
-    """
+    """The calls of one sharded model; `divided` divides them by rows, unless each rank has rows of its own."""
 
     def __init__(
         self,
@@ -73,12 +65,15 @@ class Calls:
         self.known = {id(param) for _, param in named_parameters(model)}
         self.checked = self.trained = False
         self.outermost: list[nn.Module] = []
-        self.alone: AlonePass | None = None
+        self.alone: Passes | None = None
         self.twice: ModelPass | None = None
-        self.view = view_of(model, lambda: bool(hook_context.batches.backwards or hook_context.optimizers))
+        self.view = GatheredView(model, lambda: bool(hook_context.batches.backwards or hook_context.optimizers))
         _calls[model] = self
-        enter, leave = self._hooks()
         self.begin = untraced(self._begin)
+        enter: Any = self._enter
+        leave: Any = self._leave
+        if divided is not None:  # also where a compiler has traced the model
+            enter, leave = _not_compiled(enter), _not_compiled(leave)
         for part in (model, *_parts(model)):
             first = self._enter_model if part is model and divided is None else enter
             # Before torch's own, which exchanges parameters; and after it.
@@ -86,39 +81,20 @@ class Calls:
             part.register_forward_hook(leave, always_call=True, with_kwargs=True)
         for unit in model.modules():
             if is_unit(unit):
-                call_for_forward(unit)
-        normalise_in_dtype_of_statistics(model)
+                _call_for_forward(unit)
+        _normalise_in_dtype_of_statistics(model)
         prepared = registered(model)
         for name in prepared.methods if prepared is not None else ():
             model.__dict__.pop(name, None)  # what such a method calls is a pass, so nothing is gathered around it
 
-    def _hooks(self) -> tuple[Any, Any]:
-        """Return what is called before and after a pass, also where a compiler has traced the model."""
-        if self.divided is None:
-            return self._enter, self._leave
-        begin, end = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-
-        def enter(part: nn.Module, args: Any, kwargs: Any) -> Any:
-            return begin(part, args, kwargs)
-
-        def leave(part: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return end(part, args, kwargs, output)
-
-        return enter, leave
-
     def check(self) -> None:
-        """Check that the model has the parameters that were sharded and no others.
-
-        Raises:
-            ShardingError: It has another one.
-        """
+        """Refuse a model that has other parameters than those that were sharded."""
         model: Any = self.model()
         for name, param in named_parameters(model):
             if id(param) not in self.known:
                 raise late_parameter(model, name, self.line)
 
     def _enter_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a pass of the whole model; of a compiled one only what ranks must know of each other."""
         if torch.compiler.is_compiling():
             self.begin(model)
             return None
@@ -133,14 +109,17 @@ class Calls:
                 self.outermost.append(part)
             return None
         model: Any = self.model()
-        measuring = self._is_measuring()
+        measuring = self.divided is not None and self.divided.measuring
         if not measuring:
             self._begin(model)
         if self.alone is not None:
             self.outermost.append(part)
             return self.alone.inputs(model, args, kwargs)
         self.view.enter(model)
-        args, kwargs = tree_map(_full, (args, kwargs))
+        args, kwargs = tree_map(  # shards without gradients are a state that was made like a parameter
+            lambda value: value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value,
+            (args, kwargs),
+        )
         if not measuring:
             self._note(model, part, args, kwargs)
         if self.divided is not None:
@@ -150,27 +129,29 @@ class Calls:
             args, kwargs = begin_unit_pass(model, args, kwargs)
         return args, kwargs
 
-    def _is_measuring(self) -> bool:
-        return self.divided is not None and self.divided.measuring
-
     def _begin(self, model: nn.Module) -> None:
         """Do what a pass of the script's begins with, on all ranks, or on rank 0 alone."""
-        _refuse_transforms(model)
+        if is_in_transform(forward=False):  # of vmap, grad, vjp or jacrev; jvp goes through the hooks well
+            msg = f"{script_line()}: a transform of torch.func computes {type(model).__name__}, which is sharded"
+            raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
         if not self.checked:
-            self._check_first(model)
+            self.checked = True
+            self.check()
+            if is_unit(model) and not is_in_pass(model):
+                take_for_outermost(model)  # also where a part is called first
         if not self.trained and model.training and torch.is_grad_enabled():
             self.trained = True
             self.hook_context.streams.diverge()
         self.alone = self.begin_pass(model)
 
     def _note(self, model: nn.Module, part: nn.Module, args: Any, kwargs: Any) -> None:
-        """Remember what a pass in training is given."""
         if not model.training or not torch.is_grad_enabled():
             return
-        if part is model and _wants_gradients((args, kwargs)):
+        leaves = tree_leaves((args, kwargs))
+        if part is model and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             from fsdplaunch.runtime.auto.model.double_backward import ModelPass
 
-            self.twice = ModelPass.begun(self.model, args, kwargs)
+            self.twice = ModelPass(model, args, kwargs)
         self.hook_context.batches.enter([*args, *kwargs.values()])
 
     def _leave(self, part: nn.Module, args: Any, _kwargs: Any, output: Any) -> Any:
@@ -188,38 +169,31 @@ class Calls:
             output = end_unit_pass(model, args, apart_from_parameters(output))
         if self.divided is not None:
             output = self.divided.end(output)
-        if self.twice is not None and not self._is_measuring():
-            made, self.twice = self.twice, None
-            made.keep(output)
+        if self.twice is not None and not (self.divided is not None and self.divided.measuring):
+            self.twice.keep(output)
+            self.twice = None
         if not torch.is_grad_enabled():
             model.reshard()
         else:
             self.view.leave(model)
         return output
 
-    def _check_first(self, model: nn.Module) -> None:
-        """Check once, before the first pass, that the parameters are those that were sharded."""
-        self.checked = True
-        self.check()
-        if is_unit(model) and not is_in_pass(model):
-            take_for_outermost(model)  # also where a part is called first
-
 
 _calls: "weakref.WeakKeyDictionary[nn.Module, Calls]" = weakref.WeakKeyDictionary()
 
 
-def all_divided() -> "Iterator[DividedPasses]":
-    """Yield what divides the passes of models that are alive."""
-    for calls in list(_calls.values()):
-        if calls.divided is not None:
-            yield calls.divided
+def _not_compiled(hook: Any) -> Any:
+    """Return a function of this module, by which hooks of ours are known, that calls one outside of graphs."""
+    disabled = torch.compiler.disable(hook)
+
+    def call(*given: Any) -> Any:
+        return disabled(*given)
+
+    return call
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters below one, down to the next units.
-
-    What is inside of these is not a part: its parameters are full only in a pass of the unit.
-    """
+    """Yield the modules with parameters down to the next units, whose parts are full only in their own passes."""
     for child in module.children():
         if next(iter(parameters_of(child)), None) is not None:
             yield child
@@ -227,28 +201,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
                 yield from _parts(child)
 
 
-def _wants_gradients(given: Any) -> bool:
-    """Return whether a pass is given anything that gradients can be asked for."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given))
-
-
-def _full(value: Any) -> Any:
-    """Return the full tensor of a shard without gradients that a pass is given: a state made like a parameter."""
-    return value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value
-
-
-def _refuse_transforms(module: nn.Module) -> None:
-    """Refuse a pass inside of a transform, which would end in errors of torch's own.
-
-    Raises:
-        ShardingError: `vmap`, `grad`, `vjp` or `jacrev` computes; `jvp` goes through the hooks well.
-    """
-    if is_in_transform(forward=False):
-        msg = f"{script_line()}: a transform of torch.func computes {type(module).__name__}, which is sharded"
-        raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
-
-
-def call_for_forward(unit: nn.Module) -> None:
+def _call_for_forward(unit: nn.Module) -> None:
     """Let a script that calls `unit.forward(x)` have what `unit(x)` does, where hooks gather the parameters.
 
     What it returns is not a parameter, because the memory of those is given back after it.
@@ -271,11 +224,8 @@ def call_for_forward(unit: nn.Module) -> None:
     unit.__dict__["forward"] = forward
 
 
-def normalise_in_dtype_of_statistics(model: nn.Module) -> None:
-    """Let BatchNorm compute on the CPU with gathered parameters of a lower precision, as GPUs do.
-
-    CPUs have no function for bf16 parameters beside fp32 statistics.
-    """
+def _normalise_in_dtype_of_statistics(model: nn.Module) -> None:
+    """Let BatchNorm compute with bf16 parameters beside fp32 statistics, of which CPUs have no function."""
     low = is_unit(model) and root_mixed_precision(model).param_dtype not in (None, torch.float32)
     for module in model.modules() if low else ():
         if isinstance(module, BatchNorm) and "forward" not in module.__dict__:
@@ -334,8 +284,9 @@ def backward(
             raise refuse_create_graph()
         _begin_backward(hook_context)
     with ExitStack() as stack:
-        for divided in all_divided():
-            stack.enter_context(divided.recomputing())
+        for calls in list(_calls.values()):
+            if calls.divided is not None:
+                stack.enter_context(calls.divided.recomputing())
         return original(tensors, grad_tensors, retain_graph, create_graph, *args, **kwargs)
 
 

@@ -36,12 +36,7 @@ from fsdplaunch.runtime.torch_internals.tensors import change_count, counted_cha
 
 
 class GatheredView:
-    """What one sharded model has gathered between its passes.
-
-    Args:
-        model: Sharded, a unit itself.
-        trains: Return whether anything trains yet: a pass before that is a try, which no backward follows.
-    """
+    """What one sharded model has gathered between its passes. One before anything `trains` has no backward."""
 
     def __init__(self, model: nn.Module, trains: Callable[[], bool]) -> None:
         self.trains = trains
@@ -50,6 +45,7 @@ class GatheredView:
         self.kept: list[weakref.ref[Any]] = []
         self.changes: list[tuple[int, bool]] = []
         self.shown: list[tuple[int, bool]] = []
+        _views[model] = self
 
     def leave(self, model: nn.Module) -> None:
         """Note after a pass with gradients what stays gathered, and of which values."""
@@ -58,16 +54,10 @@ class GatheredView:
             self.kept = []
             return
         self.kept = still_gathered(self.groups)
-        pairs = self.pairs()
-        self.changes = _changes(pairs)
-        self.shown = _shown(pairs)
+        self.changes, self.shown = _changes(self.pairs())
 
     def enter(self, model: nn.Module) -> None:
-        """Give back before a pass what was gathered of values that have changed since.
-
-        Raises:
-            ShardingError: Both the shards and what was gathered have changed.
-        """
+        """Give back before a pass what was gathered of values that have changed since."""
         if not self.kept or self.in_pass():
             return
         pairs = self.pairs()
@@ -75,9 +65,15 @@ class GatheredView:
             # A backward has given all back: what a pass without gradients gathers next is not what was noted.
             self.kept = []
             return
-        changed, shown = _changes(pairs) != self.changes, _shown(pairs)
+        changes, shown = _changes(pairs)
+        changed = changes != self.changes
         if shown != self.shown and changed and [each for each, _ in shown] != [each for each, _ in self.shown]:
-            raise _changed_twice(model)
+            msg = (
+                f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a"
+                " pass without a backward, and their shards by an optimizer or a loop"
+            )
+            hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
+            raise ShardingError(msg, hint=hint)
         for gathered, shard in pairs:
             if gathered.requires_grad != shard.requires_grad and shown != self.shown:
                 shard.requires_grad_(gathered.requires_grad)
@@ -89,31 +85,13 @@ class GatheredView:
         return [pair for ref in self.kept for pair in gathered_now(ref)]
 
 
-def _changes(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
-    """Return what differs where shards have other values, or others of them are frozen, than earlier."""
-    return [(change_count(shard) + change_count(local_tensor(shard)), shard.requires_grad) for _, shard in pairs]
-
-
-def _shown(pairs: list[tuple[Any, Any]]) -> list[tuple[int, bool]]:
-    """Return the same of what was gathered, which the script has as attributes."""
-    return [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
-
-
-def _changed_twice(model: nn.Module) -> ShardingError:
-    msg = (
-        f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a pass"
-        " without a backward, and their shards by an optimizer or a loop"
-    )
-    hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
-    return ShardingError(msg, hint=hint)
+def _changes(pairs: list[tuple[Any, Any]]) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
+    """Return what differs where shards have other values or are frozen, and the same of what the script sees."""
+    of_shards = [(change_count(each) + change_count(local_tensor(each)), each.requires_grad) for _, each in pairs]
+    return of_shards, [(change_count(gathered), gathered.requires_grad) for gathered, _ in pairs]
 
 
 _views: "weakref.WeakKeyDictionary[nn.Module, GatheredView]" = weakref.WeakKeyDictionary()
-
-
-def view_of(model: nn.Module, trains: Callable[[], bool]) -> GatheredView:
-    """Return what shows the script the shards of a model that was just sharded."""
-    return _views.setdefault(model, GatheredView(model, trains))
 
 
 def name_parameters(
@@ -156,20 +134,11 @@ def register_hook(original: Any, hook_context: HookContext, tensor: Any, hook: A
 
 _gathered: dict[int, "weakref.ref[torch.Tensor]"] = {}
 """The tensors that torch gathers parameters into, by their ids."""
-_taken: set[int] = set()
-"""Those whose `.data` was taken in this pass: what is written there is not counted."""
-_get: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_taken: set[int] = set()  # those whose `.data` was taken in this pass: what is written there is not counted
 
 
-def keep_written(model: nn.Module) -> None:
-    """Have the units of a model that was just sharded keep what is written while they are gathered."""
-    for unit in filter(is_unit, model.modules()):
-        for group in group_refs(unit):
-            _Written(group)
-
-
-class _Written:
-    """How often the parameters of one group were changed until it last gave them back.
+class KeptWrites:
+    """How often the parameters of one group were changed until it last gave them back, and what was written.
 
     Looked at where the group gives back, and not by hooks: those of the script may write before and after ours.
     """
@@ -188,40 +157,43 @@ class _Written:
         self.gathered.append(gathered)
         self.counts.append(counted_changes(gathered))
 
+    @torch.no_grad()
     def keep(self) -> None:
-        """Write into the shards what has changed."""
+        """Write into the shards what has changed: gathered in a lower precision, the rest is rounded."""
         before, self.counts[:] = list(self.counts), map(counted_changes, self.gathered)
         for earlier, now, (gathered, shard) in zip(before, self.counts, gathered_now(self.group), strict=False):
             if now != earlier or id(gathered) in _taken:
                 _taken.discard(id(gathered))
-                _write(gathered, shard)
+                local = local_tensor(shard)
+                new = local_tensor(cut_to_shard(gathered.detach(), shard))
+                local.copy_(torch.where(new != local.to(new.dtype), new.to(local.dtype), local))
 
 
-def is_gathered(param: Any) -> bool:
-    """Return whether a plain tensor is one that torch gathers a parameter into."""
-    known = _gathered.get(id(param))
-    return known is not None and known() is param
+def data_of_parameters(hook_context: HookContext) -> property:
+    """Return what stands for `.data`: what is written there in a pass is looked for when the pass ends."""
+    take, put = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
+    def is_gathered(param: Any) -> bool:
+        known = _gathered.get(id(param))
+        return known is not None and known() is param
 
-def take_data(param: Any) -> Any:
-    """Return a parameter's `.data`; what is written there is looked for when its unit's pass ends."""
-    if id(param) in _gathered and is_gathered(param):
-        _taken.add(id(param))
-    return _get(param)
+    def take_data(param: Any) -> Any:
+        if is_gathered(param):
+            _taken.add(id(param))
+        return take(param)
 
+    def put_data(param: Any, value: Any) -> None:
+        if isinstance(value, DTensor) and hook_context.ownership.ours:  # with which torch crashes
+            from fsdplaunch.runtime.auto.full_values import full_value
 
-def put_data(param: Any, value: torch.Tensor) -> None:
-    """Write what the script makes a gathered parameter's `.data`: torch gathers into the same memory again."""
-    _taken.add(id(param))
-    _get(param).copy_(value)
+            value = full_value(value, call="the data of a parameter")
+        if is_gathered(param) and value.shape == param.shape:
+            _taken.add(id(param))
+            take(param).copy_(value)  # torch gathers into the same memory again
+        else:
+            put(param, value)
 
-
-@torch.no_grad()
-def _write(gathered: torch.Tensor, shard: Any) -> None:
-    """Write what has changed: gathered in a lower precision, the rest is rounded."""
-    local = local_tensor(shard)
-    new = local_tensor(cut_to_shard(gathered.detach(), shard))
-    local.copy_(torch.where(new != local.to(new.dtype), new.to(local.dtype), local))
+    return property(take_data, put_data)
 
 
 _SHARD = "fsdplaunch_shard"
@@ -230,10 +202,7 @@ _OWN = frozenset({_SHARD, ORIGIN, "__torch_function__", "__dict__", "__weakref__
 
 
 class ShardReference(nn.Parameter):
-    """A full parameter that something held when its model was sharded; every use of it is one of its shard.
-
-    It keeps its identity, by which dicts know it.
-    """
+    """A full parameter that something held when its model was sharded: it keeps its identity, and is its shard."""
 
     def __getattribute__(self, name: str) -> Any:
         """Return the shard's attribute or method, its class as well."""
@@ -287,8 +256,7 @@ def register_parameter(original: Any, hook_context: HookContext, module: nn.Modu
     original(module, name, param)
 
 
-_homes: "weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[Any, set[tuple[int, str]]]]]"
-_homes = weakref.WeakKeyDictionary()
+_homes: "weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]" = weakref.WeakKeyDictionary()
 """For each model, by the ids of shards: these, and the ids of their modules with their attributes.
 
 Shards are held, not referred to weakly: torch swaps no tensor that a weak reference is to (`model.to`).
@@ -296,12 +264,12 @@ Shards are held, not referred to weakly: torch swaps no tensor that a weak refer
 
 
 def _home_of(shard: Any, hook_context: HookContext) -> tuple[nn.Module | None, str, set[tuple[int, str]]]:
-    """Return the model of a shard, the line that sharded it, and its modules' ids with their attributes.
+    """Return a shard's model, the line that sharded it, and its modules' ids with their attributes.
 
     Looked for once: torch registers the shards of recurrent layers in every pass.
     """
     for model, line in hook_context.models.items():
-        held, places = _homes.get(model, {}).get(id(shard), (None, set[tuple[int, str]]()))
+        held, places = _homes.get(model, {}).get(id(shard), (None, set()))
         if held is shard:
             return model, line, places
     for model, line in hook_context.models.items():
@@ -322,13 +290,11 @@ def late_parameter(model: nn.Module, name: str, line: str) -> ShardingError:
     return ShardingError(msg, hint=hint)
 
 
-_EXCHANGE_HINT = (
-    "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on all"
-    " ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
-)
-
-
 def refuse_exchange() -> ShardingError:
     """Return the error for a collective of the script's own that is given shards."""
     msg = f"{script_line()} exchanges parameters or gradients of a sharded model: they are averaged already"
-    return ShardingError(msg, hint=_EXCHANGE_HINT)
+    hint = (
+        "leave the exchange out: what is given to DistributedDataParallel has the same parameters and gradients on"
+        " all ranks; or launch with --hide-ranks, if the script then trains in one process, or with --shard off"
+    )
+    return ShardingError(msg, hint=hint)

@@ -10,7 +10,7 @@ DistributedDataParallel. `launch.shard: always` overrules it. Two facts are reas
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -47,28 +47,20 @@ _MODULES = frozenset(
 
 
 class Ownership:
-    """The decision, made the first time a hook needs it and it can be made.
-
-    Attributes:
-        ours: True or False once it is made, None before.
-        ranked: Whether the script is written for several ranks, with DistributedDataParallel: it divides its data,
-            seeds its random numbers and saves by rank itself.
-        put_off: Called when there is a reason to wait with the decision.
-        on_decision: Called when it is made.
-        leave_draws: Called where the script is to draw random numbers as its ranks do, each by itself.
-    """
+    """The decision, made the first time a hook needs it and it can be made."""
 
     def __init__(self, config: Config) -> None:
         self.version = config.fsdp_config.fsdp_version or 2
         self.setting = config.launch.shard
-        self.ours: bool | None = None
+        self.ours: bool | None = None  # once it is made
+        # The script is for DistributedDataParallel: it divides data, seeds random numbers and saves by rank.
         self.ranked = False
-        self.put_off: Callable[[], None] = lambda: None
-        self.on_decision: Callable[[], None] = lambda: None
-        self.leave_draws: Callable[[], None] = lambda: None
+        self.put_off: Callable[[], None] = lambda: None  # called when there is a reason to wait with the decision
+        self.on_decision: Callable[[], None] = lambda: None  # called when it is made
+        self.leave_draws: Callable[[], None] = lambda: None  # called where the script is to draw by rank
+        self.adopted = ""  # where the first model was sharded for the script
         self._keeps_batch = config.launch.keep_global_batch
         self._owner = ""
-        self._adopted = ""
         on_sharding(self._see)
 
     @property
@@ -87,9 +79,6 @@ class Ownership:
         Args:
             what: What the script does here, for the error: `builds AdamW`.
             now: Whether training begins, so that nobody else will shard any more.
-
-        Raises:
-            ShardingError: It is to act, and FSDP1 is configured; or another shards, and batches cannot be kept.
         """
         self._decide(now=now)
         return self._checked(what)
@@ -106,10 +95,6 @@ class Ownership:
             self.leave_draws()
         return self._checked(what)
 
-    def note_adopted(self, line: str) -> None:
-        """Remember where the first model was sharded for the script."""
-        self._adopted = self._adopted or line
-
     def _checked(self, what: str) -> bool:
         self._check_batches(what)
         if self.ours and self.version == 1:
@@ -120,17 +105,16 @@ class Ownership:
     def _see(self) -> None:
         """Decide where something else shards, or was built to; a library may still replicate."""
         library = built_library()
-        if self.ours is None and not (library is not None and library.replicates):
+        replicates = library is not None and library.replicates
+        if self.ours is None and not replicates:
             self._decide(now=True)
             self._check_batches("shards")
-        elif self.ours and self.setting != "always" and library is not None and not library.replicates:
-            if not self._adopted:
+        elif self.ours and self.setting != "always" and library is not None and not replicates:
+            if not self.adopted:
                 self._owner = library.name
                 self._set(ours=False)
                 return
-            msg = (
-                f"{script_line()} builds {library.name} after a model was sharded for the script, {self._adopted}"
-            )
+            msg = f"{script_line()} builds {library.name} after a model was sharded for the script, {self.adopted}"
             hint = (
                 f"launch with --shard explicit, which leaves all to {library.name}; or with --shard always, if it"
                 " gets no model"
@@ -140,15 +124,14 @@ class Ownership:
     def _decide(self, *, now: bool) -> None:
         if self.ours is not None:
             return
-        library = built_library()
-        owner = sharded_by() if library is None else library.name
-        if self.setting == "always":
-            owner = None
-        if owner is None and self.setting != "always" and (joined_by_script() or (not now and holds_a_sharder())):
-            self.put_off()
-            return
-        self._owner = owner or ""
-        self._set(ours=owner is None)
+        library, owner = built_library(), ""
+        if self.setting != "always":
+            owner = (sharded_by() or "") if library is None else library.name
+            if not owner and (joined_by_script() or (not now and holds_a_sharder())):
+                self.put_off()
+                return
+        self._owner = owner
+        self._set(ours=not owner)
 
     def _set(self, *, ours: bool) -> None:
         if self.ours is not ours:
@@ -167,15 +150,12 @@ class Ownership:
 
 def holds_a_sharder() -> bool:
     """Return whether one of the user's own modules holds a name that shards or replicates, used or not."""
-    return any(_shards(value) for module in _user_modules() for value in list(vars(module).values()))
-
-
-def _user_modules() -> Iterator[ModuleType]:
-    """Yield the program's own modules: the script, and nothing that is installed."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")  # reading an attribute would import a lazy module
-        if name == "__main__" or (isinstance(file, str) and is_user_file(file)):
-            yield module
+        is_users = name == "__main__" or (isinstance(file, str) and is_user_file(file))
+        if is_users and any(map(_shards, list(vars(module).values()))):
+            return True
+    return False
 
 
 def _shards(value: Any) -> bool:
@@ -187,6 +167,6 @@ def _shards(value: Any) -> bool:
 
 
 def _is_sharder(value: Any) -> bool:
-    """Return whether a class or function is one of those, by its own name: a script may call it as it likes."""
+    """Return whether a class or function is one of those by its own name: a script may rename it."""
     endings = _SHARDERS.get(str(value.__module__).partition(".")[0], ())
     return bool(endings) and value.__name__.endswith(endings)

@@ -55,29 +55,31 @@ _OWN_DRAWS = (
 )
 
 
-_running: list["AlonePass"] = []
+_running: list["Passes"] = []  # those that rank 0 alone is in
 
 
-def computes_alone() -> bool:
-    """Return whether rank 0 is in a pass that it makes alone."""
-    return bool(_running)
+class Passes:
+    """The passes of one model; those that rank 0 makes alone have full parameters, kept until the next step."""
 
-
-class AlonePass:
-    """The passes of one model that rank 0 makes alone, with full parameters that are kept until the next step."""
-
-    def __init__(self, name: str, hook_context: HookContext) -> None:
-        self._name, self._hook_context = name, hook_context
+    def __init__(self, model: nn.Module, name: str, hook_context: HookContext) -> None:
+        _passes[model] = self
+        self.name, self._hook_context = name, hook_context
+        self._evaluated_at = -1
+        self._training = True
+        self._without_gradients: set[str] = set()
+        self._eager = False
         self._full: dict[int, torch.Tensor] = {}
         self._fetched_at: Place | None = None
         self._undo: list[Callable[[], Any]] = []
 
-    def begin(self, model: nn.Module) -> "AlonePass":
-        """Give the model's modules full parameters until `end`.
-
-        Raises:
-            CheckpointError: A rank has ended, or has shards of another moment.
-        """
+    def begin(self, model: nn.Module) -> "Passes | None":
+        """Begin a pass; return what ends it where rank 0 makes it alone, None where all ranks make it."""
+        raise_failed()
+        if self.is_made_by_all(model):
+            self._full, self._fetched_at = {}, None
+            self._hook_context.position.begin_pass()
+            return None
+        self._eager = False
         if self._fetched_at != self._hook_context.position.place():
             self._fetch(model)
         _running.append(self)
@@ -88,13 +90,15 @@ class AlonePass:
                     self._undo.append(functools.partial(put_tensor, module, name, param))
             if is_unit(module):
                 self._undo.append(suspend_unit(module))
-                if module is not model:
-                    self._cast_around(module)
+                if module is not model:  # what it is given and returns is cast as torch does where it gathers
+                    before = module.register_forward_pre_hook(self.inputs, with_kwargs=True)
+                    after = module.register_forward_hook(lambda of, _, output: cast_output(of, output))
+                    self._undo += [before.remove, after.remove]
         return self
 
-    def inputs(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the model's forward is to have, in the dtype of its mixed precision."""
-        return cast_inputs(model, args), cast_inputs(model, kwargs)
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that a module's forward is to have, in the dtype of its mixed precision."""
+        return cast_inputs(module, args), cast_inputs(module, kwargs)
 
     def end(self, model: nn.Module, output: Any = None) -> Any:
         """Give the modules their shards back; return the output in the dtype that mixed precision has it in."""
@@ -103,12 +107,8 @@ class AlonePass:
             self._undo.pop()()
         return cast_output(model, output)
 
-    def forget(self) -> None:
-        """Free the full parameters: all ranks go on."""
-        self._full, self._fetched_at = {}, None
-
     def _fetch(self, model: nn.Module) -> None:
-        self.forget()
+        self._full = {}
         found, line, device = service(), script_line(), self._hook_context.device
         if found is None:
             raise AssertionError
@@ -122,55 +122,15 @@ class AlonePass:
             with torch.inference_mode(mode=False):  # a later pass may have gradients of what it is given
                 for _, shard in sharded_parameters(model):
                     if id(shard) not in self._full:
-                        full = found.full(shard, f"{self._name} at {line}").to(device, dtypes.get(id(shard)))
+                        full = found.full(shard, f"{self.name} at {line}").to(device, dtypes.get(id(shard)))
                         self._full[id(shard)] = nn.Parameter(full, requires_grad=False)
         finally:
             found.done()
         self._fetched_at = self._hook_context.position.place()
         many = count(sum(each.numel() for each in self._full.values()))
         self._hook_context.say_once(
-            f"{line}: rank 0 alone calls {self._name}: it gets the full parameters ({many}), the others wait"
+            f"{line}: rank 0 alone calls {self.name}: it gets the full parameters ({many}), the others wait"
         )
-
-    def _cast_around(self, unit: nn.Module) -> None:
-        """Cast what a unit is given and returns, as torch does where it gathers."""
-
-        def before(unit: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self.inputs(unit, args, kwargs)
-
-        self._undo.append(unit.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(unit.register_forward_hook(lambda of, _, output: cast_output(of, output)).remove)
-
-
-class Passes:
-    """The passes of one model."""
-
-    def __init__(self, model: nn.Module, name: str, hook_context: HookContext) -> None:
-        _passes[model] = self
-        self.name, self._hook_context = name, hook_context
-        self._evaluated_at = -1
-        self._training = True
-        self._without_gradients: set[str] = set()
-        self._eager = False
-        self._alone = AlonePass(name, hook_context)
-
-    def begin(self, model: nn.Module) -> AlonePass | None:
-        """Begin a pass.
-
-        Returns:
-            What ends it, where rank 0 makes it alone; None where all ranks make it, and it was counted.
-
-        Raises:
-            ShardingError: Only rank 0 makes it, and it trains, or cannot be made by one rank.
-            CheckpointError: Only other ranks make it, or a thread could not save.
-        """
-        raise_failed()
-        if not self.is_made_by_all(model):
-            self._eager = False
-            return self._alone.begin(model)
-        self._alone.forget()
-        self._hook_context.position.begin_pass()
-        return None
 
     def is_alone_without_compiling(self, model: nn.Module) -> bool:
         """Return whether rank 0 makes the next pass alone, not compiled then; errors as `begin`. Collective."""
@@ -186,20 +146,15 @@ class Passes:
         """
         if not self.turn(model):
             return False
-        trains = model.training and torch.is_grad_enabled()
-        if trains or not self._hook_context.ownership.ranked:
-            return True
-        steps = self._hook_context.position.steps
-        if self._evaluated_at == steps and not self._meet(model, "in evaluation"):
-            return False
-        self._evaluated_at = steps
+        trains, steps = model.training and torch.is_grad_enabled(), self._hook_context.position.steps
+        if not trains and self._hook_context.ownership.ranked:
+            if self._evaluated_at == steps and not self._meet(model, "in evaluation"):
+                return False
+            self._evaluated_at = steps
         return True
 
     def turn(self, model: nn.Module) -> bool:
-        """Return whether all ranks turn a model from training to evaluation, or back, where this one does.
-
-        False where rank 0 alone does, and can compute alone; errors as `begin`.
-        """
+        """Return whether all ranks turn a model to evaluation, or back; False where rank 0 alone does, and can."""
         if model.training != self._training:
             if not self._meet(model, "in training" if model.training else "in evaluation"):
                 return False
@@ -214,10 +169,7 @@ class Passes:
         return True
 
     def _meet(self, model: nn.Module, how: str, called: str = "") -> bool:
-        """Return whether all ranks make a pass; False where rank 0 makes it alone, as it can.
-
-        In a script that has ranks of its own, others may be in a pass at another line, which is not this one.
-        """
+        """Return whether all ranks make a pass; False where rank 0 makes it alone, as it can."""
         found, call, context = service(), f"{self.name} {how}", self._hook_context
         if found is None:
             return True
@@ -255,7 +207,7 @@ def serve_models_of_others(hook_context: HookContext) -> None:
         params = [param for group in groups for param in group["params"] if _is_shard(param)]
         # In the order in which their modules were made, the same on all ranks.
         for model in hook_context.module_registry.roots_of(params)[0] if params else ():
-            serve(model, hook_context)
+            _serve(model, hook_context)
 
     if hook_context.size > 1:
         before_first_step(optimizers, serve_trained)
@@ -265,7 +217,7 @@ def _is_shard(param: Any) -> bool:
     return is_over_all_ranks(param) if isinstance(param, DTensor) else is_in_flat_parameter(param)
 
 
-def serve(model: nn.Module, hook_context: HookContext) -> None:
+def _serve(model: nn.Module, hook_context: HookContext) -> None:
     """Let the ranks hand over their shards of a model. Collective."""
     if model in hook_context.numbers or not any(map(_is_shard, model.parameters())):
         return
@@ -275,7 +227,7 @@ def serve(model: nn.Module, hook_context: HookContext) -> None:
         return  # a hook would have it compiled again
     wrapped = model.module if isinstance(model, FullyShardedDataParallel) else model
     begin = untraced(Passes(model, original_class(wrapped).__name__, hook_context).begin)
-    passes: list[AlonePass | None] = []
+    passes: list[Passes | None] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         alone = None if any(passes) else begin(module)  # a model may call itself
@@ -298,7 +250,6 @@ _GRADIENT_HINT = (
     "use every parameter on every rank: add the output of what its rows leave out times 0; or put such parts into"
     " an nn.ModuleList, of which ranks may use different ones"
 )
-_END = "the end"
 _MOST_PLACES = 10_000
 
 
@@ -313,11 +264,7 @@ class _Ways:
         self._next: dict[Hashable, set[Hashable]] = {}
 
     def go(self, place: Hashable, then: Hashable, *, expected: bool, call: str, hint: str) -> None:
-        """Do something next; together with all ranks where another may do something else.
-
-        Raises:
-            ShardingError: Others do.
-        """
+        """Do something next; together with all ranks where another may do something else, or be refused."""
         known = self._next.get(place, set())
         if len(known | {then}) > 1 or not (known or expected):
             try:
@@ -351,23 +298,24 @@ def note_paths(model: nn.Module, name: str) -> None:
     order, are not a choice. Outside of a pass of the model it is the unit that was called last.
     """
     units = {clean_name(path): unit for path, unit in model.named_modules() if is_unit(unit) and unit is not model}
-    listed, ways = set(itertools.pairwise(["", *units, _END])), _Ways()
+    end, ways = "the end", _Ways()
+    listed = set(itertools.pairwise(["", *units, end]))
     at, called, running, alone = "", 0, False, False
 
     def begin(*_: Any) -> None:
         nonlocal at, called, running, alone
-        alone = computes_alone()
+        alone = bool(_running)
         if not torch.compiler.is_compiling() and not alone:
             at, called, running = "", 0, True
 
     def arrive(there: str) -> None:
         nonlocal at, called, running
-        ends_alone = alone and there == _END  # rank 0 has its shards again by then
-        if torch.compiler.is_compiling() or computes_alone() or ends_alone:
+        ends_alone = alone and there == end  # rank 0 has its shards again by then
+        if torch.compiler.is_compiling() or _running or ends_alone:
             return
         call = f"{there} of {name}" + (f" after {at}" if at else "")
         ways.go((running, called, at), there, expected=(at, there) in listed, call=call, hint=_CALL_HINT)
-        running = running and there != _END
+        running = running and there != end
         called = hash((called, there)) if running else 0
         at = there
 
@@ -376,6 +324,6 @@ def note_paths(model: nn.Module, name: str) -> None:
 
     if units:
         model.register_forward_pre_hook(begin)
-        model.register_forward_hook(arriving(_END))
+        model.register_forward_hook(arriving(end))
     for unit_name, unit in units.items():
         unit.register_forward_pre_hook(arriving(unit_name), prepend=True)  # before it is gathered

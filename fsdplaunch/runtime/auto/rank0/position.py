@@ -30,20 +30,12 @@ _MOST_MARKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place in the script.
+    """A place in the script."""
 
-    Attributes:
-        steps: Optimizer steps made, of optimizers that train shards: others may be one rank's own.
-        passes: Passes of sharded models begun by all ranks.
-        collectives: Collectives of the default group since the last step. Point-to-point messages, which ranks
-            make in unequal numbers, count as well: not for long.
-        changes: How often shards of the models were written to since the last step.
-    """
-
-    steps: int
-    passes: int
-    collectives: int
-    changes: int
+    steps: int  # of optimizers that train shards: others may be one rank's own
+    passes: int  # of sharded models, begun by all ranks
+    collectives: int  # of the default group since the last step; messages of unequal numbers do not count for long
+    changes: int  # how often shards of the models were written to since the last step
 
     def is_past(self, other: "Place") -> bool:
         """Return whether a rank that is here waits for one that is there."""
@@ -60,39 +52,41 @@ class Mark:
     is_step: bool
     event: torch.cuda.Event | None
 
+    def is_after(self, place: Place) -> bool:
+        """Return whether it comes after a place at which rank 0 is."""
+        return self.place.steps >= place.steps if self.is_step else self.place.passes >= place.passes
+
 
 class Position:
-    """One rank's place.
-
-    Attributes:
-        met: Calls that every rank must make, and in which all have met.
-        inside: The call that every rank must make and that this one is in, or None.
-        states: The calls by which the script has asked for states of shards, at its latest places (steps, passes,
-            met).
-        ended: Whether the script is at its end, or has destroyed the process group.
-        marks: The latest, in order.
-        held: Models and optimizers, from one step to the next: a function that trains returns on other ranks while
-            rank 0 still saves in it what its variables held.
-    """
+    """One rank's place."""
 
     def __init__(self) -> None:
-        self.steps = self.passes = self.met = 0
-        self.inside: str | None = None
+        self.steps = self.passes = 0
+        self.met = 0  # calls that every rank must make, and in which all have met
+        self.inside: str | None = None  # the one that this rank is in
+        # The calls for states of shards, at the latest places (steps, passes, met).
         self.states: dict[tuple[int, int, int], list[str]] = {}
-        self.ended = False
+        self.ended = False  # the script, or it has destroyed the process group
         self.marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        # Models and optimizers, from one step to the next: a function that trains returns on other ranks while
+        # rank 0 still saves in it what its variables held.
         self.held: list[Any] = []
         self.moved = threading.Condition()
-        self._watched: weakref.WeakKeyDictionary[nn.Module, _Changes] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[int]]]
+        self._watched = weakref.WeakKeyDictionary()
         self._collectives_at_step = 0
 
     def place(self) -> Place:
         """Return where the script is now."""
-        return self._place(_replaced_in_all[0] + sum(each.count() for each in list(self._watched.values())))
+        watched = list(self._watched.values())
+        return self._place(
+            _replaced_in_all[0] + sum(count_shard_changes(refs) - before[0] for refs, before in watched)
+        )
 
     def watch(self, model: nn.Module) -> None:
         """Count from now on how often a model's shards are written to."""
-        self._watched[model] = _Changes(model)
+        refs = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
+        self._watched[model] = refs, [count_shard_changes(refs)]
 
     def begin_pass(self) -> None:
         """Note that a sharded model is called, by all ranks."""
@@ -112,8 +106,8 @@ class Position:
         self._collectives_at_step = issued_collectives()  # first: a thread may look between the two
         self.steps += 1
         _replaced_in_all[0] = 0
-        for each in list(self._watched.values()):
-            each.begin_anew()
+        for refs, before in list(self._watched.values()):
+            before[0] = count_shard_changes(refs)
 
     def note_state(self, call: str) -> int:
         """Note a call for the state of shards, and return how many were made at this place."""
@@ -160,22 +154,7 @@ class Position:
         self.marks.append(Mark(place=place, is_step=is_step, event=event))
 
 
-class _Changes:
-    """Counts how often a model's shards are written to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._groups = [ref for unit in model.modules() if is_unit(unit) for ref in group_refs(unit)]
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        self._before = count_shard_changes(self._groups)
-
-    def count(self) -> int:
-        return count_shard_changes(self._groups) - self._before
-
-
-_replaced_in_all = [0]
-"""What counts of changes lack since the last step, of parameters whose memory was exchanged."""
+_replaced_in_all = [0]  # what counts of changes lack since the last step, of parameters whose memory was exchanged
 
 
 @contextmanager
@@ -200,8 +179,7 @@ def in_optimizer_step() -> bool:
     return bool(_stepping)
 
 
-@contextmanager
-def tracking_position(hook_context: Any) -> Iterator[None]:
+def track_position(hook_context: Any) -> None:
     """Count optimizer steps; rule 6."""
     position = hook_context.position
 
@@ -218,13 +196,6 @@ def tracking_position(hook_context: Any) -> Iterator[None]:
                 position.held[:] = [*hook_context.numbers, *optimizers]
             position.end_step()
 
-    before, after = (
-        register_optimizer_step_pre_hook(untraced(begin)),
-        register_optimizer_step_post_hook(untraced(end)),
-    )
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
-        position.held.clear()
+    hook_context.undo.callback(register_optimizer_step_pre_hook(untraced(begin)).remove)
+    hook_context.undo.callback(register_optimizer_step_post_hook(untraced(end)).remove)
+    hook_context.undo.callback(position.held.clear)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.auto.rank0.position import Mark, Place, Position
+from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
@@ -26,9 +27,6 @@ from fsdplaunch.runtime.torch_internals.distributed import default_timeout, loca
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
 from fsdplaunch.runtime.torch_internals.modules import own_parameters
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity, tree_leaves, tree_map
-
-ShardName = str
-"""JSON: the model's number and the parameter's name, or the optimizer's, the parameter's index and the key."""
 
 _SETTLING_SECONDS = 2.0
 
@@ -45,10 +43,10 @@ def sharded_parameters(model: Any) -> Iterator[tuple[str, DTensor]]:
                 yield clean_name(joined(path, attribute)), shard
 
 
-def named_shards(hook_context: HookContext) -> Iterator[tuple[ShardName, DTensor]]:
+def named_shards(hook_context: HookContext) -> Iterator[tuple[str, DTensor]]:
     """Yield every sharded parameter, of models and of optimizers, and every sharded tensor of their state.
 
-    Optimizers may train shards that no model has: copies of the weights in higher precision.
+    Names are JSON. Optimizers may train shards that no model has: copies of the weights in higher precision.
     """
     for model, number in list(hook_context.numbers.items()):
         for name, param in sharded_parameters(model):
@@ -88,53 +86,38 @@ def part_of(full: torch.Tensor, shape: Any, offset: Any) -> torch.Tensor:
     return full
 
 
-def on_host(tensor: Any, after: torch.cuda.Event | None, *, beside: bool) -> torch.Tensor:
-    """Return a shard in host memory, contiguous.
+def on_host(tensor: Any, after: torch.cuda.Event | None) -> torch.Tensor:
+    """Return a shard in host memory, in another thread than the main one, as it is after an event, or now.
 
     On a GPU the copy must not wait for what the main thread has in its stream: that may be a collective which
     waits for rank 0, which waits for this copy. Nothing behind such a collective has run, so the shard has the
     values of rank 0's step whatever the host has queued since.
-
-    Args:
-        tensor: The sharded tensor.
-        after: When the shard has its values; None where the host has not gone on.
-        beside: Whether this is another thread than the main one, whose stream may be held up.
     """
     local = local_tensor(tensor).detach()
     if not local.is_cuda:
         return local.contiguous()
-    if not beside:
-        return local.contiguous().cpu()
     with torch.cuda.device(local.device):
-        if after is None:
-            _await_stream(local.device)
-        else:
+        if after is not None:
             after.synchronize()
+        else:  # what is queued, or for a while: then a collective in it waits for rank 0
+            queued, deadline = torch.cuda.Event(), time.monotonic() + _SETTLING_SECONDS
+            queued.record(torch.cuda.default_stream(local.device))
+            while not queued.query() and time.monotonic() < deadline:
+                time.sleep(0.005)
         with torch.cuda.stream(torch.cuda.Stream(local.device)):
             return local.contiguous().cpu()
-
-
-def _await_stream(device: torch.device) -> None:
-    """Wait until a device has done what is queued, or for a while: then a collective in it waits for rank 0."""
-    queued, deadline = torch.cuda.Event(), time.monotonic() + _SETTLING_SECONDS
-    queued.record(torch.cuda.default_stream(device))
-    while not queued.query() and time.monotonic() < deadline:
-        time.sleep(0.005)
 
 
 _LOOK_SECONDS = 0.05
 STILL_SECONDS = 3.0
 """How long the script must have stood in one place inside torch to count as waiting."""
-_BUSY = 0.2
-"""Share of a processor from which on it counts as computing there, not as waiting."""
+_BUSY = 0.2  # share of a processor from which on it counts as computing there, not as waiting
 
 _UNKNOWN = "is neither a parameter nor optimizer state as they are now"
 _KNOWN = (
     "save model.state_dict() and optimizer.state_dict(), called on rank 0; keep averages of weights in a"
     " copy.deepcopy of the model; or have every rank make this call, as reading a gradient needs"
 )
-_STEP_HINT = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
-_CHANGED_HINT = "change weights for a save, and back, where all ranks save; or write them before optimizer.step()"
 _ALL_RANKS = "take it out of `if rank == 0:`, and let rank 0 print or write"
 
 
@@ -143,13 +126,13 @@ class Server:
 
     def __init__(self, hook_context: HookContext, connection: Connection) -> None:
         self._hook_context, self._position, self._connection = hook_context, hook_context.position, connection
-        self._shards: dict[ShardName, DTensor] = {}
+        self._shards: dict[str, DTensor] = {}
         self.thread = threading.Thread(target=self._serve, name="fsdplaunch-shards", daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
         answers = {"meet": self._answer_call, "state": self._answer_state, "shard": self._send_shard}
-        try:
+        with contextlib.suppress(CheckpointError):  # rank 0 is gone: its own failure is reported there
             while (request := self._connection.receive())["kind"] != "end":
                 if request["kind"] == "done":
                     self._shards = {}
@@ -157,10 +140,7 @@ class Server:
                     answers[request["kind"]](request, Place(**request["place"]))
             with self._position.moved:
                 self._position.moved.wait_for(lambda: self._position.ended)
-        except CheckpointError:  # rank 0 is gone: its own failure is reported there
-            pass
-        finally:
-            self._connection.close()
+        self._connection.close()
 
     def _answer_call(self, request: dict[str, Any], place: Place) -> None:
         position = self._position  # of two calls alike, the one that rank 0 is in
@@ -169,8 +149,7 @@ class Server:
     def _answer_state(self, request: dict[str, Any], place: Place) -> None:
         key, count = (place.steps, place.passes, request["met"]), request["count"]
 
-        def made() -> str | None:
-            """Return the call that this rank has made in the place of rank 0's."""
+        def made() -> str | None:  # in the place of rank 0's
             calls = self._position.states.get(key, ())
             return calls[count - 1] if len(calls) >= count else None
 
@@ -200,37 +179,27 @@ class Server:
 
     def _send_shard(self, request: dict[str, Any], place: Place) -> None:
         now = self._position.place()  # before the marks: what moves on between the two leaves one
-        mark = _held_at(self._position, place)
+        # Where this rank's shards last had the values of rank 0's place. Its host may have gone on, with
+        # collectives that return early: through the next pass, and further steps. Its device cannot: it waits for
+        # rank 0 in that pass. So what counts is what comes first after rank 0's place. A pass: the shards are
+        # still those before it. A step: they are if a collective that rank 0 has not come to was before it. If
+        # none was, nothing has kept the device, nor the host of a CPU, from making it, and the shards are of
+        # another step. Where collectives wait, as gloo's do, no rank makes a step behind one that rank 0 has not
+        # come to.
+        mark = next((each for each in list(self._position.marks) if each.is_after(place)), None)
         if not self._shards:
             self._shards = dict(named_shards(self._hook_context))
         shard = self._shards.get(request["name"])
         held = now if mark is None else mark.place
-        # A step that no collective of rank 0's kept this rank from making has changed the shards.
         stepped = mark is not None and mark.is_step and held.collectives <= place.collectives
         answer = {"steps": held.steps + stepped, "changes": held.changes, "shape": None}
         if shard is None or answer["steps"] != place.steps or held.changes != place.changes:
             self._connection.send(answer)
             return
-        host = on_host(shard, None if mark is None else mark.event, beside=True)
+        host = on_host(shard, None if mark is None else mark.event)
         shape, offset = shape_and_offset(shard)
         self._connection.send({**answer, "shape": shape, "offset": offset})
         self._connection.send_bytes(bytes_of(host))
-
-
-def _held_at(position: Position, place: Place) -> Mark | None:
-    """Return where this rank's shards last had the values of rank 0's place; None where that is now.
-
-    Its host may have gone on, with collectives that return early: through the next pass, and further steps. Its
-    device cannot: it waits for rank 0 in that pass. So what counts is what comes first after rank 0's place. A
-    pass: the shards are still those before it. A step: they are if a collective that rank 0 has not come to was
-    before it. If none was, nothing has kept the device, nor the host of a CPU, from making it, and the shards are
-    of another step. Where collectives wait, as gloo's do, no rank makes a step behind one that rank 0 has not come
-    to: nothing is served there that has changed.
-    """
-    for mark in list(position.marks):
-        if mark.place.steps >= place.steps if mark.is_step else mark.place.passes >= place.passes:
-            return mark
-    return None
 
 
 class _Standstill:
@@ -257,14 +226,14 @@ def _main_frame() -> Any:
 
 
 class Service:
-    """What one rank needs so that rank 0 can save, read and evaluate alone; see `rank0_service.Rank0Service`."""
+    """What one rank needs so that rank 0 can save, read and evaluate alone; see `waits.Rank0Service`."""
 
     def __init__(self, hook_context: HookContext) -> None:
         self._hook_context, self.position = hook_context, hook_context.position
         connections = connect()
         self._connections = {each.rank: each for each in connections} if hook_context.rank == 0 else {}
         self._server = None if hook_context.rank == 0 else Server(hook_context, connections[0])
-        self._names: dict[tuple[Any, ...], tuple[ShardName, DTensor]] = {}
+        self._names: dict[tuple[Any, ...], tuple[str, DTensor]] = {}
         self._where: dict[int, str] = {}
         self._turn = threading.RLock()
 
@@ -285,10 +254,6 @@ class Service:
         rank, where = next(iter(self._where.items()))
         return ShardingError(f"{script_line()} calls {call} on rank 0 only: rank {rank} is at {where}", hint=hint)
 
-    def gives_full_states(self) -> bool:
-        """Return whether the script does not know of shards; one that shards itself may call `full_tensor()`."""
-        return bool(self._hook_context.ownership.ours)
-
     def asks_alone(self, call: str) -> bool:
         """Return whether rank 0 alone asks for the state of shards. The other ranks go on at once."""
         made = f"{call}, {calling_lines()}"  # a function is at the same line for whoever calls it
@@ -299,7 +264,7 @@ class Service:
         return True
 
     def _others_are_in(self, request: dict[str, Any], call: str, hint: str) -> bool:
-        place = {name: getattr(self.position.place(), name) for name in Place.__slots__}
+        place = asdict(self.position.place())
         for connection in self._connections.values():
             connection.send({**request, "place": place, "met": self.position.met})
         answers = {rank: each.receive(default_timeout()) for rank, each in self._connections.items()}
@@ -313,56 +278,26 @@ class Service:
         return not self._where
 
     def full(self, tensor: DTensor, call: str) -> torch.Tensor:
-        """Return a full tensor in host memory, of the shards that the other ranks hand over; on rank 0.
-
-        Raises:
-            CheckpointError: It is neither, a rank has another one by now, or a rank has ended.
-        """
+        """Return a full tensor in host memory, of the shards that the other ranks hand over; on rank 0."""
         with self._turn:
-            return self._full(tensor, call)
-
-    def _full(self, tensor: DTensor, call: str) -> torch.Tensor:
-        if not self._names:
-            self._names = {identity(value): (name, value) for name, value in named_shards(self._hook_context)}
-        name, shard = self._names.get(identity(tensor), (None, None))
-        if name is None or shard is None:
-            shape = tuple(tensor.shape)
-            msg = f"{call} was called on rank 0 only, and a tensor of shape {shape} in it {_UNKNOWN}"
-            raise CheckpointError(msg, hint=_KNOWN)
-        place = self.position.place()
-        request = {"kind": "shard", "name": name, "place": {key: getattr(place, key) for key in Place.__slots__}}
-        asked = [self._connections[rank] for rank in shard_ranks(shard, 0) if rank]
-        for connection in asked:
-            connection.send(request)
-        full = torch.empty(shard.shape, dtype=shard.dtype)
-        part_of(full, *shape_and_offset(shard)).copy_(on_host(shard, None, beside=False))
-        answers = [(each, self._receive(each, full)) for each in asked]  # of all of them, before an error
-        for connection, answer in answers:
-            if answer["shape"] is None:
-                raise self._other_state(connection.rank, answer, place, call)
-        return full
-
-    def _receive(self, connection: Connection, full: torch.Tensor) -> dict[str, Any]:
-        """Put a rank's shard in its place, and return its answer."""
-        answer = connection.receive(default_timeout())
-        if answer["shape"] is None:
-            return answer
-        part = part_of(full, answer["shape"], answer["offset"])
-        received = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
-        connection.receive_into(received)
-        if received is not part:
-            part.copy_(received)
-        return answer
-
-    def _other_state(self, rank: int, answer: dict[str, Any], place: Place, call: str) -> CheckpointError:
-        where, hint = f"(it is at {self._where.get(rank, 'another line')})", _KNOWN
-        what = f"rank {rank} has no such tensor {where}"
-        if answer["steps"] != place.steps:
-            what = f"rank {rank} has made {answer['steps']} optimizer steps {where} and rank 0 {place.steps}"
-            what, hint = f"{what}, so their shards are not of one step", _STEP_HINT
-        elif answer["changes"] != place.changes:
-            what, hint = f"weights were changed on rank {rank} since {where}", _CHANGED_HINT
-        return CheckpointError(f"{call} was called on rank 0 only, and {what}", hint=hint)
+            if not self._names:
+                self._names = {identity(value): (name, value) for name, value in named_shards(self._hook_context)}
+            name, shard = self._names.get(identity(tensor), (None, None))
+            if name is None or shard is None:
+                shape = tuple(tensor.shape)
+                msg = f"{call} was called on rank 0 only, and a tensor of shape {shape} in it {_UNKNOWN}"
+                raise CheckpointError(msg, hint=_KNOWN)
+            place = self.position.place()
+            asked = [self._connections[rank] for rank in shard_ranks(shard, 0) if rank]
+            for connection in asked:
+                connection.send({"kind": "shard", "name": name, "place": asdict(place)})
+            full = torch.empty(shard.shape, dtype=shard.dtype)
+            part_of(full, *shape_and_offset(shard)).copy_(local_tensor(shard).detach())
+            answers = {each.rank: _receive_part(each, full) for each in asked}  # of all of them, before an error
+            for rank, answer in answers.items():
+                if answer["shape"] is None:
+                    raise _other_state(call, rank, answer, place, self._where.get(rank, "another line"))
+            return full
 
     def done(self) -> None:
         """Let the other ranks forget what they looked up."""
@@ -380,6 +315,33 @@ class Service:
             connection.wait_until_closed(default_timeout())  # rank 0 may have the store that the others need
         if self._server is not None:
             self._server.thread.join()
+
+
+def _receive_part(connection: Connection, full: torch.Tensor) -> dict[str, Any]:
+    """Put a rank's shard in its place, and return its answer."""
+    answer = connection.receive(default_timeout())
+    if answer["shape"] is None:
+        return answer
+    part = part_of(full, answer["shape"], answer["offset"])
+    received = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+    connection.receive_into(received)
+    if received is not part:
+        part.copy_(received)
+    return answer
+
+
+def _other_state(call: str, rank: int, answer: dict[str, Any], place: Place, where: str) -> CheckpointError:
+    what, hint = f"rank {rank} has no such tensor (it is at {where})", _KNOWN
+    if answer["steps"] != place.steps:
+        what = (
+            f"rank {rank} has made {answer['steps']} optimizer steps (it is at {where}) and rank 0 {place.steps},"
+            " so their shards are not of one step"
+        )
+        hint = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
+    elif answer["changes"] != place.changes:
+        what = f"weights were changed on rank {rank} since (it is at {where})"
+        hint = "change weights for a save, and back, where all ranks save; or write them before optimizer.step()"
+    return CheckpointError(f"{call} was called on rank 0 only, and {what}", hint=hint)
 
 
 _opened: list[Service] = []
@@ -416,12 +378,7 @@ def close() -> None:
 
 
 def check_all_ranks(call: str, hint: str = _ALL_RANKS) -> None:
-    """Check that every rank makes a call; those that are late are waited for.
-
-    Raises:
-        ShardingError: Only rank 0 makes it.
-        CheckpointError: Only other ranks make it.
-    """
+    """Check that every rank makes a call; those that are late are waited for."""
     found = service()
     if found is not None and not found.meets(call, hint):
         raise found.alone(call, hint)
@@ -436,7 +393,7 @@ class _Asking(threading.local):
 _asking = _Asking()
 
 
-def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: Any) -> Any:
+def state_dict(original: Any, hook_context: HookContext, owner: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for `state_dict()` of a module or an optimizer, which gives rank 0 alone full tensors; rule 6."""
     if _asking.inside or not _opened or are_files_of_ranks():
         return original(owner, *args, **kwargs)
@@ -445,7 +402,7 @@ def state_dict(original: Any, _: HookContext, owner: Any, *args: Any, **kwargs: 
         state = original(owner, *args, **kwargs)
     finally:
         _asking.inside = False
-    return _full_if_alone(owner, state)
+    return _full_if_alone(hook_context, owner, state)
 
 
 def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
@@ -462,7 +419,7 @@ def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -
     return original(tensor, **kwargs)
 
 
-def _full_if_alone(owner: Any, state: Any) -> Any:
+def _full_if_alone(context: HookContext, owner: Any, state: Any) -> Any:
     found, call = service(), f"{type(owner).__name__}.state_dict() at {script_line()}"
     if found is None:
         return state
@@ -472,22 +429,21 @@ def _full_if_alone(owner: Any, state: Any) -> Any:
             msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
             raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
     shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
-    if not shards or not found.gives_full_states() or not all(map(is_over_all_ranks, shards)):
+    # A script that shards itself may call `full_tensor()` of what it gets.
+    if not shards or not context.ownership.ours or not all(map(is_over_all_ranks, shards)):
         return state
     await_main_thread(call)
-    return _full(found, owner, state, shards, call) if found.asks_alone(call) else state
-
-
-def _full(found: Service, owner: Any, state: Any, shards: list[DTensor], call: str) -> Any:
+    if not found.asks_alone(call):
+        return state
     full: dict[tuple[Any, ...], torch.Tensor] = {}
     for shard in shards:  # tied ones stay tied
         if identity(shard) not in full:
             full[identity(shard)] = spooled(found.full(shard, call))
     found.done()
+    return _with_full(owner, state, lambda value: full[identity(value)] if isinstance(value, DTensor) else value)
 
-    def full_or_own(value: Any) -> Any:
-        return full[identity(value)] if isinstance(value, DTensor) else value
 
+def _with_full(owner: Any, state: Any, full_or_own: Callable[[Any], Any]) -> Any:
     if isinstance(owner, Optimizer):
         return tree_map(full_or_own, state)
     for name, value in list(state.items()):  # torch's own mapping, with the versions of modules

@@ -122,14 +122,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def connect() -> list[Connection]:
-    """Connect rank 0 with every other rank; all ranks call it together.
-
-    Returns:
-        On rank 0 one connection per other rank, in order; elsewhere the one to rank 0.
-
-    Raises:
-        CheckpointError: Some cannot connect.
-    """
+    """Connect rank 0 with all other ranks, in order, and those with rank 0; all ranks call it together."""
     rank, size = dist.get_rank(), dist.get_world_size()
     on_one_node = int(rank_variable("LOCAL_WORLD_SIZE") or size) == size
     # Each rank's own name for rank 0's node: ranks of several nodes may know it by different ones.
@@ -138,8 +131,8 @@ def connect() -> list[Connection]:
         sock, secret = bound(_bindable(address), 0), secrets.token_bytes(_SECRET_BYTES)
         from_rank_0((listening(sock)[1], secret.hex()))
         with ThreadPoolExecutor(1) as pool:  # a script's main thread may run a loop of its own
-            found = pool.submit(asyncio.run, accept(sock, size, secret)).result()
-        return [Connection(other, stream) for other, stream in found]
+            streams = pool.submit(asyncio.run, accept(sock, size, secret)).result()
+        return [Connection(other, stream) for other, stream in streams]
     port, known = from_rank_0(None)
     try:
         stream = connected(address, port, CONNECT_SECONDS)
@@ -157,11 +150,7 @@ def greeting(secret: bytes, rank: int) -> bytes:
 
 
 async def accept(sock: socket.socket, size: int, secret: bytes) -> list[tuple[int, socket.socket]]:
-    """Return the other ranks and their streams, in order; nothing listens at the socket any more.
-
-    Raises:
-        CheckpointError: Some did not connect in time.
-    """
+    """Return the other ranks and their streams, in order; nothing listens at the socket any more."""
     found: dict[int, socket.socket] = {}
     unproven: list[asyncio.StreamWriter] = []
     complete = asyncio.Event()

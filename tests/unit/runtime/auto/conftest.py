@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import build_config
-from fsdplaunch.runtime.auto.context import context_of
+from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.install import hooks
 
 
@@ -27,7 +27,7 @@ def hooked(tmp_path: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(encode(config))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    context = context_of(config, torch.device("cpu"), rank=0, size=1)
+    context = HookContext(config, torch.device("cpu"), rank=0, size=1)
     context.ownership.ours = True
     with hooks(context):
         yield

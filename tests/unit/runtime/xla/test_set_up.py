@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import ExitStack
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.api.gradients import clip_grad_norm_
-from fsdplaunch.runtime.auto.torch_calls import stepping_shards
+from fsdplaunch.runtime.auto.torch_calls import step_shards
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.saving import plain_files
@@ -148,7 +149,8 @@ def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     torchs = inspect.signature(nn.utils.clip_grad_norm_)
-    with stepping_shards(SimpleNamespace(ownership=SimpleNamespace(ours=[]))):
+    with ExitStack() as undo:
+        step_shards(SimpleNamespace(undo=undo, ownership=SimpleNamespace(ours=[])))
         ours = nn.utils.clip_grad_norm_
         assert import_module("torch_xla").found == torchs
         assert nn.utils.clip_grad_norm_ is ours

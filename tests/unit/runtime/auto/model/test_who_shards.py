@@ -1,10 +1,9 @@
 """What is a reason to wait with the decision who shards: names that the user's own modules hold, used or not."""
 
-import sys
 import types
-from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.runtime.auto.model import who_shards
 from fsdplaunch.runtime.messages import is_user_file
@@ -36,7 +35,7 @@ def test_a_name_that_shards_is_found_among_the_loaded_ones(
 ) -> None:
     module = types.ModuleType("train")
     exec(text, vars(module))
-    monkeypatch.setattr(who_shards, "_user_modules", lambda: [module])
+    monkeypatch.setattr(who_shards, "sys", types.SimpleNamespace(modules={"__main__": module}))
     assert who_shards.holds_a_sharder() is found
 
 
@@ -55,10 +54,10 @@ class Lazy(types.ModuleType):
         raise ImportError(msg)
 
 
-def test_lazy_modules_are_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
-    own = types.ModuleType("own")
-    vars(own).update(__file__=str(tmp_path / "train.py"), lazy=sys.modules["lazy"])
-    monkeypatch.setitem(sys.modules, "own", own)
-    assert own in list(who_shards._user_modules())
-    who_shards.holds_a_sharder()
+def test_lazy_modules_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy, own = Lazy("lazy"), types.ModuleType("own")
+    vars(own).update(__file__="/home/me/project/train.py", lazy=lazy)
+    monkeypatch.setattr(who_shards, "sys", types.SimpleNamespace(modules={"lazy": lazy, "own": own}))
+    assert not who_shards.holds_a_sharder()
+    own.DDP = DistributedDataParallel
+    assert who_shards.holds_a_sharder()

@@ -1,12 +1,9 @@
 """Another rank than 0 sees its own ordinary files and what rank 0 has; the tree is as rank 0 leaves it."""
 # ruff: noqa: PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH208, PTH211, SIM115
 
-import multiprocessing
 import os
 import shutil
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,14 +63,6 @@ def test_a_rank_reads_what_it_wrote_and_nobody_else_does(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("other_rank")
-def test_a_log_that_rank_0_has_written_in_this_run_is_begun_anew(tmp_path: Path) -> None:
-    os.utime(tmp_path / "log.txt", (time.time() + 1, time.time() + 1))
-    with open("log.txt", "a") as file:
-        file.write("of all ranks\n")
-    assert Path("log.txt").read_text() == "of all ranks\n"
-
-
-@pytest.mark.usefixtures("other_rank")
 def test_what_rank_0_has_is_removed_and_renamed_by_rank_0(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     os.remove("log.txt")
@@ -95,21 +84,6 @@ def test_what_rank_0_has_is_removed_and_renamed_by_rank_0(tmp_path: Path) -> Non
     assert in_tree() == {"log.txt": "of rank 0\n"}
 
 
-@pytest.mark.usefixtures("other_rank")
-def test_temporary_files_are_each_ranks_own(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        (inside := Path(folder, "a.txt")).write_text("a")
-        assert os.listdir(folder) == ["a.txt"]
-        os.remove(inside)
-        assert os.listdir(folder) == []
-    assert not Path(folder).exists()
-    with tempfile.NamedTemporaryFile("w", dir=tmp_path, delete=False) as part:
-        part.write("mine")
-    os.replace(part.name, "whole")
-    assert Path("whole").read_text() == "mine"
-    assert in_tree() == {"log.txt": "of rank 0\n"}
-
-
 def test_outside_of_the_tree_and_in_saves_of_all_ranks_every_rank_writes(
     other_rank: WorkingTree, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -125,24 +99,3 @@ def test_outside_of_the_tree_and_in_saves_of_all_ranks_every_rank_writes(
     with open(elsewhere / "b.txt", "w") as file:
         file.write("d")
     assert os.listdir(elsewhere) == ["a.txt"]
-
-
-def write_slowly(path: str, begun: Any) -> None:
-    with open(path, "w") as file:
-        file.write("half")
-        file.flush()
-        begun.set()
-        time.sleep(0.4)
-        file.write(" and half")
-
-
-@pytest.mark.usefixtures("other_rank")
-def test_what_another_rank_writes_is_read_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getppid", os.getpid)  # the ranks of a node are children of one process
-    context = multiprocessing.get_context("fork")
-    begun = context.Event()
-    process = context.Process(target=write_slowly, args=("cache.txt", begun))
-    process.start()
-    begun.wait()
-    assert Path("cache.txt").read_text() == "half and half"
-    process.join()
