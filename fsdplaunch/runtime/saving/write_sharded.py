@@ -166,8 +166,8 @@ State = dict[str, Any]
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> dict[str, int]:
     """Write every rank's shards into a folder, with one index, and force all to disk; every rank calls this.
 
-    Returns on rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned. Of a
-    failure all ranks hear, and the folder has no index.
+    Returns on rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned. When one
+    rank fails, all raise, and the folder has no index.
     """
     writer = FileSystemWriter(folder)
     writer.fs = EarlyFileSystem()

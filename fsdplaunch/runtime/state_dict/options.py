@@ -25,18 +25,19 @@ _CLASSES: dict[StateDictType, tuple[Any, Any]] = {
 
 def state_config(kind: StateDictType, present: Any = None) -> Any:
     """Return options for the model's state dict; those present if they are of the right class."""
-    return _config(_CLASSES[kind][0], present)
+    return _config(kind, _CLASSES[kind][0], present)
 
 
 def optimizer_config(kind: StateDictType, present: Any = None) -> Any:
     """Return options for the optimizer's state dict; those present if they are of the right class."""
-    return _config(_CLASSES[kind][1], present)
+    return _config(kind, _CLASSES[kind][1], present)
 
 
-def _config(wanted: Any, present: Any) -> Any:
+def _config(kind: StateDictType, wanted: Any, present: Any) -> Any:
     if isinstance(present, wanted):
         return present
     if not torch.cuda.is_available():
         take_out_offload_to_cpu()
-    on_rank_0 = {"rank0_only": True} if wanted in _CLASSES[StateDictType.FULL_STATE_DICT] else {}
-    return wanted(offload_to_cpu=wanted not in _CLASSES[StateDictType.LOCAL_STATE_DICT], **on_rank_0)
+    if kind is StateDictType.FULL_STATE_DICT:
+        return wanted(offload_to_cpu=True, rank0_only=True)
+    return wanted(offload_to_cpu=True) if kind is StateDictType.SHARDED_STATE_DICT else wanted()

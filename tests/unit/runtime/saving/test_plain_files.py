@@ -1,4 +1,4 @@
-"""Values of a checkpoint: what plain was saved comes back; what is hostile or damaged is refused by name."""
+"""Values and tensors of a checkpoint come back; what is hostile, damaged or half described is refused by name."""
 
 import collections
 import io
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import load_plain, packed, read_plain
@@ -132,3 +133,25 @@ def test_flipped_bits_of_a_sharded_checkpoint_never_load_as_other_values(sharded
         else:
             assert _same(loaded, right)
     assert refused > 30
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("fields", [5, 6])
+def test_index_with_or_without_strides_is_read(tmp_path, monkeypatch, fields):
+    """torch 2.15 writes six facts of a tensor, older versions five."""
+    told = TensorProperties.__getstate__
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda self: (*told(self)[:5], (1,))[:fields])
+        dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path, no_dist=True)
+    read = {"w": torch.zeros(4)}
+    dcp.load(read, storage_reader=SafeReader(tmp_path), planner=SafePlanner(), no_dist=True)
+    assert torch.equal(read["w"], torch.arange(4.0))
+
+
+def test_weights_that_an_index_only_half_describes_are_not_left_as_they_were(sharded):
+    index = pickle.loads((sharded / ".metadata").read_bytes())
+    one, other, *_ = index.storage_data.values()
+    other.offset = one.offset
+    (sharded / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="share bytes"):  # more such: tests/unit/checkpoint/safe_pickle
+        SafeReader(sharded).read_metadata()
