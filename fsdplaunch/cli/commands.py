@@ -227,10 +227,7 @@ def doctor(
     paste: Annotated[bool, flag("--paste", "Print the block for a bug report, without secrets and names")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what this machine has and what prevents training.
-
-    Exit 3 if something does.
-    """
+    """Say what this machine has and what prevents training; exit 3 if something does."""
 
 
 @does("check:check", app, "check", epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)

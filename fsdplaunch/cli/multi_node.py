@@ -20,7 +20,7 @@ from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secr
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.schedulers.remote_launchers import shared_overrides
-from fsdplaunch.launch.schedulers.slurm import in_job, srun_words
+from fsdplaunch.launch.schedulers.slurm import srun_words
 from fsdplaunch.launch.secret_variables import without_secret_overrides
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.run_dir import GROUP_RUN, has_fixed_name, node_folder, run_name
@@ -34,7 +34,7 @@ HOPELESS_SECONDS = 5.0
 def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardware, out: Output) -> int:
     """Run this node's part of a run on several nodes; return the run's status."""
     loaded, config = request.loaded, request.config
-    if in_job() and not is_step(os.environ) and not (request.dry_run or request.check_only):
+    if "SLURM_JOB_ID" in os.environ and not is_step(os.environ) and not (request.dry_run or request.check_only):
         return _start_on_every_node(request, place, out)
     is_first = is_coordinator(place)
     address = network.own_address() if is_first and place.host is None else place.host or ""

@@ -73,7 +73,9 @@ def number(
 
         if whole:
             return int(kinds.whole(int(least), int(most)).parse(value))
-        return _within(least, kinds.parse_number(value), most)
+        if not least <= (found := kinds.parse_number(value)) <= most:
+            raise ValueError(value)
+        return found
 
     expects, names = f"a {'whole ' * whole}number from {least} to {most}", [short] if short else []
     return _checked(option, expects, parse, *names, metavar="N" if whole else "X", help=text, **more)
@@ -94,15 +96,11 @@ def size(option: str, text: str) -> Any:
 
         word = str(value).strip().upper().replace(" ", "")
         digits = word.rstrip("KMGTIB")
-        return int(_within(1, parse_number(digits) * _UNITS[word[len(digits) :]], _MOST_BYTES))
+        if not 1 <= (found := parse_number(digits) * _UNITS[word[len(digits) :]]) <= _MOST_BYTES:
+            raise ValueError(value)
+        return int(found)
 
     return _checked(option, "a size such as 5GB, 500MB or 2GiB", parse, metavar="SIZE", help=text)
-
-
-def _within(least: float, found: float, most: float) -> float:
-    if not least <= found <= most:
-        raise ValueError(found)
-    return found
 
 
 def _checked(option: str, expects: str, parse: Callable[[Any], Any], *names: str, **more: Any) -> Any:

@@ -82,13 +82,10 @@ class Output:
 LINE_SECONDS, LIVE_SECONDS = 10.0, 0.2
 """Between two lines about progress: in a log, and on a terminal, where each takes the place of the one before."""
 
-Update = Callable[[str, int, int, str], None]
-"""Takes the phase, the bytes done, the bytes in all, and what is at hand."""
-
 
 @contextmanager
-def byte_progress(out: Output) -> Iterator[Update]:
-    """Show how far a transfer is, on stderr, until the block ends."""
+def byte_progress(out: Output) -> Iterator[Callable[[str, int, int, str], None]]:
+    """Show on stderr how far a transfer is, until the block ends: phase, bytes done, bytes in all, and of what."""
     live = sys.stderr.isatty() and not out.quiet
     start = last = time.monotonic()
 

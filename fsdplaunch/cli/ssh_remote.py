@@ -2,9 +2,8 @@
 
     python -P -m fsdplaunch.cli.ssh_remote
 
-The first line of the input is the task; each further line may hold a signal to pass on, and says in any case that
-the one who gave the task is there. The input's end, or a long silence, means that it has gone: nothing here
-outlives that.
+The first line of the input is the task; each further line may hold a signal to pass on. The input's end, or a long
+silence, means that the one who gave the task has gone: nothing here outlives that.
 """
 
 import json

@@ -23,9 +23,8 @@ def check_torch(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("torch", "problem", f"cannot be used: {torch.error}", how_to_install())
     elif (found := mismatch(torch.version)) is not None:
         yield Check("torch", "problem" if found.is_fatal else "warning", found.message, found.hint)
-    elif not (torch.has_distributed and torch.has_gloo):
-        lacks = "torch.distributed" if not torch.has_distributed else "gloo"
-        yield Check("torch", "problem", f"{torch.version} lacks {lacks}", "install an official build")
+    elif torch.lacks:
+        yield Check("torch", "problem", f"{torch.version} lacks {torch.lacks}", "install an official build")
     elif facts.gpus and not torch.nccl:
         yield Check("torch", "problem", f"{torch.version} lacks NCCL", "install an official CUDA build of torch")
     else:

@@ -48,8 +48,7 @@ class TorchFacts:
     archs: tuple[str, ...] = ()  # GPU architectures it has code for, `sm_90`
     sees_gpus: int = 0  # GPUs on which torch has made a tensor
     gpu_error: str = ""  # why it could not on the others; empty when it could
-    has_gloo: bool = False
-    has_distributed: bool = False
+    lacks: str = ""  # what of torch.distributed is not there, without which nothing runs
     error: str = ""  # why it could not be imported or asked; empty when it could
 
 
@@ -198,6 +197,7 @@ import json, sys
 import torch
 import torch.distributed as dist
 there = dist.is_available()
+lacks = "torch.distributed" if not there else "" if dist.is_gloo_available() else "gloo"
 cuda = torch.version.cuda or ""
 nccl = ""
 sees_gpus, gpu_error = 0, ""
@@ -214,7 +214,7 @@ if there and dist.is_nccl_available() and cuda:
 sys.stdout.write("\\n" + json.dumps({
     "version": torch.__version__, "cuda": cuda, "nccl": nccl,
     "archs": torch.cuda.get_arch_list() if sees_gpus else [], "sees_gpus": sees_gpus, "gpu_error": gpu_error,
-    "has_gloo": there and dist.is_gloo_available(), "has_distributed": there,
+    "lacks": lacks,
 }))
 """
 

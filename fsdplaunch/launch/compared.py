@@ -18,8 +18,6 @@ from fsdplaunch.run_dir import read_json, write_json
 
 WORKERS = 2
 _FILE = "compared.json"
-_MOST = 200
-"""Verdicts that are kept, the newest ones."""
 
 
 def shrunk(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -72,7 +70,7 @@ def remember(config: Config, target: LaunchTarget, *, equal: bool) -> None:
         file = Path(config.launch.log_dir) / _FILE
         verdict = f"{'equal' if equal else 'different'} on {time.strftime('%Y-%m-%d')}"
         kept = {name: value for name, value in read_json(file).items() if name != digest} | {digest: verdict}
-        write_json(file, dict(list(kept.items())[-_MOST:]))
+        write_json(file, kept)
 
 
 def recall(config: Config, target: LaunchTarget) -> str | None:

@@ -195,11 +195,9 @@ def _collective_timeout(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _lost_connection(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a broken connection about which nothing else is known."""
-    if not is_consequence(facts.cause):
-        return None
     why = "the connection to another rank broke, and no rank of this node says why"
-    return Diagnosis(why=why, remedies=("look at the other nodes' logs; on one node, at every rank's stderr.log",))
+    remedy = "look at the other nodes' logs; on one node, at every rank's stderr.log"
+    return Diagnosis(why=why, remedies=(remedy,)) if is_consequence(facts.cause) else None
 
 
 def _nccl_error(facts: FailureFacts) -> Diagnosis | None:

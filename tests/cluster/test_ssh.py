@@ -85,7 +85,7 @@ def test_host_that_hangs_is_named_in_time(sshd: Sshd, folder: Path):
 def test_interpreter_that_is_not_there_is_named(sshd: Sshd, folder: Path):
     code, _, err = finish(launch(sshd, folder, "host1", *PLAIN, "--ssh.python", "/no/such/python", "sum.py"))
     assert code == 3
-    assert "host1: it has no /no/such/python" in err
+    assert "host1: the launcher did not start: " in err
     assert "set ssh.python" in err
 
 

@@ -55,10 +55,7 @@ def literal(word: str) -> str:
 def objects(
     config: Config, words: Sequence[str], *, run_id: str, snapshot: str, secrets: Mapping[str, str]
 ) -> list[Object]:
-    """Return the objects, in the order they are to be made.
-
-    Pods read the snapshot, the configuration's text, from a ConfigMap, and secrets from a Secret alone.
-    """
+    """Return the objects in order; pods read the snapshot from a ConfigMap, and secrets from a Secret alone."""
     kube, name = config.kubernetes, object_name(run_id)
     if kube.image is None:
         msg = "kubernetes.image is not set"
@@ -108,6 +105,7 @@ def _job(config: Config, container: Object, name: str) -> Object:
         "volumes": volumes,
         "containers": [container],
     }
+    ends: Object = {"containerName": _CONTAINER, "operator": "In"}
     return {
         "completions": count,
         "parallelism": count,
@@ -117,16 +115,13 @@ def _job(config: Config, container: Object, name: str) -> Object:
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                _on_code("Ignore", EXIT_SAVED),  # saved and left: start it again, and do not count it
-                _on_code("FailJob", EXIT_USAGE),  # a wrong configuration is as wrong the next time
+                # Saved and left: start it again, and do not count it. A wrong configuration stays as wrong.
+                {"action": "Ignore", "onExitCodes": {**ends, "values": [EXIT_SAVED]}},
+                {"action": "FailJob", "onExitCodes": {**ends, "values": [EXIT_USAGE]}},
             ]
         },
         "template": {"metadata": {"labels": {_LABEL: "fsdplaunch"}}, "spec": pod},
     }
-
-
-def _on_code(action: str, code: int) -> Object:
-    return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
 
 
 def _container(
@@ -200,11 +195,6 @@ def state_of(job: Job) -> State:
         found = read(["job", str(job["name"])], job.get("namespace"))
     except LaunchError as error:
         return f"unknown: {error}", True
-    return object_state(found)
-
-
-def object_state(found: Mapping[str, Any]) -> State:
-    """Return the state of a Job; of an object that is empty, as it is not there any more, too."""
     if not found:
         return "deleted", False
     status = found.get("status") or {}

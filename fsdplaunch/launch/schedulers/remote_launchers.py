@@ -28,10 +28,7 @@ class LateError(LaunchError):
 
 
 def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, late: str, refused: str) -> str:
-    """Run a scheduler's command, which reads a text, and return what it prints.
-
-    Where there is no such program, or it is late, or it fails, the error has the hint of that name.
-    """
+    """Run a scheduler's command and return what it prints; the hints are for one that is missing, late, failed."""
     name = words[0]
     if shutil.which(name) is None:
         msg = f"there is no {name} here"

@@ -4,7 +4,6 @@ The script puts itself back into the queue. SLURM does so only for jobs that are
 preemption ends, and not for those that have saved and left in time.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -129,11 +128,6 @@ def _ask(words: Sequence[str]) -> str:
         late="is SLURM's controller up? scontrol ping",
         refused="see slurm: in the configuration, and sinfo",
     )
-
-
-def in_job() -> bool:
-    """Return whether this process belongs to a SLURM job."""
-    return "SLURM_JOB_ID" in os.environ
 
 
 def batch_script(

@@ -12,10 +12,7 @@ from fsdplaunch.doctor.facts import Disk, DoctorFacts, NetworkInterface, TorchFa
 from fsdplaunch.probe.hardware import Driver, Gpu
 
 GIB = 1024**3
-CUDA_TORCH = TorchFacts(
-    version="2.13.0+cu130", cuda="13.0", nccl="2.29.1", archs=("sm_80", "sm_90"), sees_gpus=2, has_gloo=True,
-    has_distributed=True,
-)  # fmt: skip
+CUDA_TORCH = TorchFacts(version="2.13.0+cu130", cuda="13.0", nccl="2.29.1", archs=("sm_80", "sm_90"), sees_gpus=2)
 
 BLIND_TORCH = replace(CUDA_TORCH, sees_gpus=0)
 
@@ -84,7 +81,7 @@ def test_any_problem_makes_exit_status_3():
         (TorchFacts(error="boom"), "problem", "cannot be used: boom"),
         (replace(CUDA_TORCH, version="2.5.1"), "problem", "2.5.1 is too old"),
         (replace(CUDA_TORCH, version="9.9.9"), "warning", "9.9.9 is too new to have been tested"),
-        (replace(CUDA_TORCH, has_gloo=False), "problem", "lacks gloo"),
+        (replace(CUDA_TORCH, lacks="gloo"), "problem", "lacks gloo"),
         (replace(CUDA_TORCH, nccl=""), "problem", "lacks NCCL"),
     ],
 )

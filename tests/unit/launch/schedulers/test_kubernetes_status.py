@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdplaunch.launch.schedulers.kubernetes import object_state
+from fsdplaunch.launch.schedulers import kubernetes
 
 KUBECTL = """
 import json, pathlib, sys
@@ -56,8 +56,9 @@ def job(**status: Any) -> dict[str, Any]:
         (job(conditions=[{"type": "Suspended", "status": "True"}]), ("suspended", True)),
     ],
 )
-def test_state_of_an_object_is_read_from_its_status(found: dict[str, Any], state: tuple[str, bool]):
-    assert object_state(found) == state
+def test_state_of_an_object_is_read_from_its_status(monkeypatch, found: dict[str, Any], state: tuple[str, bool]):
+    monkeypatch.setattr(kubernetes, "read", lambda *_: found)
+    assert kubernetes.state_of({"name": "n"}) == state
 
 
 def pod(number: int, phase: str, *, code: int | None = None, at: str = "") -> dict[str, Any]:
