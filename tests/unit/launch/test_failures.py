@@ -28,12 +28,9 @@ ValueError: x
 """
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.44, "0.4 s"), (12.3, "12 s"), (59.6, "1 m 00 s"), (252, "4 m 12 s"), (7440, "2 h 04 m")],
-)
-def test_durations_are_read_at_a_glance(seconds, text):
-    assert duration(seconds) == text
+def test_durations_are_read_at_a_glance():
+    texts = {0.44: "0.4 s", 12.3: "12 s", 59.6: "1 m 00 s", 252: "4 m 12 s", 7440: "2 h 04 m"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_user_frames_are_named_from_the_current_folder_and_the_innermost_stands_in_where_none_is_the_users():

@@ -2,7 +2,6 @@
 
 import os
 import pty
-import subprocess
 import sys
 import threading
 import tty
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.launch.schedulers import kubernetes
-from fsdplaunch.launch.schedulers.remote_launchers import stream_for
 from fsdplaunch.launch.schedulers.ssh import READY, SessionSpec, SshSessions
 
 PRINTED = b"\x1b[32mgreen\x1b[0m \x1b]0;title\x07 \xc2\x9b2J \xe2\x80\xae end\n"
@@ -86,11 +84,3 @@ def test_what_nodes_over_ssh_print_cannot_steer_the_terminal(tmp_path, monkeypat
     assert sessions.wait(start_seconds=10, end_seconds=1) is None
     sessions.hang_up()
     assert terminal.holds(TAME)
-
-
-def test_into_a_file_the_program_writes_itself(tmp_path):
-    with (tmp_path / "file").open("w") as file:
-        assert stream_for(file) is None
-        subprocess.run(printing(tmp_path), stdout=file, check=True)
-    assert stream_for(None) is None
-    assert (tmp_path / "file").read_bytes() == PRINTED
