@@ -234,34 +234,6 @@ def test_a_misspelt_option_names_the_nearest_one(option, meant):
     assert meant is None or caught.value.hint == f"did you mean {meant}?"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--num_machines", "none", "t.py"], "num_machines: must be"),
-        (["--fsdp_version", "3", "t.py"], "fsdp_config.fsdp_version: must be"),
-        (["--fsdp_state_dict_type", "SOME", "t.py"], "fsdp_config.fsdp_state_dict_type: must be"),
-        (["--fsdp", "full_shard autowrap", "t.py"], "'autowrap' is not one of"),
-        (["--fsdp_config", "empty", "t.py"], "must hold one configuration file, found none"),
-        (["--start-method", "thread", "t.py"], "'thread' is not one of spawn, fork, forkserver"),
-        (["--rdzv_conf", "read_timeout=soon", "t.py"], "read_timeout must be a whole number of seconds"),
-        (["--rdzv_conf", "soon", "t.py"], "launch.rendezvous_options: must be"),
-        (["--zero_stage"], "--zero_stage needs a value"),
-        (["--num_cpu_threads_per_process"], "--num_cpu_threads_per_process needs a value"),
-        (["--gpu_ids", "", "t.py"], "--gpu_ids is given nothing"),
-        (["--use_deepspeed", "t.py"], "DeepSpeed needs accelerate launch"),
-    ],
-)
-def test_wrong_words_on_the_command_line_end_with_one_sentence(words, said, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.py").write_text("")
-    (tmp_path / "empty").mkdir()
-    assert run(["launch", *words]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert printed.out == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "t.py"]
-
-
 def test_an_address_that_is_left_empty_says_nothing():
     """So written by Ray's documentation."""
     notes = answer_to_file("main_process_ip: ''\nmain_process_port: ''\n")

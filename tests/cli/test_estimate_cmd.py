@@ -63,31 +63,3 @@ def test_folder_in_the_working_directory_is_found(cli, folder):
     done = cli("estimate", "--gpu-memory", "80GB", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["parameters"] == 100 * 40 * 512 * 512
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([], "error: no model was named, and no folder here holds *.safetensors"),
-        (["8"], "error: 8 needs a unit, as in 8b or 8m"),
-        (["Llama-3.1-8B"], "error: Llama-3.1-8B: no such file, and not the size of a model"),
-        (["absent.json"], "error: absent.json cannot be read: no such file or directory"),
-        (["train.py"], "error: train.py names no function"),
-        (["absent.py:build"], "error: script not found: absent.py"),
-        (["other.json"], "error: other.json: the model type 'mamba' is not known to the quick estimate"),
-        (["broken.json"], "error: broken.json is not JSON: "),
-        (["config.json", "--gpu-memory", "lots"], "error: --gpu-memory must be a size such as 5GB"),
-        (["config.json", "--optimizer", "lion"], "error: the optimizer 'lion' is not known"),
-        (["config.json", "--world-size", "0"], "error: --world-size must be a whole number from 1 to"),
-    ],
-)
-def test_what_cannot_be_estimated_is_one_error(cli, tmp_path, arguments, text):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "other.json").write_text('{"model_type": "mamba"}')
-    (tmp_path / "broken.json").write_text("{")
-    done = cli("estimate", *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert lines[0].startswith(text)
-    assert len(lines) <= 2
