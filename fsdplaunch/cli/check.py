@@ -21,8 +21,6 @@ from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
 
-TOLERANCE = 1e-4
-
 
 def check(
     script: str | None,
@@ -35,7 +33,7 @@ def check(
     out: Output,
     steps: int | None = None,
     compare: bool = False,
-    tolerance: float = TOLERANCE,
+    tolerance: float = 1e-4,
     noted: Sequence[str] = (),
 ) -> int:
     """Run the script for a few steps on two CPU workers and say whether the configuration works with it.

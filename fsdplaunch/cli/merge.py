@@ -16,8 +16,7 @@ from fsdplaunch.cli.output import Output, byte_progress
 from fsdplaunch.display_text import counted, size_words
 from fsdplaunch.errors import UsageError
 
-_SHOWN = 5
-"""Names that a line lists."""
+_SHOWN = 5  # names that a line lists
 
 
 @contextmanager

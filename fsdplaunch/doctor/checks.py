@@ -72,7 +72,7 @@ def _without_driver(facts: DoctorFacts) -> Check:
 
 
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
-    """Check how many there are, and whether they are alike."""
+    """Check how many there are, whether they are alike, and whether pairs of them read each other's memory."""
     for note in facts.notes:
         yield Check("gpus", "warning", note)
     if not facts.gpus:
@@ -86,6 +86,14 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("gpus", "warning", f"unlike GPUs: {text}", hint)
     else:
         yield Check("gpus", "ok", text)
+    slow = [pair for pair, can in facts.driver.peers.items() if not can]
+    if slow:
+        first, second = slow[0]
+        pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
+        text = f"{pairs} go through host memory, GPU {first} and {second} first"
+        yield Check("links", "warning", text, "NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
+    elif len(facts.gpus) > 1:
+        yield Check("links", "ok", "all pairs read each other's memory")
 
 
 def check_use(facts: DoctorFacts) -> Iterator[Check]:
@@ -107,20 +115,6 @@ def check_use(facts: DoctorFacts) -> Iterator[Check]:
 
 def _arch(gpu: Gpu) -> str:
     return "sm_{}{}".format(*gpu.compute_capability)
-
-
-def check_links(facts: DoctorFacts) -> Iterator[Check]:
-    """Check that pairs of GPUs can read each other's memory."""
-    slow = [pair for pair, can in facts.driver.peers.items() if not can]
-    if len(facts.gpus) < 2:  # noqa: PLR2004
-        yield Check("links", "skipped", "fewer than two GPUs")
-    elif slow:
-        first, second = slow[0]
-        pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
-        text = f"{pairs} go through host memory, GPU {first} and {second} first"
-        yield Check("links", "warning", text, "NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
-    else:
-        yield Check("links", "ok", "all pairs read each other's memory")
 
 
 _LITTLE_MEMORY = 4 * GIB
@@ -207,10 +201,7 @@ _UNLIKELY = ("docker*", "veth*", "br-*", "virbr*", "cni*", "flannel*", "cali*", 
 
 
 def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
-    """Check which interface gloo will use, and whether one that a variable names is there.
-
-    Gloo takes the one that its variable names, or that holds the address which this node's name resolves to.
-    """
+    """Check which interface gloo will use: its variable's, or that of this node's name. Is what is named there?"""
     usable = [each for each in facts.interfaces if each.address and each.name != "lo"]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = facts.environ.get(name)
@@ -297,7 +288,6 @@ CHECKS: Sequence[Callable[[DoctorFacts], Iterator[Check]]] = (
     check_driver,
     check_gpus,
     check_use,
-    check_links,
     check_host,
     check_shared_memory,
     check_limits,

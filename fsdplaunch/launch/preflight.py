@@ -1,7 +1,4 @@
-"""What would stop a launch on this node, found in milliseconds, before torch is imported. In the command line.
-
-Each check looks at one thing and yields findings; none raises, prints or starts anything.
-"""
+"""What would stop a launch on this node, found before torch is imported by checks that yield it and do nothing."""
 
 import os
 import resource

@@ -25,8 +25,6 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
 """Of an object in a cluster; none begins with a dash, as an option does."""
 _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-_State = tuple[str, bool]
-"""One or a few words, and whether the run may still do something."""
 _TASK = "task"
 """Folder of a task of an array inside its run's, with its number."""
 
@@ -141,8 +139,8 @@ def _read(path: Path) -> Run:
     return Run(id=path.name, dir=path, route=route, job=job, script=script, state=state[0], unfinished=state[1])
 
 
-def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> _State:
-    """Return the state of a job of SLURM's, which counts the tasks of an array that have started or are known."""
+def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the state of a job of SLURM's: of its tasks together, that have started or are known, in an array."""
     started = (path.name.removeprefix(_TASK) for path in run_dir.glob(f"{_TASK}*"))
     numbers = sorted(int(text) for text in {*started, *reported} if text.isdecimal())
     tasks = [_slurm_state(reported.get(str(one)), _result_of(run_dir / f"{_TASK}{one}")) for one in numbers]
@@ -152,7 +150,7 @@ def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> _State:
     return ", ".join(f"{count} {state}" for state, count in counts.items()), any(again for _, again in tasks)
 
 
-def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> _State:
+def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> tuple[str, bool]:
     """Return the state of a job or of one task of its array; `reported` is None when SLURM has forgotten it."""
     if reported is None:
         return (_ended_state(ended) if ended else "unknown to SLURM"), False

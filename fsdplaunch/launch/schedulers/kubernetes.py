@@ -37,8 +37,6 @@ _MOST_STREAMS = 32
 """Pods whose output is shown at a time: each costs a process here and a connection there."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
 Job = Mapping[str, Any]
-State = tuple[str, bool]
-"""One or a few words, and whether the run may still do something."""
 
 
 def object_name(run_id: str) -> str:
@@ -189,8 +187,8 @@ def _ask(words: Sequence[str], text: str = "") -> str:
     ).strip()
 
 
-def state_of(job: Job) -> State:
-    """Return the state of a run, as the cluster has it."""
+def state_of(job: Job) -> tuple[str, bool]:
+    """Return the state of a run, as the cluster has it, in a few words, and whether it may still do something."""
     try:
         found = read(["job", str(job["name"])], job.get("namespace"))
     except LaunchError as error:
