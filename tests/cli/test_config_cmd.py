@@ -1,231 +1,164 @@
 """What `config show, set, validate, explain, schema, presets, convert` print, write and return."""
 
 import json
+import os
+import shlex
 from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli import config
+from fsdplaunch.cli.app import run
 from fsdplaunch.config.load import load_config
-from fsdplaunch.config.problems import ConfigError
-from fsdplaunch.errors import UsageError
 
 GOOD = "# mine\nnum_processes: 2   # here\nfsdp_config:\n  fsdp_version: 2\n"
 
 
-class Recorder:
-    """An Output that keeps what it is given."""
-
-    def __init__(self):
-        self.stdout, self.stderr, self.notes = [], [], []
-
-    def data(self, text):
-        self.stdout.append(text)
-
-    def json(self, value):
-        self.stdout.append(json.dumps(value))
-
-    def say(self, text):
-        self.stderr.append(text)
-
-    def note(self, text):
-        self.notes.append(text)
-
-    @property
-    def text(self):
-        return "\n".join(self.stdout)
-
-
 @pytest.fixture
-def out():
-    return Recorder()
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """An empty folder, and no configuration in the environment."""
-    import os
-
+def config(tmp_path, monkeypatch, capsys):
+    """Run `fsdplaunch config WORDS` in an empty folder; return its status, and what it printed on each stream."""
     for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE", "PARALLELISM"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+
+    def call(words: str) -> tuple[int, str, str]:
+        return (run(["config", *shlex.split(words)]), *capsys.readouterr())
+
+    return call
 
 
-def test_show_prints_a_file_that_means_the_same(folder, out):
-    (folder / "fsdp.yaml").write_text(GOOD)
-    assert config.show(file=None, overrides=["use_cpu=true"], origin=False, as_json=False, out=out) == 0
-    shown = folder / "shown.yaml"
-    shown.write_text(out.text + "\n")
-    assert load_config(shown).config == load_config(overrides=["use_cpu=true"]).config
-    assert out.notes == []
+def put(**files: str) -> None:
+    for name, text in files.items():
+        Path(f"{name}.yaml").write_text(text)
 
 
-def test_show_tells_where_each_value_comes_from(folder, out, monkeypatch):
-    (folder / "fsdp.yaml").write_text(GOOD)
+def test_show_prints_a_file_that_means_the_same(config):
+    assert config("show")[2] == "note: no fsdp.yaml here; these are the defaults\n"
+    put(fsdp=GOOD)
+    status, out, err = config("show --set use_cpu=true")
+    assert (status, err) == (0, "")
+    put(shown=out)
+    assert load_config(Path("shown.yaml")).config == load_config(overrides=["use_cpu=true"]).config
+
+
+def test_show_tells_where_each_value_comes_from(config, monkeypatch):
+    put(fsdp=GOOD + "downcast_bf16: 'no'\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    config.show(file=None, overrides=["num_machines=2"], origin=True, as_json=False, out=out)
-    lines = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in out.text.splitlines()}
+    _, out, err = config("show --set num_machines=2 --origin")
+    lines = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in out.splitlines()}
     assert lines["num_processes: 2"] == "fsdp.yaml:2"
     assert lines["mixed_precision: bf16"] == "env ACCELERATE_MIXED_PRECISION"
     assert lines["num_machines: 2"] == "command line"
     assert lines["use_cpu: false"] == "default"
-
-
-def test_show_as_json_holds_every_key_and_data_is_alone_on_stdout(cli, folder):
-    (folder / "fsdp.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'no'\nnum_processes: 2\n"
-    )
-    done = cli("config", "show", "--json", "--origin", FSDP_OFFLOAD_PARAMS="true")
-    assert done.returncode == 0
-    shown = json.loads(done.stdout)
+    assert "fsdp.yaml:5:1: downcast_bf16: has no effect here" in err
+    shown = json.loads(config("show --json --origin")[1])
     assert shown["file"] == "fsdp.yaml"
-    assert shown["config"]["num_processes"] == {"value": 2, "layer": "file", "from": "fsdp.yaml:3"}
-    offload = shown["config"]["fsdp_config"]["fsdp_offload_params"]
-    assert offload == {"value": True, "layer": "env", "from": "env FSDP_OFFLOAD_PARAMS"}
-    assert "fsdp.yaml:2:1: downcast_bf16: has no effect here" in done.stderr
-    (folder / "fsdp.yaml").unlink()
-    assert "no fsdp.yaml here; these are the defaults" in cli("config", "show").stderr
+    assert shown["config"]["num_processes"] == {"value": 2, "layer": "file", "from": "fsdp.yaml:2"}
+    assert shown["config"]["fsdp_config"]["fsdp_reshard_after_forward"]["value"] is True
 
 
-def test_set_changes_one_line(folder, out):
-    (folder / "fsdp.yaml").write_text(GOOD)
-    assert config.set_values(["num-processes=8", "offload_params=yes"], file=None, out=out) == 0
+def test_set_changes_one_line(config):
+    put(fsdp=GOOD)
+    _, _, err = config("set num-processes=8 offload_params=yes")
+    assert err == "fsdp.yaml: num_processes, fsdp_config.fsdp_offload_params\n"
     expected = GOOD.replace("2   # here", "8   # here") + "  fsdp_offload_params: true\n"
-    assert (folder / "fsdp.yaml").read_text() == expected
-    assert out.stderr == ["fsdp.yaml: num_processes, fsdp_config.fsdp_offload_params"]
-    (folder / "fsdp.yaml").unlink()
-    assert config.set_values(["fsdp_version=2"], file=None, out=out) == 0
-    assert (folder / "fsdp.yaml").read_text() == "fsdp_config:\n  fsdp_version: 2\n"
+    assert Path("fsdp.yaml").read_text() == expected
+    Path("fsdp.yaml").unlink()
+    assert config("set fsdp_version=2")[0] == 0
+    assert Path("fsdp.yaml").read_text() == "fsdp_config:\n  fsdp_version: 2\n"
 
 
 @pytest.mark.parametrize("assignment", ["num_processes=many", "nosuch=1", "num_processes", "machine_rank=7"])
-def test_set_writes_nothing_that_would_be_wrong(folder, out, assignment):
-    (folder / "fsdp.yaml").write_text(GOOD)
-    with pytest.raises(ConfigError):
-        config.set_values([assignment], file=None, out=out)
-    assert (folder / "fsdp.yaml").read_text() == GOOD
-    assert [path.name for path in folder.iterdir()] == ["fsdp.yaml"]
+def test_set_writes_nothing_that_would_be_wrong(config, assignment):
+    put(fsdp=GOOD)
+    assert config(f"set {assignment}")[0] == 2
+    assert Path("fsdp.yaml").read_text() == GOOD
+    assert [path.name for path in Path().iterdir()] == ["fsdp.yaml"]
 
 
-def test_set_keeps_permissions_and_follows_links(folder, out):
-    real = folder / "real.yaml"
-    real.write_text(GOOD)
+def test_set_keeps_permissions_and_follows_links(config):
+    put(real=GOOD)
+    real = Path("real.yaml")
     real.chmod(0o640)
-    (folder / "fsdp.yaml").symlink_to(real)
-    config.set_values(["num_processes=4"], file=None, out=out)
-    assert (folder / "fsdp.yaml").is_symlink()
+    Path("fsdp.yaml").symlink_to(real)
+    config("set num_processes=4")
+    assert Path("fsdp.yaml").is_symlink()
     assert "num_processes: 4" in real.read_text()
     assert real.stat().st_mode & 0o777 == 0o640
 
 
-def test_validate_reports_every_file_and_looks_at_files_alone(folder, out, monkeypatch):
+def test_validate_reports_every_file_and_looks_at_files_alone(config, monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "perhaps")
-    (folder / "good.yaml").write_text(GOOD)
-    (folder / "bad.yaml").write_text("num_process: 2\n")
-    (folder / "worse.yaml").write_text("num_machines: 0\nuse_cpu: perhaps\n")
-    names = [folder.joinpath(name).relative_to(folder) for name in ("good.yaml", "bad.yaml", "worse.yaml")]
-    assert config.validate(names, as_json=False, out=out) == 2
-    lines = out.text.splitlines()
-    assert lines[0] == "good.yaml: no problems"
-    assert [line.split(": ")[0] for line in lines[1:] if line[0] != " "] == [
-        "bad.yaml:1:1",
-        "worse.yaml:1:1",
-        "worse.yaml:2:1",
-        "3 problems",
-    ]
-
-
-def test_validate_as_json_for_editors(folder, out):
-    (folder / "fsdp.yaml").write_text("num_process: 2\n")
-    assert config.validate([], as_json=True, out=out) == 2
+    put(good=GOOD, bad="num_process: 2\n", worse="num_machines: 0\nuse_cpu: perhaps\n")
+    status, out, _ = config("validate good.yaml bad.yaml worse.yaml")
+    lines = [line.split(": ")[0] for line in out.splitlines()[1:] if line[0] != " "]
+    assert (status, out.splitlines()[0]) == (2, "good.yaml: no problems")
+    assert lines == ["bad.yaml:1:1", "worse.yaml:1:1", "worse.yaml:2:1", "3 problems"]
     problem = {"id": "unknown-key", "key": "num_process", "message": "is not a key at the top level"}
-    problem |= {"hint": "did you mean num_processes?", "file": "fsdp.yaml", "line": 1, "col": 1}
-    assert json.loads(out.text) == {"ok": False, "problems": [problem], "notes": []}
+    problem |= {"hint": "did you mean num_processes?", "file": "bad.yaml", "line": 1, "col": 1}
+    status, out, _ = config("validate bad.yaml --json")
+    assert (status, json.loads(out)) == (2, {"ok": False, "problems": [problem], "notes": []})
 
 
-def test_notes_are_no_problems_unless_strict(folder, out):
-    (folder / "fsdp.yaml").write_text("fp16: true\nsame_network: true\n")
-    assert config.validate([], as_json=False, out=out) == 0
-    assert out.stdout == ["fsdp.yaml: no problems"]
-    assert out.notes == [
-        "fsdp.yaml:1:1: fp16: is read as mixed_precision: fp16",
-        "fsdp.yaml:2:1: same_network: has no effect here",
-    ]
-    assert config.validate([], strict=True, as_json=False, out=out) == 2
-    assert out.stdout[1].splitlines() == [
-        "fsdp.yaml:1:1: fp16: is read as mixed_precision: fp16 [former-place]",
-        "fsdp.yaml:2:1: same_network: has no effect here [written-by-accelerate]",
-        "2 problems",
-    ]
-    assert config.validate([], as_json=True, out=out) == 0
-    assert [note["line"] for note in json.loads(out.stdout[2])["notes"]] == [1, 2]
+def test_notes_are_no_problems_unless_strict(config):
+    put(fsdp="fp16: true\nsame_network: true\n")
+    texts = ["1:1: fp16: is read as mixed_precision: fp16", "2:1: same_network: has no effect here"]
+    said = "".join(f"note: fsdp.yaml:{text}\n" for text in texts)
+    assert config("validate") == (0, "fsdp.yaml: no problems\n", said)
+    status, out, _ = config("validate --strict")
+    rules = ("former-place", "written-by-accelerate")
+    lines = [f"fsdp.yaml:{text} [{rule}]" for text, rule in zip(texts, rules, strict=True)]
+    assert (status, out.splitlines()) == (2, [*lines, "2 problems"])
+    status, out, _ = config("validate --json")
+    assert (status, [note["line"] for note in json.loads(out)["notes"]]) == (0, [1, 2])
 
 
-def test_explain_shows_the_value_of_the_file_if_there_is_one(folder, out):
-    config.explain("num_processes", file=None, as_json=False, out=out)
-    (folder / "fsdp.yaml").write_text(GOOD)
-    config.explain("num_processes", file=None, as_json=False, out=out)
-    (folder / "fsdp.yaml").write_text("num_processes: [\n")
-    config.explain("num_processes", file=None, as_json=True, out=out)
-    config.explain("checkpoint", file=None, as_json=False, out=out)
-    assert ("keep_last" in out.stdout[3], "fsdp_version" in out.stdout[3]) == (True, False)
-    assert "yours" not in out.stdout[0]
-    assert "yours: 2 (fsdp.yaml:2)" in out.stdout[1]
-    assert json.loads(out.stdout[2])[0]["key"] == "num_processes"
+def test_explain_shows_the_value_of_the_file_if_there_is_one(config):
+    assert "yours" not in config("explain num_processes")[1]
+    put(fsdp=GOOD)
+    assert "yours: 2 (fsdp.yaml:2)" in config("explain num_processes")[1]
+    put(fsdp="num_processes: [\n")
+    assert json.loads(config("explain num_processes --json")[1])[0]["key"] == "num_processes"
+    section = config("explain checkpoint")[1]
+    assert ("keep_last" in section, "fsdp_version" in section) == (True, False)
 
 
-def test_the_schema_is_what_configs_holds(out):
-    assert config.schema(out=out) == 0
+def test_the_schema_is_what_configs_holds(config):
     written = Path(__file__).parents[2] / "configs" / "fsdp.schema.json"
-    assert json.loads(out.text) == json.loads(written.read_text())
+    assert json.loads(config("schema")[1]) == json.loads(written.read_text())
 
 
-def test_presets_are_listed_and_printed(folder, out):
-    config.presets(None, as_json=False, out=out)
-    config.presets("laptop_cpu", as_json=False, out=out)
-    config.presets(None, as_json=True, out=out)
-    assert "laptop_cpu" in out.stdout[0]
-    (folder / "fsdp.yaml").write_text(out.stdout[1])
+def test_presets_are_listed_and_printed(config):
+    assert "laptop_cpu" in config("presets")[1]
+    put(fsdp=config("presets laptop_cpu")[1])
     assert load_config().config.use_cpu is True
-    assert {"name", "summary"} == set(json.loads(out.stdout[2])[0])
+    assert {"name", "summary"} == set(json.loads(config("presets --json")[1])[0])
 
 
-def test_convert_writes_a_new_file_and_names_what_changes(folder, out):
-    (folder / "old.yaml").write_text("fsdp_config:\n  fsdp_version: 1\n  fsdp_use_orig_params: true  # x\n")
-    new = folder / "new.yaml"
-    arguments = {"to": "fsdp2", "as_json": False, "out": out}
-    assert config.convert(folder / "old.yaml", new, overwrite=False, **arguments) == 0
-    assert load_config(new).config.fsdp_config.fsdp_version == 2
-    assert any(line.startswith("dropped  fsdp_config.fsdp_use_orig_params") for line in out.stderr)
-    with pytest.raises(UsageError, match="exists"):
-        config.convert(folder / "old.yaml", new, overwrite=False, **arguments)
-    assert config.convert(folder / "old.yaml", new, overwrite=True, **arguments) == 0
-    assert config.validate([new], as_json=False, out=out) == 0
-
-
-def test_convert_for_accelerate(folder, out):
-    (folder / "ours.yaml").write_text("num_processes: 2\nlaunch: {max_restarts: 1}\n")
-    new = folder / "theirs.yaml"
-    config.convert(folder / "ours.yaml", new, to="accelerate", overwrite=False, as_json=True, out=out)
-    assert [change["key"] for change in json.loads(out.text)["changes"]] == ["launch.max_restarts"]
-    assert "launch:" not in new.read_text()
-    with pytest.raises(UsageError, match="nothing to convert to"):
-        config.convert(
-            folder / "ours.yaml", folder / "x.yaml", to="fsdp3", overwrite=False, as_json=False, out=out
-        )
+def test_convert_writes_a_new_file_and_names_what_changes(config):
+    put(old="fsdp_config:\n  fsdp_version: 1\n  fsdp_use_orig_params: true  # x\n")
+    status, _, err = config("convert old.yaml new.yaml --to fsdp2")
+    assert (status, "dropped  fsdp_config.fsdp_use_orig_params" in err) == (0, True)
+    assert load_config(Path("new.yaml")).config.fsdp_config.fsdp_version == 2
+    assert config("convert old.yaml new.yaml --to fsdp2")[0] == 2
+    assert config("convert old.yaml new.yaml --to fsdp2 --overwrite")[0] == 0
+    assert config("validate new.yaml")[0] == 0
+    put(ours="num_processes: 2\nlaunch: {max_restarts: 1}\n")
+    _, out, _ = config("convert ours.yaml theirs.yaml --to accelerate --json")
+    assert [change["key"] for change in json.loads(out)["changes"]] == ["launch.max_restarts"]
+    assert "launch:" not in Path("theirs.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("convert", "none.yaml", "x.yaml", "--to", "fsdp2"), "none.yaml: does not exist"),
-        (("explain", "fsdp_shading_strategy"), "did you mean fsdp_sharding_strategy"),
+        ("convert none.yaml x.yaml --to fsdp2", "none.yaml: does not exist"),
+        ("convert none.yaml x.yaml --to fsdp3", "nothing to convert to"),
+        ("explain fsdp_shading_strategy", "did you mean fsdp_sharding_strategy"),
     ],
 )
-def test_what_is_not_there_ends_with_2_and_its_name(cli, words, said):
-    done = cli("config", *words)
-    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True)
+def test_what_is_not_there_ends_with_2_and_its_name(config, words, said):
+    status, out, err = config(words)
+    assert (status, out, said in err) == (2, "", True)
 
 
 def test_set_changes_what_follows_a_key_too(cli, tmp_path):
