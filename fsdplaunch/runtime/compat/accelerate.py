@@ -8,35 +8,42 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.errors import ShardingError
+from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection.parameters import count, parameters_of
+from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
+from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
+_UTILS = "accelerate.utils.fsdp_utils"
 _KEPT_EQUAL = "fsdplaunch_unsharded"
 
 
 def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     """Adapt accelerate once it is imported, for a global batch that the run keeps and for workers on the CPU."""
-    wrap_once_imported("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
+    wrap_once_imported(_UTILS, "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
+    wrap_once_imported(_UTILS, "_get_model_state_dict", _get_adapters)
+    wrap_once_imported(_UTILS, "_set_model_state_dict", _set_adapters)
+    wrap_once_imported(_UTILS, "load_fsdp_optimizer", _load_optimizer)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
 
@@ -203,6 +210,70 @@ def _register_save_hook(register: Any, self: Any, hook: Callable[..., Any]) -> A
         return hook(models, weights or _SavedAsShards(), output_dir)
 
     return register(self, save_hook)
+
+
+def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwargs: Any) -> dict[str, Any]:
+    """Return the parameters that an FSDP1 model trains, to save its adapters or to read them.
+
+    PEFT looks for them in modules by the names in the state, and finds none where wrappers stand between:
+    accelerate would save nothing, and nothing would be read (accelerate#4206).
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
+        return get(model, adapter_only=adapter_only, **kwargs)  # type: ignore[no-any-return]
+    trained = {clean_name(name) for name, param in named_parameters(model) if param.requires_grad}
+    state = model.state_dict()  # empty where rank 0 alone gets it
+    if state and trained.isdisjoint(state):
+        msg = f"{script_line()}: the state of {class_name(unwrapped(model))} has none of the parameters that train"
+        raise CheckpointError(msg)
+    return {name: value for name, value in state.items() if name in trained}
+
+
+def _set_adapters(
+    put: Any, model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, **kwargs: Any
+) -> Any:
+    """Load what `_get_adapters` returned; everything else stays as it is.
+
+    Raises:
+        CheckpointError: It has nothing of what trains.
+    """
+    if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
+        return put(model, state_dict, adapter_only=adapter_only, **kwargs)
+    if all(clean_name(name) not in state_dict for name, param in named_parameters(model) if param.requires_grad):
+        msg = f"{script_line()}: the checkpoint has none of the parameters that train"
+        raise CheckpointError(msg, hint="it was saved without adapters; load one that has them")
+    # Of sharded states torch asks for every parameter; of full ones the others' are not there on every rank.
+    return model.load_state_dict({**model.state_dict(), **state_dict}, strict=False)
+
+
+def _load_optimizer(
+    load: Any,
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Load a sharded state of an optimizer under FSDP1.
+
+    accelerate reads it into what the optimizer has: nothing before its first step, so that training would go on
+    without it; and more than was saved where a parameter has fewer elements than ranks (accelerate#3896).
+    """
+    sharded = plugin.fsdp_version == 1 and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    if not sharded or not kwargs.get("use_dcp", True):
+        load(plugin, accelerator, optimizer, model, input_dir, *args, **kwargs)
+        return
+    from fsdplaunch.runtime.saving.model_and_optimizer import OPTIMIZER, load_optimizer  # only where it is used
+
+    index = args[0] if args else kwargs.get("optimizer_index", 0)
+    folder = Path(input_dir)
+    folder = folder.parent if folder.name == f"{OPTIMIZER}_{index}" else folder
+    accelerator.wait_for_everyone()
+    load_optimizer(unwrapped(model), optimizer, folder, index, kind=plugin.state_dict_type.name)
 
 
 def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable[[Any], bool] | None:

@@ -1,7 +1,7 @@
 """What a row trains: KIND [--lora] --out FOLDER [--steps N] [--each ROWS] [--resume FOLDER].
 
 KIND is trainer, sft, dpo or accelerator; `--each` is how many rows a worker takes for a step. A checkpoint is
-saved after two steps, and at the end rank 0 writes all parameters, as whole tensors, to FOLDER/weights.pt.
+saved after two steps, and at the end rank 0 writes what trains, as whole tensors, to FOLDER/weights.pt.
 """
 
 import argparse
@@ -114,11 +114,13 @@ def loop(model, given) -> None:
 
 
 def write(accelerator, model, out) -> None:
-    """Gather the parameters by torch's own means, whoever sharded them."""
+    """Gather the parameters that train by torch's own means, whoever sharded them."""
     one = isinstance(model, FullyShardedDataParallel)
     state = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False) if one else nullcontext():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             plain = name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
             state[plain.removeprefix("module.")] = whole.detach().cpu().clone()
