@@ -31,6 +31,7 @@ from fsdplaunch.runtime.patch import (
     FINISH_MEASUREMENT,
     FINISH_RECORD,
     FINISH_SAVES,
+    PRINT_SHARDED,
     PROCESSES_END,
     RANK0_SAVES_END,
     REPORT_END,
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> None:
         config = decode()
         _work(config, parse_target(argv))
     except BaseException as failure:
+        call_if_imported(PRINT_SHARDED)
         call_if_imported(ABANDON_GROUP)
         status = conclude(failure)
         flush_both()
@@ -68,6 +70,7 @@ def main(argv: list[str]) -> None:
 
 
 _ENDS = (
+    PRINT_SHARDED,
     PROCESSES_END,
     FINISH_RECORD,
     FINISH_MEASUREMENT,
@@ -186,12 +189,17 @@ def _set_up(config: Config, script: str) -> None:
 
 def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
+    from torch.optim import optimizer
+
     from fsdplaunch.runtime.auto.context import HookContext
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
+    from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others
 
     hook_context = HookContext(config, device, rank=rank(), size=world_size())
     _installed.enter_context(hooks(hook_context))
+    wait_for_others()
+    before_first_step(optimizer, print_waiting)
     serve_models_of_others(hook_context)
 
 

@@ -91,3 +91,58 @@ def test_copies_that_part_from_each_other_end_the_run_with_their_name(forks: For
     run = forks.run(script, tmp_path / "run", ranks=2, launch__shard="explicit")
     assert run.codes == [1, 1], run.err
     assert "by_hand.py:14: ranks train different values of 1.weight" in run.err[0]
+
+
+TWO_DTYPES = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16)
+
+model = nn.Sequential(Block(), Block())
+Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_a_block_of_two_dtypes_is_named_where_accelerate_prepares_it(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "dtypes.py"
+    script.write_text(TWO_DTYPES)
+    blocks = {"fsdp_config__fsdp_transformer_layer_cls_to_wrap": ("Block",)}
+    run = forks.run(script, tmp_path / "run", ranks=2, **blocks)
+    assert run.codes == [1, 1]
+    assert "dtypes.py:12: 0 has 0.norm.bias in float32 and 0.up.bias in bfloat16" in run.err[0]
+
+
+SCHEDULE = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+accelerator = Accelerator()
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1, end_factor=0.1, total_iters=6)
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+for _ in range(2):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_schedule_that_advances_once_for_each_worker_is_named_with_both_rates(
+    forks: Forks, tmp_path: Path
+) -> None:
+    script = tmp_path / "rates.py"
+    script.write_text(SCHEDULE)
+    keys = {"fsdp_config__fsdp_auto_wrap_policy": "NO_WRAP"}
+    run = forks.run(script, tmp_path / "run", ranks=2, **keys)
+    assert run.codes == [0, 0], run.err
+    assert run.err[0].count("advances the schedule of learning rates 2 times for a step") == 1
+    assert "rates.py:14: " in run.err[0]
+    assert "to 0.007, where one process advances it to 0.0085" in run.err[0]

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
 from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of, unwrapped
-from fsdplaunch.runtime.inspection.units import is_sharded
+from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
 from fsdplaunch.runtime.sharding.wrap import class_name
-from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, param_groups
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
@@ -41,9 +42,11 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
+    wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
     wrap_once_imported(_UTILS, "_get_model_state_dict", _get_adapters)
     wrap_once_imported(_UTILS, "_set_model_state_dict", _set_adapters)
-    wrap_once_imported(_UTILS, "load_fsdp_optimizer", _load_optimizer)
+    for user in (_ACCELERATOR, "transformers.trainer"):
+        wrap_once_imported(user, "load_fsdp_optimizer", _load_optimizer)
     if keeps:
         _switch_on("split_batches", _DIVIDES)
 
@@ -160,11 +163,60 @@ def _prepare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(getattr(self.state, "fsdp_plugin", None), "activation_checkpointing", False):
         for model in (each for each in args if isinstance(each, nn.Module)):
             keep_no_cache(model)
+    models = [each for each in args if isinstance(each, nn.Module)]
+    if len(models) > 1 and getattr(self, "is_fsdp2", False):
+        return _prepare_each_model(prepare, self, models, args, **kwargs)
     result = prepare(self, *args, **kwargs)
-    for model in result if isinstance(result, tuple | list) else (result,):
+    for model in _as_tuple(result):
         if isinstance(model, nn.Module) and any(map(is_sharded, model.modules())):
+            _check_dtypes(model)
             _keep_unsharded_equal(model)
     return result
+
+
+def _prepare_each_model(
+    prepare: Any, self: Any, models: list[nn.Module], args: tuple[Any, ...], **kwargs: Any
+) -> Any:
+    """Prepare models one by one, each with its own optimizers: accelerate takes one model under FSDP2."""
+    rest = [each for each in args if not isinstance(each, nn.Module)]
+    ready: dict[int, Any] = {}
+    for model in models:
+        own = set(map(id, parameters_of(model)))
+        its = [
+            each
+            for each in rest
+            if isinstance(each, Optimizer)
+            if any(id(param) in own for group in each.param_groups for param in group["params"])
+        ]
+        rest = [each for each in rest if each not in its]
+        ready |= zip(
+            map(id, (model, *its)), _as_tuple(_prepare(prepare, self, model, *its, **kwargs)), strict=True
+        )
+    if rest:
+        ready |= zip(map(id, rest), _as_tuple(prepare(self, *rest)), strict=True)
+    return tuple(ready[id(each)] for each in args)
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name.
+
+    Raises:
+        ShardingError: There is one.
+    """
+    names = {id(param): name for name, param in named_parameters(model)}
+    for name, unit in model.named_modules():
+        for group in param_groups(unit) if is_unit(unit) else ():
+            shards = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+            by_dtype = {str(shard.dtype).removeprefix("torch."): names.get(id(shard), "") for shard in shards}
+            if len(by_dtype) > 1:
+                found = " and ".join(f"{param} in {dtype}" for dtype, param in by_dtype.items())
+                msg = f"{script_line()}: {clean_name(name) or class_name(model)} has {found}: FSDP2 takes one"
+                hint = "set mixed_precision, convert the model to one dtype, or use fsdplaunch.prepare"
+                raise ShardingError(msg, hint=hint)
 
 
 def _keep_unsharded_equal(model: nn.Module) -> None:
@@ -273,7 +325,7 @@ def _load_optimizer(
     folder = Path(input_dir)
     folder = folder.parent if folder.name == f"{OPTIMIZER}_{index}" else folder
     accelerator.wait_for_everyone()
-    load_optimizer(unwrapped(model), optimizer, folder, index, kind=plugin.state_dict_type.name)
+    load_optimizer(unwrapped(model), optimizer, folder, index)
 
 
 def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable[[Any], bool] | None:
@@ -299,6 +351,32 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
         return not around
 
     return wraps
+
+
+_named_rates: list[bool] = []
+
+
+def _step_and_compare(step: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Print once that accelerate advances a schedule of learning rates by as many steps as there are workers."""
+    if _named_rates:
+        step(self, *args, **kwargs)
+        return
+    rates: list[float] = []
+    advance = self.scheduler.step
+
+    def note(*inner: Any, **more: Any) -> None:
+        advance(*inner, **more)
+        rates.append(self.scheduler.get_last_lr()[0])
+
+    with own_attribute(self.scheduler, "step", note):
+        step(self, *args, **kwargs)
+    if len(rates) > 1 and rates[0] != rates[-1]:
+        _named_rates.append(True)
+        messages.say_unequal(
+            f"{script_line()}: accelerate advances the schedule of learning rates {len(rates)} times for a step,"
+            f" once for each worker: to {rates[-1]:g}, where one process advances it to {rates[0]:g};"
+            " Accelerator(step_scheduler_with_optimizer=False) advances it once"
+        )
 
 
 _DIVIDES = (

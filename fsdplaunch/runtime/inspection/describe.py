@@ -130,9 +130,14 @@ class ShardingDescription:
     def line(self) -> str:
         """Return the same for people in one line, with what is out of the ordinary in how it computes."""
         units = ", ".join(f"{n} x {kind}" for kind, n in Counter(unit.kind for unit in self.units).items())
+        words = (
+            f"sharded {self.model}: {units or 'one unit'}, {count(self.parameters)} parameters, {self.layout()}"
+        )
+        return "; ".join([words, *(f"{about}: {text}" for about, text in self._remarks() if text)])
+
+    def layout(self) -> str:
+        """Return over how many ranks, how, and in which dtypes."""
         words = [
-            f"sharded {self.model}: {units or 'one unit'}",
-            f"{count(self.parameters)} parameters",
             f"FSDP{self.version} {self.strategy} over {' x '.join(map(str, self.mesh.values()))} ranks",
             f"{'/'.join(sorted(map(_word, self.kept)))} kept",
             *(
@@ -145,7 +150,7 @@ class ShardingDescription:
                 if dtype
             ),
         ]
-        return "; ".join([", ".join(words), *(f"{about}: {text}" for about, text in self._remarks() if text)])
+        return ", ".join(words)
 
     def _remarks(self) -> Iterator[tuple[str, str]]:
         if self.split:
@@ -330,7 +335,11 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+_SMALL = 10_000_000
+"""Parameters up to which models share a line, if there are several."""
 _about: list[str | None] = []
+_waiting: list[tuple[ShardingDescription, str]] = []
+_waits: list[bool] = []
 
 
 @contextmanager
@@ -344,7 +353,29 @@ def announcing(about: str | None) -> Iterator[None]:
 
 
 def announce(description: ShardingDescription, about: str | None = None) -> None:
-    """Print how a model is sharded, and for whom or by whom."""
+    """Print how a model is sharded, and for whom or by whom; or remember it until `print_waiting`."""
     said = about or (_about[-1] if _about else "")
     if said is not None:
-        messages.say(description.line() + (said and f", {said}"))
+        _waiting.append((description, said and f", {said}"))
+        if not _waits:
+            print_waiting()
+
+
+def wait_for_others() -> None:
+    """Print nothing from now on until `print_waiting`, so that several models can share a line."""
+    _waits.append(True)
+
+
+def print_waiting() -> None:
+    """Print what was remembered: small models that are sharded alike in one line."""
+    waiting, _waiting[:] = list(_waiting), []
+    alike = {(each.version, each.strategy, tuple(each.mesh.items()), *sorted(each.kept)) for each, _ in waiting}
+    if len(waiting) > 1 and len(alike) == 1 and all(each.parameters <= _SMALL for each, _ in waiting):
+        by_class = Counter(each.model for each, _ in waiting)
+        kinds = ", ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in by_class.items())
+        size = count(sum(each.parameters for each, _ in waiting))
+        first, said = waiting[0]
+        messages.say(f"sharded {len(waiting)} models: {kinds}, {size} parameters, {first.layout()}{said}")
+        return
+    for each, said in waiting:
+        messages.say(each.line() + said)

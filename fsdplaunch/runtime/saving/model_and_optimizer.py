@@ -30,6 +30,7 @@ from fsdplaunch.runtime.saving.plain_files import read_plain, write_large
 from fsdplaunch.runtime.saving.safe_dcp_reader import SafePlanner, SafeReader
 from fsdplaunch.runtime.saving.write_sharded import write_sharded
 from fsdplaunch.runtime.sharding.registry import registered
+from fsdplaunch.runtime.state_dict.gather import files_of_ranks
 from fsdplaunch.runtime.state_dict.named_states import (
     left_out_frozen,
     model_state,
@@ -224,7 +225,7 @@ def load_model(model: nn.Module, folder: Path, index: int) -> None:
 
 def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: int) -> StateToSave:
     """Return what is to be written of one optimizer of a model; every rank calls this."""
-    with quiet_torch(), left_out_frozen(model, optimizer):
+    with quiet_torch(), left_out_frozen(model, optimizer), files_of_ranks():
         state = optimizer_state(model, optimizer)
     if kind == "FULL_STATE_DICT":
         return StateToSave(kind=kind, name=_stem(OPTIMIZER, index), state=state)
@@ -237,7 +238,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: 
     if not sharded.is_dir() and not full.exists():
         msg = f"{folder} holds no optimizer {index}"
         raise CheckpointError(msg, hint="leave the optimizer out, or load a checkpoint that has one")
-    with quiet_torch(), left_out_frozen(model, optimizer):
+    with quiet_torch(), left_out_frozen(model, optimizer), files_of_ranks():
         state: State = get_optimizer_state_dict(model, optimizer)
         own_names = {clean_name(name): name for group in state["param_groups"] for name in group["params"]}
         if sharded.is_dir():
