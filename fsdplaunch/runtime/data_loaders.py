@@ -287,17 +287,13 @@ def check_divisible(size: int | None, ranks: int, line: str) -> None:
 def is_split(loader: DataLoader[Any]) -> bool:
     """Return whether a loader gives each rank its own items already, by this package's means or the script's."""
     inner = getattr(loader.batch_sampler, "sampler", None)
-    if any(_is_share(sampler) for sampler in (loader.sampler, inner, loader.batch_sampler)):
-        return True
+    for sampler in (loader.sampler, inner, loader.batch_sampler):
+        if isinstance(sampler, EpochSampler | SharedOrder):
+            return True
+        if isinstance(sampler, DistributedSampler) and (sampler.num_replicas > 1 or dist.get_world_size() == 1):
+            return True  # one made for a single replica gives all items
     split_elsewhere = getattr(loader.dataset, "_distributed", None) is not None  # datasets' split_dataset_by_node
     return isinstance(loader.dataset, TakingTurns) or split_elsewhere
-
-
-def _is_share(sampler: Any) -> bool:
-    """Return whether a sampler gives this rank's items; one made for a single replica gives all of them."""
-    if isinstance(sampler, DistributedSampler) and not isinstance(sampler, EpochSampler):
-        return sampler.num_replicas > 1 or dist.get_world_size() == 1
-    return isinstance(sampler, EpochSampler | SharedOrder)
 
 
 def _split_sampler(loader: DataLoader[Any], ranks: DataRanks) -> Sampler[Any]:

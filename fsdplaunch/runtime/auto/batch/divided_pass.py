@@ -11,7 +11,7 @@ import io
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.auto.batch.in_pass import Draws, GlobalDraws, UndividedError, modes, recording_draws
+from fsdplaunch.runtime.auto.batch.in_pass import (
+    Draws,
+    GlobalBatchNorm,
+    GlobalDraws,
+    UndividedError,
+    recording_draws,
+)
 from fsdplaunch.runtime.auto.batch.rank_rows import (
     Form,
     Held,
@@ -191,8 +197,12 @@ class DividedPasses:
         cut = list(map(own, leaves))
         model: Any = self.model()
         norms = (each for each in model.modules() if isinstance(each, BatchNorm))
-        normalises = any(each.training or each.running_mean is None for each in norms)
-        drawing, entered = modes(rows, kind.draws, norms=normalises, learning=self.trying is not None)
+        entered, drawing = ExitStack(), None
+        if kind.draws.shapes:
+            drawing = GlobalDraws(rows, kind.draws, learning=self.trying is not None)
+            entered.enter_context(drawing)
+        if any(each.training or each.running_mean is None for each in norms):
+            entered.enter_context(GlobalBatchNorm(rows))
         self.now = _Now(kind, rows, weights or {}, drawing, entered.close)
         args, kwargs = tree_unflatten(cut, spec)
         return args, kwargs

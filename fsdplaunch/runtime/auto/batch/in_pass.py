@@ -6,7 +6,7 @@ comparing the draws of a whole pass with those of the same pass divided: it is t
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -265,14 +265,3 @@ def recording_draws(draws_: Draws) -> Iterator[None]:
     draws_.shapes, draws_.orders, draws_.dims = [], [], []
     with _Recording(draws_):
         yield
-
-
-def modes(rows: RankRows, draws_: Draws, *, norms: bool, learning: bool) -> tuple[GlobalDraws | None, ExitStack]:
-    """Return what a divided pass is computed in, not entered yet: nothing where nothing is drawn or normalised."""
-    stack = ExitStack()
-    drawing = GlobalDraws(rows, draws_, learning=learning) if draws_.shapes else None
-    if drawing is not None:
-        stack.enter_context(drawing)
-    if norms:
-        stack.enter_context(GlobalBatchNorm(rows))
-    return drawing, stack

@@ -109,18 +109,14 @@ class Position:
         for refs, before in list(self._watched.values()):
             before[0] = count_shard_changes(refs)
 
-    def note_state(self, call: str) -> int:
-        """Note a call for the state of shards, and return how many were made at this place."""
+    def note_state(self, call: str) -> list[str]:
+        """Note a call for the state of shards, and return those that were made at this place."""
         calls = self.states.setdefault((self.steps, self.passes, self.met), [])
         calls.append(call)
         while len(self.states) > _MOST_MARKS:
             del self.states[next(iter(self.states))]
         self.note()
-        return len(calls)
-
-    def drop_state(self) -> None:
-        """Forget the last call for the state of shards: rank 0 alone makes it."""
-        self.states[self.steps, self.passes, self.met].pop()
+        return calls
 
     def end(self) -> None:
         """Note that the script is at its end."""

@@ -257,10 +257,11 @@ class Service:
     def asks_alone(self, call: str) -> bool:
         """Return whether rank 0 alone asks for the state of shards. The other ranks go on at once."""
         made = f"{call}, {calling_lines()}"  # a function is at the same line for whoever calls it
-        request = {"kind": "state", "call": made, "count": self.position.note_state(made)}
+        calls = self.position.note_state(made)
+        request = {"kind": "state", "call": made, "count": len(calls)}
         if not self._connections or self._others_are_in(request, call, _ALL_RANKS):
             return False
-        self.position.drop_state()
+        calls.pop()
         return True
 
     def _others_are_in(self, request: dict[str, Any], call: str, hint: str) -> bool:
