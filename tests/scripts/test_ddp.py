@@ -80,12 +80,14 @@ def train(rank, world, how):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    os.write(1, f"rank {rank} {how} loss {loss.item():.6f}\\n".encode())  # whole, beside other processes
+    os.write(1, f"rank {rank} loss {loss.item():.6f}\\n".encode())  # whole, beside other processes
     dist.destroy_process_group()
 
 if __name__ == "__main__":
     how, world = sys.argv[1], int(sys.argv[3])
-    if how == "spawn":
+    if how == "here":
+        train(int(os.environ["RANK"]), world, how)
+    elif how == "spawn":
         mp.spawn(train, args=(world, how), nprocs=world)
     else:
         started = [mp.get_context(how).Process(target=train, args=(rank, world, how)) for rank in range(world)]
@@ -99,9 +101,9 @@ if __name__ == "__main__":
 
 def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_path: Path) -> None:
     port = str(_free_port())
-    wanted = _without_us(forks, SPAWNED, tmp_path / "plain", 0, "spawn", port, "2")
+    wanted = _without_us(forks, SPAWNED, tmp_path / "plain", 2, "here", port, "2")
     done = forks.passes(SPAWNED, tmp_path / "run", "spawn", port, "2", ranks=2)
-    assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks(wanted.out[0])) != []
+    assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks("".join(wanted.out))) != []
     assert_sharded(done)
 
 
@@ -122,11 +124,11 @@ def _of_ranks(printed: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "world", "message"),
     [
-        ("spawn", "4", "train.py:23: mp.spawn starts 4 ranks here, and the launch has 2"),
+        ("spawn", "4", "train.py:25: mp.spawn starts 4 ranks here, and the launch has 2"),
         (
             "fork",
             "2",
-            "train.py:27 starts a process that calls init_process_group: the launch has started the ranks",
+            "train.py:29 starts a process that calls init_process_group: the launch has started the ranks",
         ),
     ],
 )
