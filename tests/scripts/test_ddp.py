@@ -1,9 +1,6 @@
 """Scripts for DistributedDataParallel, unchanged: sharded, they compute and write what torchrun's ranks do."""
 
-import contextlib
-import os
 import re
-import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -70,7 +67,7 @@ import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 def train(rank, world, how):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[2]
+    os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group("gloo", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(4, 1))
@@ -84,7 +81,7 @@ def train(rank, world, how):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    how, world = sys.argv[1], int(sys.argv[3])
+    how, world = sys.argv[1], int(sys.argv[2])
     if how == "here":
         train(int(os.environ["RANK"]), world, how)
     elif how == "spawn":
@@ -100,20 +97,10 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_a_script_spawns_are_the_launched_workers(forks: Forks, tmp_path: Path) -> None:
-    port = str(_free_port())
-    wanted = _without_us(forks, SPAWNED, tmp_path / "plain", 2, "here", port, "2")
-    done = forks.passes(SPAWNED, tmp_path / "run", "spawn", port, "2", ranks=2)
+    wanted = _without_us(forks, SPAWNED, tmp_path / "plain", 2, "here", "2")
+    done = forks.passes(SPAWNED, tmp_path / "run", "spawn", "2", ranks=2)
     assert sorted(_of_ranks("".join(done.out))) == sorted(_of_ranks("".join(wanted.out))) != []
     assert_sharded(done)
-
-
-def _free_port() -> int:
-    """Return a port that nobody has, below those that the kernel gives to connections meanwhile."""
-    for port in range(20000 + os.getpid() % 10000, 32000):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError
 
 
 def _of_ranks(printed: str) -> list[str]:
@@ -135,7 +122,7 @@ def _of_ranks(printed: str) -> list[str]:
 def test_ranks_that_are_not_the_workers_are_refused(
     forks: Forks, tmp_path: Path, how: str, world: str, message: str
 ) -> None:
-    done = forks.run(SPAWNED, tmp_path / "run", how, "0", world, ranks=2)
+    done = forks.run(SPAWNED, tmp_path / "run", how, world, ranks=2)
     assert 0 not in done.codes
     assert message in done.err[0]
 
