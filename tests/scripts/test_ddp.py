@@ -239,7 +239,7 @@ for number in range(3):
 
 
 def line_of(body: str, text: str) -> int:
-    return next(number for number, line in enumerate(HEAD + body.splitlines(), 1) if text in line)
+    return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if text in line)
 
 
 def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_are_used(
