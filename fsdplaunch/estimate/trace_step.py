@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplaunch.errors import LaunchError, UsageError
-from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
-from fsdplaunch.runtime.torch_internals.traced_memory import FakeTensorMode, FSDPMemTracker
+from fsdplaunch.runtime.torch_internals.tensors import FakeTensorMode, tree_leaves
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 _NAME = "fsdplaunch_built_model"
@@ -137,9 +136,9 @@ def _loss_of(output: Any) -> torch.Tensor:
 @contextmanager
 def _fake_ranks(world: int, per_node: int) -> Iterator[None]:
     """Be rank 0 of `world` ranks for as long as the context lasts."""
-    from fsdplaunch.runtime.sharding import shard
+    from fsdplaunch.runtime.sharding import checks
+    from fsdplaunch.runtime.torch_internals.distributed import fake_store
     from fsdplaunch.runtime.torch_internals.fsdp import first_chunk_only
-    from fsdplaunch.runtime.torch_internals.traced_memory import FakeStore
 
     def keep(*_: Any, **__: Any) -> None:
         """Leave everything as it is: ours is what the first rank sends."""
@@ -155,14 +154,14 @@ def _fake_ranks(world: int, per_node: int) -> Iterator[None]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
     try:
         with (
             patch.dict(os.environ, ranks),
             patch.object(dist, "broadcast_object_list", keep),
             patch.object(dist, "all_gather_object", repeat),
             patch.object(dist, "broadcast", keep),
-            patch.object(shard, "check_sharded_model", keep),  # adds up the shards of all ranks
+            patch.object(checks, "check_sharded_model", keep),  # adds up the shards of all ranks
             first_chunk_only(first_part),
         ):
             yield
@@ -239,7 +238,9 @@ def _trace_step(request: Mapping[str, Any], plugin: Any, mesh: Any) -> dict[str,
             name: torch.zeros_like(param, dtype=value.dtype) if value.shape == trained[0].shape else value.clone()
             for name, value in made_state
         }
-    tracker = FSDPMemTracker(model, optimizer)
+    from fsdplaunch.runtime.torch_internals.fsdp import memory_tracker
+
+    tracker = memory_tracker(model, optimizer)
     tracker.track_inputs(tuple(batch.values()) if isinstance(batch, Mapping) else batch)
     fused = torch.nn.functional.scaled_dot_product_attention
 

@@ -2,6 +2,4 @@
 
 A private name may change with any version of torch. Each entry was seen with the meaning it has here
 in all that are tested, 2.9 to 2.15, or says in which, and what it gives on versions that lack it.
-
-One module a subject, imported by its own name: who needs one of them need not import what the others do.
 """

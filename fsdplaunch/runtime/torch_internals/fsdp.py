@@ -255,6 +255,13 @@ def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = Non
         given._local_tensor = param._local_tensor.detach()
 
 
+def memory_tracker(model: nn.Module, optimizer: Any) -> Any:
+    """Return torch's tracker of the memory of an FSDP2 model's step; importing it takes most of a second."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    return FSDPMemTracker(model, optimizer)
+
+
 def first_chunk_only(chunk: Callable[..., Any]) -> Any:
     """Return a context in which FSDP2 splits parameters by `chunk`, without effect on others."""
     present = hasattr(_fsdp_param, "_chunk_with_empty")

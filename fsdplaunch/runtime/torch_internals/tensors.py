@@ -10,11 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 """Torch's own, under plain names."""
 
 
@@ -141,10 +142,10 @@ def computing_as_plain_tensors() -> AbstractContextManager[Any]:
     return passing
 
 
-_DEEPEST = 3
-"""How many objects within each other are looked into: torch_geometric's batches have tensors in the second."""
-_MOST = 1000
-"""How many values of one are looked at: what a batch refers to may refer to a whole dataset."""
+_DEEPEST = (
+    3  # objects within each other that are looked into: torch_geometric's batches have tensors in the second
+)
+_MOST = 1000  # values of one that are looked at: what a batch refers to may refer to a whole dataset
 
 
 def tensors_held(value: Any) -> Iterator[torch.Tensor]:
@@ -229,8 +230,9 @@ FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 """The operators that exchange tensors of ranks and return the result."""
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNED = 8  # what the width of a head must be a multiple of: torch pads others before it calls GPUs' kernels
-_ROWS = 32
-"""What the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite."""
+_ROWS = (
+    32  # what the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite
+)
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
