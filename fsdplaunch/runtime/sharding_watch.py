@@ -63,8 +63,7 @@ def on_sharding(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def notify_listeners() -> None:
-    """Call the functions."""
+def _notify_listeners() -> None:
     for listener in _listeners:
         listener()
 
@@ -79,7 +78,7 @@ def watch_libraries() -> None:
 
     def note_and_construct(library: Library, construct: Any, *args: Any, **kwargs: Any) -> None:
         _built.append(library)  # before: constructors move and wrap models
-        notify_listeners()
+        _notify_listeners()
         construct(*args, **kwargs)
 
     for path, (name, remedy) in _CLASSES.items():
@@ -106,7 +105,7 @@ def sharded_by() -> str | None:
 def begin_sharding(how: str) -> None:
     """Note that something is about to shard a model: it, and not what it calls, is who shards."""
     _begun.append(how)
-    notify_listeners()
+    _notify_listeners()
 
 
 def mark_sharded(how: str) -> None:
@@ -117,7 +116,7 @@ def mark_sharded(how: str) -> None:
     if not _seen and (folder := own_folder()) is not None:
         (folder / SHARDED).touch()
     _seen.append(how)
-    notify_listeners()
+    _notify_listeners()
 
 
 def watch_sharding() -> None:

@@ -35,7 +35,7 @@ _OBJECTS = (nn.Module, Optimizer, dict)
 """What the first argument of a function's own can be; an accelerator and its plugin are none of these."""
 
 
-def accelerator_optional(function: Callable[..., Any]) -> Callable[..., Any]:
+def _accelerator_optional(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function be called with accelerate's accelerator before its own arguments, and without it.
 
     None counts as one. The function gets it as the keyword `accelerator`, under which it may be given as well.
@@ -53,13 +53,8 @@ def accelerator_optional(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelPlugin:
-    """Return a plugin as one of this package: the one given, else the accelerator's, else the launch's.
-
-    Args:
-        accelerator: An accelerator, its state, or a plugin itself; None without one.
-        plugin: Of either package.
-    """
+def _plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelPlugin:
+    """Return a plugin of either package as one of this: the one given, else the accelerator's, else the launch's."""
     state = getattr(accelerator, "state", accelerator)
     found = plugin or (state if hasattr(state, "fsdp_version") else getattr(state, "fsdp_plugin", None))
     if found is None:
@@ -75,7 +70,7 @@ def plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelP
     return FullyShardedDataParallelPlugin(**values)
 
 
-def mesh_of(accelerator: Any) -> DeviceMesh | None:
+def _mesh_of(accelerator: Any) -> DeviceMesh | None:
     """Return the axes of an accelerator's mesh that FSDP shards and replicates over; None when it has no mesh."""
     mesh = getattr(accelerator, "torch_device_mesh", None)
     names = getattr(getattr(accelerator, "parallelism_config", None), "fsdp_dim_names", None)
@@ -95,7 +90,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
     load_on_first_ranks_only(False)
 
 
-@accelerator_optional
+@_accelerator_optional
 def fsdp2_load_full_state_dict(
     model: nn.Module,
     full_sd: Mapping[str, Any],
@@ -118,7 +113,7 @@ def fsdp2_load_full_state_dict(
     return model
 
 
-@accelerator_optional
+@_accelerator_optional
 def fsdp2_switch_optimizer_parameters(
     optimizer: Optimizer,
     mapping: Mapping[Any, nn.Parameter],
@@ -152,7 +147,7 @@ def fsdp2_switch_optimizer_parameters(
         group["params"] = new
 
 
-@accelerator_optional
+@_accelerator_optional
 def fsdp2_prepare_model(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin | None = None, *, accelerator: Any = None
 ) -> nn.Module:
@@ -168,11 +163,11 @@ def fsdp2_prepare_model(
     """
     if is_sharded(unwrapped(model)):
         return model
-    chosen = plugin_of(accelerator, plugin)
+    chosen = _plugin_of(accelerator, plugin)
     if chosen.fsdp_version != 2:  # noqa: PLR2004
         msg = f"fsdp2_prepare_model needs fsdp_version 2, the plugin has {chosen.fsdp_version}"
         raise UsageError(msg, hint="set fsdp_version: 2, or call fsdplaunch.prepare")
-    sharded: nn.Module = prepare(model, plugin=chosen, mesh=mesh_of(accelerator))
+    sharded: nn.Module = prepare(model, plugin=chosen, mesh=_mesh_of(accelerator))
     return sharded
 
 
@@ -183,7 +178,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
         fsdp2_plugin: The plugin, or an accelerator that has one, or None for the launch's.
         model: Not sharded yet; blocks may be checkpointed already.
     """
-    settings = plugin_of(fsdp2_plugin).settings()
+    settings = _plugin_of(fsdp2_plugin).settings()
     if settings.wraps_nothing:
         return None
     units = set(plan_units(model, settings, find_ignored(model, settings).below()).values())
