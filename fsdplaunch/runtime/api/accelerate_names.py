@@ -54,7 +54,7 @@ def _accelerator_optional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plugin_of(accelerator: Any, plugin: Any = None) -> FullyShardedDataParallelPlugin:
-    """Return a plugin of either package as one of this: the one given, else the accelerator's, else the launch's."""
+    """Return a plugin of either package as ours: the one given, else the accelerator's, else the launch's."""
     state = getattr(accelerator, "state", accelerator)
     found = plugin or (state if hasattr(state, "fsdp_version") else getattr(state, "fsdp_plugin", None))
     if found is None:
