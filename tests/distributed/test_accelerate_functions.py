@@ -278,24 +278,34 @@ class Params4bit(nn.Parameter):
     """As quantised parameters are: frozen, packed into bytes or into what looks like numbers."""
 
 
-class Adapted(nn.Module):
+class Quantised(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         packed = (torch.arange(16) % 7).to(dtype).view(16, 1)
-        self.packed = torch.Tensor._make_subclass(Params4bit, packed, False)
+        self.weight = torch.Tensor._make_subclass(Params4bit, packed, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.float().sum()
+
+
+class Adapted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = Quantised(dtype)
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x + self.packed.float().sum())
+        return self.linear(self.packed(x))
 
 
 def quantised_kept(version: int) -> list[tuple[str, str, list[float]]]:
     out = []
     for dtype in (torch.uint8, torch.bfloat16):
+        model = nn.Sequential(Adapted(dtype), Adapted(dtype))
         chosen = plugin(fsdp_version=version, mixed_precision_policy="bf16")
-        model = fsdplaunch.prepare(nn.Sequential(Adapted(dtype), Adapted(dtype)), plugin=chosen)
+        model = fsdplaunch.prepare(model, plugin=chosen)
         with fsdplaunch.summon_full_params(model):
-            found = dict(fsdplaunch.named_parameters(model))["0.packed"]
+            found = dict(fsdplaunch.named_parameters(model))["0.packed.weight"]
             out.append((str(found.dtype), type(found).__name__, found.detach().flatten().tolist()))
     return out
 

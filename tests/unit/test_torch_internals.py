@@ -73,6 +73,7 @@ KNOWN = {
     "_replace": "named tuples",
     "_from_config": "transformers",
     "_save": "transformers",
+    "_optimizers": "accelerate",
     "_prepare_backend": "accelerate",
     "_shared_state": "accelerate",
 }
