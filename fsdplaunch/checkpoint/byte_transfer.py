@@ -1,12 +1,8 @@
-"""Bytes at the speed of the disk: copied inside the kernel, written back early, checksummed fast."""
+"""Bytes at the speed of the disk: copied inside the kernel, and written back early."""
 
 import errno
-import importlib
 import os
-import zlib
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 from fsdplaunch.errors import CheckpointError
 
@@ -65,30 +61,25 @@ class Copier:
         """
         done = 0
         while done < length:
-            count = self._step(source, offset + done, target, target_offset + done, min(STEP, length - done))
-            if not count:
+            count, copied = min(STEP, length - done), 0
+            if self.in_kernel:
+                try:
+                    copied = os.copy_file_range(source, target, count, offset + done, target_offset + done)
+                except OSError as problem:
+                    if problem.errno not in _UNSUPPORTED:
+                        raise
+                # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
+                self.in_kernel = copied > 0
+            if not copied:
+                data = os.pread(source, min(count, BUFFER), offset + done)
+                write_all(target, data, target_offset + done)
+                copied = len(data)
+            if not copied:
                 msg = f"a data file ends {length - done} bytes early"
-                raise CheckpointError(
-                    msg, hint="it changed while it was read; merge again when nothing writes to it"
-                )
-            done += count
-            tick(count)
-
-    def _step(self, source: int, offset: int, target: int, target_offset: int, count: int) -> int:
-        if self.in_kernel:
-            try:
-                copied = os.copy_file_range(source, target, count, offset, target_offset)
-            except OSError as problem:
-                if problem.errno not in _UNSUPPORTED:
-                    raise
-                copied = 0
-            if copied:
-                return copied
-            # Some file systems answer 0 instead of an error; only the plain read tells the end of a file.
-            self.in_kernel = False
-        data = os.pread(source, min(count, BUFFER), offset)
-        write_all(target, data, target_offset)
-        return len(data)
+                hint = "it changed while it was read; merge again when nothing writes to it"
+                raise CheckpointError(msg, hint=hint)
+            done += copied
+            tick(copied)
 
 
 # So much is handed over at once: enough for large requests, little enough to keep the disk busy from the start.
@@ -109,17 +100,3 @@ class Writeback:
         if position - self.begun >= STRIDE:
             os.posix_fadvise(self.fd, self.begun, position - self.begun, os.POSIX_FADV_DONTNEED)
             self.begun = position
-
-
-Crc32 = Callable[[Any, int], int]
-
-
-def _fastest() -> Crc32:
-    with suppress(ImportError):
-        found: Crc32 = importlib.import_module("isal.isal_zlib").crc32
-        return found
-    return zlib.crc32
-
-
-crc32 = _fastest()
-"""Return the CRC32 of bytes, going on from the one before them; like zlib's it runs beside other threads."""

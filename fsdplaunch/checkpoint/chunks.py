@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# Rectangles that form no grid are compared pair by pair, up to this many.
-MAX_IRREGULAR = 2000
+# Comparisons of one tensor's rectangles with each other.
+_MAX_COMPARED = 300_000
 
 
 class Region(NamedTuple):
@@ -39,37 +37,25 @@ def find_tiling_fault(shape: tuple[int, ...], regions: Sequence[Region]) -> str 
         return f"chunks cover {covered} of its {numel} elements"
     if covered > numel:
         return f"chunks overlap: they hold {covered} elements, the tensor has {numel}"
-    return _find_overlap(list(regions), 0)
+    return _find_overlap(regions, len(shape)) if len(regions) > 1 else None
 
 
-def _find_overlap(regions: list[Region], dim: int) -> str | None:
-    """Look for two regions that share an element; regions agree in all dimensions before `dim`."""
-    if len(regions) < 2:  # noqa: PLR2004  (one region cannot overlap itself)
-        return None
-    if dim == len(regions[0].sizes):
-        return f"chunks overlap at {list(regions[0].offsets)}"
-    spans = sorted((region.offsets[dim], region.sizes[dim], region) for region in regions)
-    groups = [(span, [item[2] for item in items]) for span, items in groupby(spans, key=itemgetter(0, 1))]
-    if all(a[0] + a[1] <= b[0] for (a, _), (b, _) in pairwise(groups)):
-        return next((fault for _, group in groups if (fault := _find_overlap(group, dim + 1))), None)
-    return _find_overlapping_pair(regions)
-
-
-def _find_overlapping_pair(regions: list[Region]) -> str | None:
-    if len(regions) > MAX_IRREGULAR:
-        return f"its {len(regions)} chunks form no grid"
-    for position, one in enumerate(regions):
-        for other in regions[:position]:
-            if _meet(one, other):
-                return f"chunks at {list(other.offsets)} and {list(one.offsets)} overlap"
+def _find_overlap(regions: Sequence[Region], dims: int) -> str | None:
+    """Compare each region with those before it that reach as far, along the dimension that separates most."""
+    dim = max(range(dims), key=lambda at: len({region.offsets[at] for region in regions}))
+    near: list[Region] = []
+    compared = 0
+    for region in sorted(regions, key=lambda region: region.offsets[dim]):
+        near = [one for one in near if one.offsets[dim] + one.sizes[dim] > region.offsets[dim]]
+        compared += len(near)
+        if compared > _MAX_COMPARED:
+            return f"its {len(regions)} chunks form no grid"
+        for one in near:
+            spans = zip(one.offsets, one.sizes, region.offsets, region.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in spans):
+                return f"chunks at {list(one.offsets)} and {list(region.offsets)} overlap"
+        near.append(region)
     return None
-
-
-def _meet(one: Region, other: Region) -> bool:
-    return all(
-        a < b + m and b < a + n
-        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
 
 
 def intersect(one: Region, other: Region) -> Region | None:
@@ -98,11 +84,6 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return all(
         size == 1 or stride == dense for size, stride, dense in zip(sizes, strides, row_major(sizes), strict=True)
     )
-
-
-def is_one_run(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Say whether a rectangle of `sizes` inside a row-major tensor of `shape` is one run of elements."""
-    return is_dense(sizes, row_major(shape))
 
 
 def flat_offset(shape: Sequence[int], offsets: Sequence[int]) -> int:
@@ -136,7 +117,6 @@ class Piece(NamedTuple):
         strides: How the elements are laid out there, in elements.
         start: The first element's place there, in elements.
         crc: CRC32 of the item's data, None when not known.
-        flip: Bits to invert in each element: conjugated or negated values are stored unresolved.
         run: Source and target are each one run of bytes, so that the kernel can copy it.
         target: Where its first element goes, in bytes from the tensor's start.
         nbytes: Bytes that it contributes.
@@ -149,14 +129,6 @@ class Piece(NamedTuple):
     strides: tuple[int, ...]
     start: int
     crc: int | None
-    flip: int
     run: bool
     target: int
     nbytes: int
-
-    def to_dict(self, size: int) -> dict[str, Any]:
-        """Return the piece as plain data; `size` is the bytes per element."""
-        common = {"file": self.place.file, "offset": self.file_offset + self.start * size, "length": self.nbytes}
-        if self.run:
-            return {**common, "target": self.target}
-        return {**common, "strided": True, "offsets": list(self.region.offsets), "sizes": list(self.region.sizes)}

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.untrusted_files import (
     MissingFileError,
     UnreadableError,
@@ -70,14 +70,6 @@ def crc_of_items(fd: int, items: Iterable[tuple[int, int]]) -> int:
         count = min(length, _ITEM_END)
         crc = crc32(os.pread(fd, count, offset + length - count), crc)
     return crc
-
-
-def _crc_of_end(path: Path) -> int:
-    fd = open_regular(path)
-    try:
-        return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
-    finally:
-        os.close(fd)
 
 
 def known_crcs(folder: Path) -> dict[str, int]:
@@ -160,28 +152,36 @@ def find_gap(folder: Path) -> str | None:
     """Return what a checkpoint lacks, or which file in it is damaged or of another save, or None.
 
     The manifest must call it complete, every file have its size and its checksum; those of data files are for who
-    reads them. A folder without manifest was
-    written by another tool; it counts as complete if it has a model in it and each sharded folder its index, which
-    is written last, because that tool leaves no other way to tell.
+    reads them. A folder without manifest was written by another tool: it counts as complete if it has a model in
+    it and each sharded folder its index, which is written last, because that tool leaves no other way to tell.
     """
     manifest = read_manifest(folder)
     return _find_gap(folder, manifest) or find_other(folder, manifest or {})
 
 
 def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
+    if manifest is None:
+        sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
+        unfinished = sorted(path.name for path in sharded if not (path / INDEX_NAME).exists())
+        if unfinished:
+            return f"{unfinished[0]} has no index: its save did not finish"
+        return None if looks_like_checkpoint(folder) else "there is no model in it"
     if not manifest:
-        return _find_foreign_gap(folder) if manifest is None else "its manifest cannot be read"
+        return "its manifest cannot be read"
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
         return "its manifest does not call it complete"
-    for name, size in files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
-            return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
-    return None
+    gaps = (find_size_gap(folder / name, name, size) for name, size in files.items())
+    return next(filter(None, gaps), None)
+
+
+def find_size_gap(path: Path, name: str, size: object) -> str | None:
+    """Say how a file differs from what the manifest says of its size; None when it does not."""
+    try:
+        found = path.stat().st_size
+    except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
+        return f"{name} is missing"
+    return None if found == size else f"{name} has {found} bytes instead of {size}"
 
 
 def _is_index(name: str) -> bool:
@@ -195,8 +195,15 @@ def _is_checked(name: str) -> bool:
 
 
 def _crc_of(folder: Path, name: str) -> int:
+    """Return the checksum of all of an index, or of the end of another file."""
     path = folder / name
-    return crc32(read_regular(path, MAX_INDEX_BYTES), 0) if _is_index(name) else _crc_of_end(path)
+    if _is_index(name):
+        return crc32(read_regular(path, MAX_INDEX_BYTES), 0)
+    fd = open_regular(path)
+    try:
+        return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
+    finally:
+        os.close(fd)
 
 
 def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str | None:
@@ -218,14 +225,6 @@ def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str
         except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"
     return None
-
-
-def _find_foreign_gap(folder: Path) -> str | None:
-    sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
-    unfinished = sorted(path.name for path in sharded if not (path / INDEX_NAME).exists())
-    if unfinished:
-        return f"{unfinished[0]} has no index: its save did not finish"
-    return None if looks_like_checkpoint(folder) else "there is no model in it"
 
 
 def looks_like_checkpoint(folder: Path) -> bool:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fsdplaunch.checkpoint.dtypes import Dtype
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
-from fsdplaunch.checkpoint.safetensors_format import HeaderEntry, check_data, read_header, read_weight_map
+from fsdplaunch.checkpoint.safetensors_format import check_data, read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 
@@ -22,7 +22,6 @@ SHARDS_HINT = "write it with HuggingFaceStorageWriter(..., enable_consolidation=
 _INDEX = ".safetensors.index.json"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
-_DAMAGED = "download or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +84,29 @@ def find_weight_files(where: Path) -> WeightFiles:
         msg = f"no model folder {where}"
         raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this node sees it")
     names = sorted(path.name for path in where.iterdir() if path.is_file())
-    index = _sole([name for name in names if name.endswith(_INDEX)], f"model{_INDEX}", where)
-    if index is not None:
-        return _indexed(where, where / index, pickled=False)
+    usual = f"model{_INDEX}"
+    indexes = [name for name in names if name.endswith(_INDEX)]
     plain = [name for name in names if name.endswith(".safetensors") and not SHARD_FILE.fullmatch(name)]
+    bins = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+    if usual in indexes or len(indexes) == 1:
+        return _indexed(where, where / (usual if usual in indexes else indexes[0]), pickled=False)
+    if indexes:
+        raise _ambiguous(where, indexes)
     if plain:
         return _described(where, [where / name for name in _model_files(where, plain)], None, pickled=False)
     if _PICKLED_INDEX in names:
         return _indexed(where, where / _PICKLED_INDEX, pickled=True)
-    pickled_names = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
-    if not pickled_names:
-        raise _nothing(where, names)
-    return _described(where, [where / name for name in _model_files(where, pickled_names)], None, pickled=True)
+    if bins:
+        return _described(where, [where / name for name in _model_files(where, bins)], None, pickled=True)
+    raise _nothing(where, names)
 
 
 def _nothing(where: Path, names: list[str]) -> CheckpointError:
-    children = [path.name for path in where.iterdir() if path.is_dir()]
     if any(SHARD_FILE.fullmatch(name) for name in names):
         msg = f"{where} {SHARDS_ARE}"
         return CheckpointError(msg, hint=SHARDS_HINT)
-    if INDEX_NAME in names or any(
-        name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in [*children, *names]
-    ):
+    children = [path.name for path in where.iterdir()]
+    if INDEX_NAME in names or any(name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in children):
         msg = f"{where} is a checkpoint of a training run, not a model folder"
         hint = "go on from it with fsdplaunch.load_checkpoint, or make a model folder of it with merge-weights"
         return CheckpointError(msg, hint=hint)
@@ -114,14 +114,9 @@ def _nothing(where: Path, names: list[str]) -> CheckpointError:
     return CheckpointError(msg, hint="finish the download, or give the folder that has them")
 
 
-def _sole(found: list[str], usual: str, where: Path) -> str | None:
-    """Return the file of the usual name, or the only one there is."""
-    if usual in found or not found:
-        return usual if found else None
-    if len(found) > 1:
-        msg = f"{where} holds {' and '.join(found[:3])}, and nothing says which is the model"
-        raise CheckpointError(msg, hint="give the path of a file instead of the folder")
-    return found[0]
+def _ambiguous(where: Path, names: list[str]) -> CheckpointError:
+    msg = f"{where} holds {' and '.join(names[:3])}, and nothing says which is the model"
+    return CheckpointError(msg, hint="give the path of a file instead of the folder")
 
 
 def _model_files(where: Path, names: list[str]) -> list[str]:
@@ -134,8 +129,7 @@ def _model_files(where: Path, names: list[str]) -> list[str]:
             return chosen
     sets = {(match[1], match[3]) for match in map(_NUMBERED.fullmatch, names) if match}
     if len(sets) != 1 or not all(map(_NUMBERED.fullmatch, names)):
-        msg = f"{where} holds {' and '.join(names[:3])}, and nothing says which is the model"
-        raise CheckpointError(msg, hint="give the path of a file instead of the folder")
+        raise _ambiguous(where, names)
     stem, total = sets.pop()
     wanted = [f"{stem}-{n:05d}-of-{total}{Path(names[0]).suffix}" for n in range(1, int(total) + 1)]
     _check_there(where, wanted, f"{names[0]} is one of {int(total)}")
@@ -202,25 +196,15 @@ def _read_file(path: Path, number: int) -> list[StoredWeight]:
         raise CheckpointError(msg) from None
     except InvalidFileError as problem:
         _refuse(path, str(problem))
-    by_name = {name: _weight(name, entry, number) for name, entry in header.entries.items()}
-    aliases = _aliases(header.metadata, by_name)
-    return [*by_name.values(), *(replace(by_name[kept], name=name) for name, kept in aliases)]
-
-
-def _weight(name: str, entry: HeaderEntry, number: int) -> StoredWeight:
-    readable = entry.dtype if entry.dtype and entry.dtype.lanes == 1 else None
-    return StoredWeight(name, number, entry.code, readable, entry.shape, entry.first)
-
-
-def _aliases(metadata: Any, kept: Mapping[str, StoredWeight]) -> list[tuple[str, str]]:
-    """Return names that safetensors' save_model left out, each with the one the tensor is kept under."""
-    return [
-        (name, other)
-        for name, other in metadata.items()
-        if type(other) is str and other in kept and name not in kept
-    ]
+    weights = {}
+    for name, (code, known, shape, first, _) in header.entries.items():
+        dtype = known if known and known.lanes == 1 else None
+        weights[name] = StoredWeight(name, number, code, dtype, shape, first)
+    # Names that safetensors' save_model left out, each with the one the tensor is kept under.
+    aliases = ((name, kept) for name, kept in header.metadata.items() if type(kept) is str and name not in weights)
+    return [*weights.values(), *(replace(weights[kept], name=name) for name, kept in aliases if kept in weights)]
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:
     msg = f"{path} cannot be read: {reason}"
-    raise CheckpointError(msg, hint=_DAMAGED) from None
+    raise CheckpointError(msg, hint="download or copy it again") from None

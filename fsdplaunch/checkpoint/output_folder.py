@@ -25,25 +25,19 @@ from fsdplaunch.files import MEMORY, read_size
 
 # The files that a merge writes; only these are replaced when an output folder is overwritten.
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-
-OPTIMIZER_FILE = re.compile(r"optimizer\.bin")
-"""The file that a merge of an optimizer's state writes."""
 _SPARE = 2**20
 
 
-def check_output(
-    output: Path, sources: tuple[Path, ...], *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS
-) -> Path:
+def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
     """Return the resolved output folder when it may be written, before anything is read.
 
     Args:
         output: As the user gave it.
         sources: The folders that are read; the output may not touch them.
         overwrite: Replace the weights in an existing folder.
-        replaced: Matches the names of files that only `overwrite` replaces.
 
     Raises:
-        UsageError: When it holds such files, or lies in, above or on a source.
+        UsageError: When it holds weights, or lies in, above or on a source.
     """
     target = real_path(output)
     if output.suffix in {".safetensors", ".bin"}:
@@ -54,11 +48,11 @@ def check_output(
             relation = "is" if target == source else "lies inside" if target.is_relative_to(source) else "contains"
             msg = f"the output {output} {relation} the checkpoint {source}"
             raise UsageError(msg, hint="choose an output folder outside the checkpoint")
-    check_free(output, target, overwrite=overwrite, replaced=replaced)
+    _check_free(output, target, overwrite=overwrite)
     return target
 
 
-def check_free(output: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str]) -> None:
+def _check_free(output: Path, target: Path, *, overwrite: bool) -> None:
     """Refuse an existing output that holds merged weights, unless they may be replaced; other files are kept."""
     if not os.path.lexists(target):
         return
@@ -66,39 +60,29 @@ def check_free(output: Path, target: Path, *, overwrite: bool, replaced: re.Patt
         msg = f"the output {output} exists and is not a folder"
         raise UsageError(msg, hint="choose another output folder")
     entries = sorted(target.iterdir())
-    _refuse_to_replace(
-        output, [path.name for path in entries if replaced.fullmatch(path.name)], overwrite=overwrite
-    )
+    check_copies(output, (path.name for path in entries if WEIGHTS.fullmatch(path.name)), overwrite=overwrite)
     odd = [path.name for path in entries if path.is_symlink() or not path.is_file()]
     if odd:
         msg = f"the output {output} holds {odd[0]!r}, which is not a plain file and would be lost"
         raise UsageError(msg, hint="choose another output folder")
 
 
-def _refuse_to_replace(output: Path, names: list[str], *, overwrite: bool) -> None:
-    if names and not overwrite:
-        msg = f"the output {output} holds {names[0]} already"
-        raise UsageError(msg, hint="choose another folder, or replace it: --overwrite, in Python overwrite=True")
-
-
-def check_copies(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
-    """Check that files may be put beside the weights.
+def check_copies(output: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Check that files may be put into the output.
 
     Raises:
         UsageError: When one of that name is there, and may not be replaced.
     """
-    held = [name for name in names if os.path.lexists(target / name)]
-    _refuse_to_replace(target, held, overwrite=overwrite)
-
-
-def free_space(target: Path) -> int:
-    """Return the bytes that are free on the disk where `target` will stand."""
-    return shutil.disk_usage(existing_parent(target)).free
+    held = [name for name in names if os.path.lexists(output / name)]
+    if held and not overwrite:
+        msg = f"the output {output} holds {held[0]} already"
+        raise UsageError(msg, hint="choose another folder, or replace it: --overwrite, in Python overwrite=True")
 
 
 def find_space_gap(target: Path, needed: int) -> tuple[str, Path, str] | None:
     """Return the bytes needed, the folder, and the bytes free in it when `needed` bytes do not fit there."""
-    place, free = existing_parent(target), free_space(target)
+    place = next(parent for parent in target.parents if parent.exists())
+    free = shutil.disk_usage(place).free
     return (size_words(needed), place, size_words(free)) if needed + _SPARE > free else None
 
 
@@ -124,11 +108,6 @@ def check_memory(needed: int) -> None:
         sizes = f"{size_words(needed)}, {size_words(free)} are free"
         msg = f"the torch format needs the full checkpoint in memory: {sizes}"
         raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the nearest folder above `path` that exists."""
-    return next(parent for parent in path.parents if parent.exists())
 
 
 _HELD = {errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN}
@@ -165,16 +144,17 @@ class FolderLock:
             fd = self._open()
             try:
                 self._take(fd)
-                if self._is_at_its_place(fd):
-                    self._fd, fd = fd, -1
+                # Who held it before removes the file: it has to be the one that others would open.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), self._path.lstat()):
+                        self._fd, fd = fd, -1
             finally:
                 if fd >= 0:
                     os.close(fd)
-        try:
-            self._leave_note()
-        except BaseException:
-            self.release()
-            raise
+        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        with suppress(OSError):  # the disk is full, or the file another user's: the lock is what counts
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, note.encode(), 0)
 
     def _open(self) -> int:
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -199,24 +179,15 @@ class FolderLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
-            if problem.errno in _HELD:
-                msg = f"{self._folder} is being written by {_holder(fd)}"
-                hint = "give each run a folder of its own, or wait until the other one has ended"
-                raise CheckpointError(msg, hint=hint) from None
-            return  # a file system without locks
-
-    def _leave_note(self) -> None:
-        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        with suppress(OSError):  # the disk is full, or the file another user's: the lock is what counts
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, note.encode(), 0)
-
-    def _is_at_its_place(self, fd: int) -> bool:
-        """Say whether the locked file is still the one others would open: who held it before removes it."""
-        try:
-            return os.path.samestat(os.fstat(fd), self._path.lstat())
-        except FileNotFoundError:
-            return False
+            if problem.errno not in _HELD:
+                return  # a file system without locks
+            holder = "another process"
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                note = json.loads(os.pread(fd, _MAX_NOTE, 0))
+                holder = f"process {int(note['pid'])} on {short(str(note['host']))[1:-1]}"
+            msg = f"{self._folder} is being written by {holder}"
+            hint = "give each run a folder of its own, or wait until the other one has ended"
+            raise CheckpointError(msg, hint=hint) from None
 
     def release(self) -> None:
         """Give the lock back, if this object holds it."""
@@ -229,15 +200,6 @@ class FolderLock:
         if self.is_held:
             os.close(self._fd)
             self._fd = -1
-
-
-def _holder(fd: int) -> str:
-    """Return who wrote the note in a lock file, in words."""
-    try:
-        note = json.loads(os.pread(fd, _MAX_NOTE, 0))
-        return f"process {int(note['pid'])} on {short(str(note['host']))[1:-1]}"
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return "another process"
 
 
 # linux/fcntl.h and linux/fs.h
@@ -258,27 +220,29 @@ _NAME_PART = 30  # characters; a file name has 255 bytes, a character up to 4
 
 
 @contextmanager
-def atomic_output(target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> Iterator[Path]:
+def atomic_output(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
 
-    On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was.
+    On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was. What a killed
+    merge left is removed: who holds the lock is the only one who writes there.
 
     Args:
         target: The folder to make.
-        overwrite: Replace files in it; all others are kept.
-        replaced: Matches the names of old files that go although no new one has their name.
+        overwrite: Replace weights in it; all other files are kept.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
-    prefix = _prefix(target) + f"{os.getpid()}-"
-    partial = target.parent / (prefix + os.urandom(4).hex())
-    lock = FolderLock(target, target.parent / f".{short_name(target)}.partial-lock")
+    hidden = f".{_short_name(target)}.partial-"
+    partial = target.parent / (hidden + os.urandom(4).hex())
+    lock = FolderLock(target, target.parent / f"{hidden}lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        _remove_leftovers(target)
+        for path in target.parent.iterdir():
+            if re.fullmatch(re.escape(hidden) + r"[0-9a-f]{8}", path.name):
+                shutil.rmtree(path, ignore_errors=True)
         partial.mkdir()
         yield partial
-        publish_folder(partial, target, overwrite=overwrite, replaced=replaced)
+        _publish(partial, target, overwrite=overwrite)
         lock.release()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -301,22 +265,16 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def publish_folder(partial: Path, target: Path, *, overwrite: bool, replaced: re.Pattern[str] = WEIGHTS) -> None:
-    """Rename the finished folder into place, keeping other files of a folder that is overwritten.
-
-    Raises:
-        UsageError: When `target` has come to hold what may not be replaced.
-    """
+def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
+    """Rename the finished folder into place, keeping other files of a folder that is overwritten."""
     sync_folder(partial)
-    check_free(
-        target, target, overwrite=overwrite, replaced=replaced
-    )  # another program may have made it meanwhile
+    _check_free(target, target, overwrite=overwrite)  # another program may have made it meanwhile
     check_copies(target, (path.name for path in partial.iterdir()), overwrite=overwrite)
     entries = sorted(target.iterdir()) if target.is_dir() else []
     if not entries:
         partial.rename(target)
     else:
-        keep_entries([path for path in entries if not replaced.fullmatch(path.name)], partial)
+        keep_entries([path for path in entries if not WEIGHTS.fullmatch(path.name)], partial)
         shutil.copymode(target, partial)
         sync_folder(partial)
         swap_folders(partial, target, partial.with_name(partial.name + "-old"))
@@ -371,32 +329,7 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _prefix(target: Path) -> str:
-    """Return the start of the hidden names for this output, made on this node."""
-    return f".{target.name[:_NAME_PART]}.partial-{_host()}-"
-
-
-def short_name(target: Path) -> str:
+def _short_name(target: Path) -> str:
     """Return a name of its own for each output, short enough to add to."""
     name = target.name
     return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_]", "_", os.uname().nodename)[:40]
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove hidden folders that a killed merge of this node left for the same output."""
-    pattern = re.compile(re.escape(_prefix(target)) + r"(\d+)-[0-9a-f]{8}")
-    for path in target.parent.iterdir():
-        found = pattern.fullmatch(path.name)
-        if found and not _is_running(int(found[1])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    with suppress(OSError, OverflowError):
-        os.kill(pid, 0)
-        return True
-    return Path(f"/proc/{pid}").exists()

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
 from fsdplaunch.checkpoint.untrusted_files import (
     InvalidFileError,
-    check_count,
     check_counts,
     open_regular,
     read_regular,
+    refuse,
     short,
 )
 from fsdplaunch.errors import CheckpointError
@@ -146,8 +146,7 @@ def read_header(path: Path) -> FileHeader:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(MAX_HEADER, size - 8):
-            msg = f"its header is said to have {length} bytes, the file has {size}"
-            raise InvalidFileError(msg)
+            refuse(f"its header is said to have {length} bytes, the file has {size}")
         text = file.read(length)
     try:
         header = parse_json(text)
@@ -156,25 +155,18 @@ def read_header(path: Path) -> FileHeader:
         raise InvalidFileError(msg) from None
     metadata = header.pop("__metadata__", None) or {} if type(header) is dict else None
     if type(header) is not dict or type(metadata) is not dict:
-        msg = "it has no safetensors header"
-        raise InvalidFileError(msg)
-    entries = {name: _entry(name, entry, 8 + length) for name, entry in header.items()}
-    return FileHeader(entries, metadata, 8 + length, size)
-
-
-def _entry(name: str, entry: Any, start: int) -> HeaderEntry:
-    try:
-        code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        msg = f"it has no safetensors header: the entry of {short(name)} is not a tensor's"
-        raise InvalidFileError(msg) from None
-    return HeaderEntry(
-        code,
-        _BY_CODE.get(code),
-        check_counts(shape, f"the shape of {short(name)}"),
-        start + check_count(first, f"an offset of {short(name)}"),
-        start + check_count(last, f"an offset of {short(name)}"),
-    )
+        refuse("it has no safetensors header")
+    entries, start = dict[str, HeaderEntry](), 8 + length
+    for name, entry in header.items():
+        try:
+            code, sizes, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            msg = f"it has no safetensors header: the entry of {short(name)} is not a tensor's"
+            raise InvalidFileError(msg) from None
+        shape = check_counts(sizes, f"the shape of {short(name)}")
+        first, last = check_counts((first, last), f"an offset of {short(name)}")
+        entries[name] = HeaderEntry(code, _BY_CODE.get(code), shape, start + first, start + last)
+    return FileHeader(entries, metadata, start, size)
 
 
 def check_data(header: FileHeader) -> None:
@@ -186,16 +178,13 @@ def check_data(header: FileHeader) -> None:
     for name, entry in header.entries.items():
         nbytes, dtype = entry.last - entry.first, entry.dtype
         if nbytes < 0 or (dtype and nbytes * dtype.lanes != math.prod(entry.shape) * dtype.size):
-            msg = f"{short(name)} of shape {list(entry.shape)} does not fill its {nbytes} bytes"
-            raise InvalidFileError(msg)
+            refuse(f"{short(name)} of shape {list(entry.shape)} does not fill its {nbytes} bytes")
         if entry.last > header.size:
-            msg = f"it is cut short: {short(name)} ends at byte {entry.last}, the file has {header.size}"
-            raise InvalidFileError(msg)
+            refuse(f"it is cut short: {short(name)} ends at byte {entry.last}, the file has {header.size}")
     spans = sorted((entry.first, entry.last, name) for name, entry in header.entries.items())
     for (_, end, one), (start, _, other) in pairwise(spans):
         if end > start:
-            msg = f"{short(one)} and {short(other)} share bytes"
-            raise InvalidFileError(msg)
+            refuse(f"{short(one)} and {short(other)} share bytes")
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -213,6 +202,5 @@ def read_weight_map(path: Path) -> dict[str, str]:
         msg = f"it is not an index of weight files{why}"
         raise InvalidFileError(msg) from None
     if type(listed) is not dict or not listed or not all(type(name) is str for name in listed.values()):
-        msg = "its weight_map is not a table of file names"
-        raise InvalidFileError(msg)
+        refuse("its weight_map is not a table of file names")
     return listed

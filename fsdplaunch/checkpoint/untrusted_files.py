@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 COPY_AGAIN = "copy the checkpoint again, or use an older one"
 """What to do about a damaged file; a hint of errors."""
@@ -22,6 +22,15 @@ class UnreadableError(InvalidFileError):
     """The file is there, and the system cannot read it: a disk or a server that fails, or no permission."""
 
 
+def refuse(reason: str) -> NoReturn:
+    """Raise the error of a file that says what such files do not say.
+
+    Raises:
+        InvalidFileError: Always.
+    """
+    raise InvalidFileError(reason)
+
+
 def short(text: str, limit: int = 80) -> str:
     """Return `text` as a quoted, escaped and bounded piece of an error message."""
     shown = ascii(text if len(text) <= limit else text[:limit] + "...")
@@ -35,31 +44,27 @@ LARGEST = 2**63 - 1
 def check_count(value: Any, what: str) -> int:
     """Return `value` when it is a size or offset that fits a file."""
     if type(value) is not int or not 0 <= value <= LARGEST:
-        msg = f"{what} is {value if type(value) is int and abs(value) < 2**128 else type(value).__name__}"
-        raise InvalidFileError(msg)
+        refuse(f"{what} is {value if type(value) is int and abs(value) < 2**128 else type(value).__name__}")
     return value
 
 
 def check_counts(value: Any, what: str) -> tuple[int, ...]:
     """Return `value` when it is a tuple of sizes or offsets that fit a file."""
     if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
-        msg = f"{what} is not a short tuple"
-        raise InvalidFileError(msg)
+        refuse(f"{what} is not a short tuple")
     for item in value:
         check_count(item, what)
     return value  # the same object: a file may refer to it a million times
 
 
-_KINDS = (
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
-_UNREADABLE = "unreadable"
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: None,
+}
 
 
 def real_path(path: Path) -> Path:
@@ -70,20 +75,13 @@ def real_path(path: Path) -> Path:
 def odd_kind(path: Path) -> str | None:
     """Return what `path` is when it is there and not a regular file, nor a link to one, else None."""
     try:
-        mode = path.stat().st_mode
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "no file")
     except OSError as problem:
-        return "a link that leads nowhere" if path.is_symlink() else None if _is_missing(problem) else _UNREADABLE
-    return _kind_of(mode)
+        return "a link that leads nowhere" if path.is_symlink() else None if _is_missing(problem) else "unreadable"
 
 
 def _is_missing(problem: OSError) -> bool:
     return isinstance(problem, FileNotFoundError | NotADirectoryError) or problem.errno == errno.ELOOP
-
-
-def _kind_of(mode: int) -> str | None:
-    if stat.S_ISREG(mode):
-        return None
-    return next((words for test, words in _KINDS if test(mode)), "no file")
 
 
 def open_regular(path: Path) -> int:
@@ -97,16 +95,14 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as problem:
         kind = odd_kind(path)
-        if kind not in (None, _UNREADABLE):
-            msg = f"it is not a regular file but {kind}"
-            raise InvalidFileError(msg) from None
+        if kind not in (None, "unreadable"):
+            refuse(f"it is not a regular file but {kind}")
         msg = f"it cannot be opened: {problem.strerror}"
         raise (MissingFileError if _is_missing(problem) else UnreadableError)(msg) from None
-    kind = _kind_of(os.fstat(fd).st_mode)
+    kind = _KINDS.get(stat.S_IFMT(os.fstat(fd).st_mode), "no file")
     if kind is not None:
         os.close(fd)
-        msg = f"it is not a regular file but {kind}"
-        raise InvalidFileError(msg)
+        refuse(f"it is not a regular file but {kind}")
     return fd
 
 
@@ -124,8 +120,7 @@ def read_regular(path: Path, limit: int) -> bytes:
         msg = f"it cannot be read: {problem.strerror}"
         raise UnreadableError(msg) from None
     if size > limit or len(data) > limit:
-        msg = f"it is larger than {limit >> 20} MiB, more than such a file is expected to need"
-        raise InvalidFileError(msg)
+        refuse(f"it is larger than {limit >> 20} MiB, more than such a file is expected to need")
     return data
 
 
@@ -137,6 +132,5 @@ def read_exactly(fd: int, offset: int, count: int) -> bytes:
     """
     data = os.pread(fd, count, offset)
     if len(data) != count:
-        msg = f"it ends at {offset + len(data)} bytes"
-        raise InvalidFileError(msg)
+        refuse(f"it ends at {offset + len(data)} bytes")
     return data

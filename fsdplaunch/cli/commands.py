@@ -171,13 +171,9 @@ def merge_weights(
     keep_tied: Annotated[
         bool, flag("--keep-tied", "Write a weight with several names under each of them")
     ] = False,
-    optimizer: Annotated[
-        bool, flag("--optimizer", "Merge the optimizer's state into optimizer.bin instead")
-    ] = False,
     copy_from: Annotated[
         Path | None, takes("MODEL_DIR", "Copy config, tokenizer and the like from this folder")
     ] = None,
-    jobs: Annotated[int, whole("--jobs", 1, 256, "How many threads write")] = 1,
     dry_run: Annotated[bool, flag("--dry-run", "Show what would be written; write nothing")] = False,
     as_json: JsonOption = False,
 ) -> None:

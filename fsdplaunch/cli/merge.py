@@ -10,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, MergeStart, merge, prepare_merge
-from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model, find_optimizer
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, merge, prepare_merge
+from fsdplaunch.checkpoint.readers.open import AmbiguousError, find_model
 from fsdplaunch.cli.output import Output, byte_progress
-from fsdplaunch.display_text import counted, size_words
+from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
 
 _SHOWN = 5  # names that a line lists
@@ -38,10 +38,10 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _choose_checkpoint(given: Path, *, optimizer: bool, out: Output) -> Path:
+def _choose_checkpoint(given: Path, out: Output) -> Path:
     """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which."""
     try:
-        (find_optimizer if optimizer else find_model)(given)
+        find_model(given)
     except AmbiguousError as problem:
         if os.environ.get("CI") or not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
@@ -88,24 +88,12 @@ def merge_weights(
         safe_serialization=file_format == "safetensors" and not unsafe_serialization,
         rename=tuple(map(_parse_rename, rename)),
     )
-    checkpoint = _choose_checkpoint(checkpoint, optimizer=options.optimizer, out=out)
+    checkpoint = _choose_checkpoint(checkpoint, out)
     if dry_run:
         _show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
         return
-
-    def announce(start: MergeStart) -> None:
-        free, memory = size_words(start.free), size_words(start.memory)
-        out.say(f"{start.source}: {start.tensors} tensors in {counted(start.files, 'file')}")
-        out.say(f"{start.output}: {size_words(start.nbytes)} of {free} free, memory at most {memory}")
-
     with ended_by_signals(), byte_progress(out) as update:
-        result = merge(
-            checkpoint,
-            output,
-            options=options,
-            progress=lambda now: update(now.phase, now.done, now.total, now.tensor),
-            announce=announce,
-        )
+        result = merge(checkpoint, output, options=options, progress=update)
     if as_json:
         out.json(_result_as_data(result))
         return

@@ -103,7 +103,7 @@ def test_merge_with_dtype_that_overflows_leaves_nothing(tmp_path):
 
 
 def test_merge_with_dtype_needs_neither_torch_nor_the_memory_of_the_model(tmp_path):
-    dcp.save({"model": {"w": torch.ones(40_000_000)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    dcp.save({"model": {"w": torch.ones(25_000_000)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     script = (
         "import sys; from pathlib import Path\n"
         "from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge\n"
@@ -115,4 +115,4 @@ def test_merge_with_dtype_needs_neither_torch_nor_the_memory_of_the_model(tmp_pa
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     imported, peak = run.stdout.split()
     assert imported == "False"
-    assert int(peak) < 80_000  # KiB; the source has 160 MB
+    assert int(peak) < 70_000  # KiB; the source has 100 MB

@@ -4,103 +4,21 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fsdplaunch.checkpoint.merge.options import (
-    MEMORY_PER_CHUNK,
-    STREAMING_MEMORY,
-    Announce,
-    MergeOptions,
-    MergeProgress,
-    MergeResult,
-    MergeStart,
-    Progress,
-    ProgressMeter,
-    Watcher,
-)
-from fsdplaunch.checkpoint.merge.plan import MergePlan
+from fsdplaunch.checkpoint.merge.options import MergeOptions, MergeResult, Progress, ProgressMeter
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, copy_model_files, prepare, remove_checkpoint
 from fsdplaunch.checkpoint.merge.write import verify_merge, write_plan
-from fsdplaunch.checkpoint.output_folder import (
-    OPTIMIZER_FILE,
-    WEIGHTS,
-    atomic_output,
-    check_output,
-)
-from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, find_model, find_optimizer, open_checkpoint
-from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
+from fsdplaunch.checkpoint.output_folder import atomic_output, check_output
+from fsdplaunch.checkpoint.readers.open import OpenCheckpoint, find_model, open_checkpoint
 from fsdplaunch.checkpoint.untrusted_files import real_path
 from fsdplaunch.errors import CheckpointError, UsageError
 
-
-def merge_to_safetensors(
-    opened: OpenCheckpoint, target: Path, options: MergeOptions, watcher: Watcher
-) -> MergeResult:
-    """Merge everything into `target`."""
-    prepared = prepare(opened, target, options)
-    watcher.start(opened, target, len(prepared.plan.tensors), prepared.nbytes, _memory(opened, options))
-    with atomic_output(target, overwrite=options.overwrite) as partial:
-        copy_model_files(prepared.model_files, partial)
-        _write(prepared.plan, opened, partial, options, watcher)
-    return _result(prepared, target, options)
-
-
-def _write(plan: MergePlan, opened: OpenCheckpoint, folder: Path, options: MergeOptions, watcher: Watcher) -> None:
-    """Write a plan's files into a folder, and read them back if that is wanted."""
-    meter = ProgressMeter("copy", plan.tensor_bytes, watcher.progress)
-    # Verifying reads every chunk again and compares its checksum then.
-    checksums = options.checksums and not options.reads_back
-    write_plan(plan, opened.sources, folder, meter, checksums=checksums, jobs=options.jobs)
-    if options.reads_back:
-        meter = ProgressMeter("verify", plan.tensor_bytes, watcher.progress)
-        verify_merge(plan, opened.sources, folder, meter, jobs=options.jobs)
-
-
-def _memory(opened: OpenCheckpoint, options: MergeOptions) -> int:
-    chunks = sum(len(tensor.chunks) for tensor in opened.index.tensors)
-    return (STREAMING_MEMORY + MEMORY_PER_CHUNK * chunks) * options.jobs
-
-
-def _result(prepared: PreparedMerge, target: Path, options: MergeOptions) -> MergeResult:
-    plan = prepared.plan
-    names = [*(file.name for file in plan.files), *([INDEX_NAME] if plan.index else [])]
-    return MergeResult(
-        output=target,
-        files=tuple(target / name for name in names),
-        source=prepared.folder,
-        tensors=len(plan.tensors),
-        nbytes=plan.nbytes,
-        seconds=0.0,
-        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
-        skipped=prepared.selection.skipped,
-        excluded=prepared.selection.excluded,
-        tied=prepared.tied,
-        copied=tuple(target / model_file.name for model_file in prepared.model_files),
-        renamed=prepared.selection.renamed,
-        verified=options.reads_back,
-        unchecked=_unchecked(plan, options),
-    )
-
-
-def _unchecked(plan: MergePlan, options: MergeOptions) -> int:
-    """Return the bytes that no stored checksum was compared with."""
-    pieces = (piece for tensor in plan.tensors for piece in tensor.pieces)
-    return sum(piece.nbytes for piece in pieces if piece.crc is None or not options.checksums)
-
-
-__all__ = [
-    "MergeOptions",
-    "MergeProgress",
-    "MergeResult",
-    "MergeStart",
-    "PreparedMerge",
-    "merge",
-    "merge_fsdp_weights",
-    "prepare_merge",
-]
+__all__ = ["MergeOptions", "MergeResult", "PreparedMerge", "merge", "merge_fsdp_weights", "prepare_merge"]
+_UNCHANGED = "no output was made and the checkpoint is unchanged"
 
 
 def prepare_merge(
@@ -118,7 +36,7 @@ def prepare_merge(
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
     options = options or MergeOptions()
-    if options.optimizer or not options.safe_serialization:
+    if not options.safe_serialization:
         msg = "only a merge to safetensors can be planned ahead"
         raise UsageError(msg)
     with _reported(checkpoint, output):
@@ -129,12 +47,7 @@ def prepare_merge(
 
 
 def merge(
-    checkpoint: Path,
-    output: Path,
-    *,
-    options: MergeOptions | None = None,
-    progress: Progress | None = None,
-    announce: Announce | None = None,
+    checkpoint: Path, output: Path, *, options: MergeOptions | None = None, progress: Progress | None = None
 ) -> MergeResult:
     """Merge the model's weights in `checkpoint` into the folder `output`.
 
@@ -145,7 +58,6 @@ def merge(
         output: The folder to make.
         options: How to merge.
         progress: Called now and then, from this thread.
-        announce: Called once, when all checks are passed and before the first byte is written.
 
     Raises:
         UsageError: When the output cannot be written there.
@@ -153,43 +65,58 @@ def merge(
     """
     started, options = time.monotonic(), options or MergeOptions()
     with _reported(checkpoint, output):
-        source = (find_optimizer if options.optimizer else find_model)(checkpoint)
-        write = _writer(options)
+        source = find_model(checkpoint)
         target = _check_output(checkpoint, source, output, options)
         with open_checkpoint(source) as opened:
-            result = write(opened, target, options, Watcher(progress, announce))
-            removed = options.remove_checkpoint_dir and result.verified and _remove(opened, target)
+            if options.safe_serialization:
+                result = _merge_to_safetensors(opened, target, options, progress)
+            else:
+                from fsdplaunch.checkpoint.merge.torch_output import merge_to_torch
+
+                result = merge_to_torch(opened, target, options, progress)
+            removed = False
+            if options.remove_checkpoint_dir and result.verified:
+                try:
+                    removed = remove_checkpoint(opened)
+                except OSError as problem:
+                    msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
+                    hint = f"the merged weights are complete in {target}; remove the rest yourself"
+                    raise CheckpointError(msg, hint=hint) from None
     return replace(result, removed=removed, seconds=time.monotonic() - started)
 
 
-Writer = Callable[[OpenCheckpoint, Path, MergeOptions, Watcher], MergeResult]
-
-
-def _writer(options: MergeOptions) -> Writer:
-    if options.optimizer:
-        from fsdplaunch.checkpoint.merge.torch_output import merge_optimizer
-
-        return merge_optimizer
-    if not options.safe_serialization:
-        from fsdplaunch.checkpoint.merge.torch_output import merge_to_torch
-
-        return merge_to_torch
-    return merge_to_safetensors
-
-
-def _remove(opened: OpenCheckpoint, target: Path) -> bool:
-    try:
-        return remove_checkpoint(opened)
-    except OSError as problem:
-        msg = f"{opened.folder} could not be removed: {problem.strerror or problem}"
-        raise CheckpointError(
-            msg, hint=f"the merged weights are complete in {target}; remove the rest yourself"
-        ) from None
+def _merge_to_safetensors(
+    opened: OpenCheckpoint, target: Path, options: MergeOptions, progress: Progress | None
+) -> MergeResult:
+    prepared = prepare(opened, target, options)
+    plan, selection = prepared.plan, prepared.selection
+    with atomic_output(target, overwrite=options.overwrite) as partial:
+        copy_model_files(prepared.model_files, partial)
+        meter = ProgressMeter("copy", plan.tensor_bytes, progress)
+        # Verifying reads every chunk again and compares its checksum then.
+        write_plan(plan, opened.sources, partial, meter, checksums=options.checksums and not options.reads_back)
+        if options.reads_back:
+            verify_merge(plan, opened.sources, partial, ProgressMeter("verify", plan.tensor_bytes, progress))
+    pieces = (piece for tensor in plan.tensors for piece in tensor.pieces)
+    return MergeResult(
+        output=target,
+        files=tuple(target / name for name in plan.names),
+        source=prepared.folder,
+        tensors=len(plan.tensors),
+        nbytes=plan.nbytes,
+        dtypes=dict(Counter(tensor.written.name for tensor in plan.tensors)),
+        skipped=selection.skipped,
+        excluded=selection.excluded,
+        tied=prepared.tied,
+        copied=tuple(target / path.name for path in prepared.model_files),
+        renamed=selection.renamed,
+        verified=options.reads_back,
+        unchecked=sum(piece.nbytes for piece in pieces if piece.crc is None or not options.checksums),
+    )
 
 
 def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
-    replaced = OPTIMIZER_FILE if options.optimizer else WEIGHTS
-    target = check_output(output, (checkpoint, source), overwrite=options.overwrite, replaced=replaced)
+    target = check_output(output, (checkpoint, source), overwrite=options.overwrite)
     if options.copy_from is not None and real_path(options.copy_from) == target:
         msg = f"the output {output} is the model folder whose files are copied"
         raise UsageError(msg, hint="choose another output folder")
@@ -205,10 +132,10 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
         place = f"{problem.filename}: " if problem.filename else ""
         goal = f" into {output}" if output else ""
         msg = f"merging {source}{goal} failed: {place}{problem.strerror or problem}"
-        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from problem
+        raise CheckpointError(msg, hint=_UNCHANGED) from problem
     except MemoryError:
         msg = f"merging {source} needs more memory than there is"
-        raise CheckpointError(msg, hint="no output was made and the checkpoint is unchanged") from None
+        raise CheckpointError(msg, hint=_UNCHANGED) from None
 
 
 def merge_fsdp_weights(

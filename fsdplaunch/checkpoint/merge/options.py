@@ -1,18 +1,14 @@
-"""Options of a merge, who follows it and what they hear, and its result."""
+"""Options of a merge, how its progress is followed, and its result."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from fsdplaunch.checkpoint.dtypes import check_target
-from fsdplaunch.checkpoint.output_folder import free_space
-from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
+from fsdplaunch.checkpoint.dtypes import TARGETS
 from fsdplaunch.errors import UsageError
 
 PROGRESS_SECONDS = 0.1
-MAX_JOBS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +24,11 @@ class MergeOptions:
         strip_wrappers: Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
         remove_checkpoint_dir: Delete the checkpoint after the result was verified.
         dtype: Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
-        only: Merge only the weights that fit one of these patterns; see `weight_names.matches`.
+        only: Merge only the weights that fit one of these patterns: shell patterns, or leading parts of names.
         exclude: Leave out the weights that fit one of these patterns.
         rename: OLD and NEW leading parts of names.
         keep_tied: Write a weight with several names under each of them instead of once.
-        optimizer: Merge the optimizer's state, not the weights, into `optimizer.bin`; needs torch and the memory.
         copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
-        jobs: How many threads write.
     """
 
     safe_serialization: bool = True
@@ -50,80 +44,26 @@ class MergeOptions:
     rename: tuple[tuple[str, str], ...] = ()
     keep_tied: bool = False
     copy_from: Path | None = None
-    optimizer: bool = False
-    jobs: int = 1
 
     @property
     def reads_back(self) -> bool:
         """Return whether the result is read back and compared."""
         return self.verify or self.remove_checkpoint_dir
 
-    @property
-    def is_one_file(self) -> bool:
-        """Return whether the output is one file of torch's, written by one process."""
-        return self.optimizer or not self.safe_serialization
-
     def __post_init__(self) -> None:
         if self.max_shard_size < 1:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
-        if not self.checksums and (self.verify or self.remove_checkpoint_dir):
+        if not self.checksums and self.reads_back:
             msg = "a merge that is verified compares the checksums as well"
             raise UsageError(msg, hint="leave out --no-checksums")
-        if self.remove_checkpoint_dir and self.optimizer:
-            msg = "the checkpoint is removed only after a merge of the weights"
-            raise UsageError(msg, hint="merge first, then remove the checkpoint yourself")
-        check_target(self.dtype)
+        if self.dtype not in (None, *TARGETS):
+            msg = f"dtype {self.dtype!r} is not known"
+            raise UsageError(msg, hint=f"use {', '.join(TARGETS)}")
         chosen = [name for name in ("dtype", "only", "exclude", "rename", "copy_from") if getattr(self, name)]
-        if chosen and self.is_one_file:
+        if chosen and not self.safe_serialization:
             msg = f"{chosen[0]} works only in a merge to safetensors"
             raise UsageError(msg, hint="merge to safetensors, or leave it out")
-        if not 1 <= self.jobs <= MAX_JOBS:
-            msg = f"jobs must be 1 to {MAX_JOBS}, got {self.jobs}"
-            raise UsageError(msg)
-        if self.jobs > 1 and self.is_one_file:
-            msg = "jobs works only in a merge to safetensors"
-            raise UsageError(msg, hint="merge to safetensors, or leave it out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeStart:
-    """What is about to be written, once all checks are passed.
-
-    Attributes:
-        source: The checkpoint folder that is read.
-        output: The folder to make.
-        tensors: Number of tensors.
-        files: Number of files that the checkpoint's data stand in.
-        nbytes: Bytes to write.
-        free: Bytes free on the output's disk.
-        memory: Bytes of memory that it takes.
-    """
-
-    source: Path
-    output: Path
-    tensors: int
-    files: int
-    nbytes: int
-    free: int
-    memory: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeProgress:
-    """How far a merge is.
-
-    Attributes:
-        phase: What is done at the moment.
-        done: Bytes finished in this phase.
-        total: Bytes of this phase.
-        tensor: The tensor at hand.
-    """
-
-    phase: Literal["copy", "verify"]
-    done: int
-    total: int
-    tensor: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +93,7 @@ class MergeResult:
     source: Path
     tensors: int
     nbytes: int
-    seconds: float
+    seconds: float = 0.0
     dtypes: dict[str, int] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -165,49 +105,22 @@ class MergeResult:
     removed: bool = False
 
 
-Progress = Callable[[MergeProgress], None]
-Announce = Callable[[MergeStart], None]
-# What a merge to safetensors was measured to take at every size, and for each chunk of the checkpoint besides.
-STREAMING_MEMORY = 80 * 10**6
-MEMORY_PER_CHUNK = 400
+# Called with "copy" or "verify", the bytes done and those of the phase, and the tensor at hand.
+Progress = Callable[[str, int, int, str], None]
 
 
 class ProgressMeter:
     """Turns bytes into calls of `progress`, at most ten a second."""
 
-    def __init__(self, phase: Literal["copy", "verify"], total: int, progress: Progress | None) -> None:
+    def __init__(self, phase: str, total: int, progress: Progress | None) -> None:
         self.phase, self.total, self.progress = phase, total, progress
         self.done, self.tensor, self.next = 0, "", 0.0
 
     def tick(self, count: int) -> None:
         """Count `count` more bytes."""
         self.done += count
-        if self.progress is None:
-            return
-        now = time.monotonic()
-        if now >= self.next or self.done == self.total:
-            self.next = now + PROGRESS_SECONDS
-            self.progress(MergeProgress(phase=self.phase, done=self.done, total=self.total, tensor=self.tensor))
-
-
-@dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who follows a merge."""
-
-    progress: Progress | None
-    announce: Announce | None
-
-    def start(self, opened: OpenCheckpoint, target: Path, tensors: int, nbytes: int, memory: int) -> None:
-        """Say what is about to be written."""
-        if self.announce is None:
-            return
-        start = MergeStart(
-            source=opened.folder,
-            output=target,
-            tensors=tensors,
-            files=len(opened.index.files),
-            nbytes=nbytes,
-            free=free_space(target),
-            memory=memory,
-        )
-        self.announce(start)
+        if self.progress is not None:
+            now = time.monotonic()
+            if now >= self.next or self.done == self.total:
+                self.next = now + PROGRESS_SECONDS
+                self.progress(self.phase, self.done, self.total, self.tensor)

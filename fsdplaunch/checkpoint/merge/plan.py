@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from fsdplaunch.checkpoint.chunks import ItemLocation, Piece, Region, is_dense, is_one_run, row_major
-from fsdplaunch.checkpoint.dtypes import Dtype, written_dtype
+from fsdplaunch.checkpoint.chunks import ItemLocation, Piece, is_dense, row_major
+from fsdplaunch.checkpoint.dtypes import DTYPES, TARGETS, Dtype
 from fsdplaunch.checkpoint.merge.weight_names import Selection
 from fsdplaunch.checkpoint.readers.dcp_index import StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.checkpoint.safetensors_format import (
     INDEX_NAME,
     TensorHeader,
@@ -23,7 +22,7 @@ from fsdplaunch.checkpoint.safetensors_format import (
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
 
-_FLOATS = {"float64", "float32", "float16", "bfloat16"}
+_CONVERTIBLE = {"float64", "float32", "float16", "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +54,6 @@ class PlannedTensor:
         """Return whether every chunk is one run of bytes, there and here, and the same bytes."""
         return self.written is self.dtype and all(piece.run for piece in self.pieces)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the tensor as plain data."""
-        return {
-            "name": self.name,
-            "stored_name": self.stored_name,
-            "dtype": self.written.code,
-            "stored_dtype": self.dtype.name,
-            "shape": list(file_shape(self.written, self.shape)),
-            "offset": self.offset,
-            "bytes": self.nbytes,
-            "copies": [piece.to_dict(self.dtype.size) for piece in self.pieces],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
@@ -96,6 +82,11 @@ class MergePlan:
     index: bytes | None
 
     @property
+    def names(self) -> list[str]:
+        """Return the names of all files, the index's last."""
+        return [*(file.name for file in self.files), *([INDEX_NAME] if self.index else [])]
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of all files together."""
         return sum(file.nbytes for file in self.files) + len(self.index or b"")
@@ -113,7 +104,22 @@ class MergePlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for printing and for programs."""
         files = [
-            {"name": file.name, "bytes": file.nbytes, "tensors": [tensor.to_dict() for tensor in file.tensors]}
+            {
+                "name": file.name,
+                "bytes": file.nbytes,
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "stored_name": tensor.stored_name,
+                        "dtype": tensor.written.code,
+                        "stored_dtype": tensor.dtype.name,
+                        "shape": list(file_shape(tensor.written, tensor.shape)),
+                        "offset": tensor.offset,
+                        "bytes": tensor.nbytes,
+                    }
+                    for tensor in file.tensors
+                ],
+            }
             for file in self.files
         ]
         return {"bytes": self.nbytes, "files": files, "index": INDEX_NAME if self.index else None}
@@ -139,89 +145,52 @@ def build_plan(
     Raises:
         CheckpointError: When a tensor's dtype has no safetensors code.
     """
-    stored = dict(selection.tensors)
-    entries = [_entry(name, tensor, dtype) for name, tensor in selection.tensors]
+    entries = []
+    for name, tensor in selection.tensors:
+        if tensor.dtype.code is None:
+            msg = f"{short(name)} is {tensor.dtype.name}, which safetensors cannot hold"
+            raise CheckpointError(msg, hint="merge into the torch format instead (safe_serialization=False)")
+        written = DTYPES[TARGETS[dtype]] if dtype and tensor.dtype.name in _CONVERTIBLE else tensor.dtype
+        entries.append(TensorHeader(name, written, tensor.shape, math.prod(tensor.shape) * written.size))
+    stored, files = dict(selection.tensors), []
     groups = split_into_files(entries, max_shard_size)
-    files = tuple(_plan_file(name, group, stored, items, aliases or {}) for name, group in groups)
-    return MergePlan(files=files, index=index_bytes(dict(groups)) if len(groups) > 1 else None)
-
-
-def _entry(name: str, tensor: StoredTensor, target: str | None) -> TensorHeader:
-    if tensor.dtype.code is None:
-        msg = f"{short(name)} is {tensor.dtype.name}, which safetensors cannot hold"
-        raise CheckpointError(msg, hint="merge into the torch format instead (safe_serialization=False)")
-    written = written_dtype(tensor.dtype, target)
-    return TensorHeader(name, written, tensor.shape, math.prod(tensor.shape) * written.size)
-
-
-def _plan_file(
-    name: str,
-    entries: list[TensorHeader],
-    stored: Mapping[str, StoredTensor],
-    items: Mapping[ItemLocation, TorchZipItem],
-    aliases: Mapping[str, str],
-) -> PlannedFile:
-    here = {entry.name for entry in entries}
-    header = header_bytes(entries, {alias: kept for alias, kept in aliases.items() if kept in here})
-    offset = len(header)
-    tensors = []
-    for entry in entries:
-        tensor = stored[entry.name]
-        pieces = plan_pieces(tensor, items)
-        planned = PlannedTensor(
-            entry.name, tensor.name, tensor.dtype, entry.shape, offset, entry.nbytes, pieces, entry.dtype
-        )
-        tensors.append(planned)
-        offset += entry.nbytes
-    return PlannedFile(name, header, tuple(tensors))
+    for file, group in groups:
+        here = {entry.name for entry in group}
+        header = header_bytes(group, {alias: kept for alias, kept in (aliases or {}).items() if kept in here})
+        planned, offset = [], len(header)
+        for name, written, shape, nbytes in group:
+            tensor = stored[name]
+            pieces = plan_pieces(tensor, items)
+            planned.append(PlannedTensor(name, tensor.name, tensor.dtype, shape, offset, nbytes, pieces, written))
+            offset += nbytes
+        files.append(PlannedFile(file, header, tuple(planned)))
+    return MergePlan(files=tuple(files), index=index_bytes(dict(groups)) if len(groups) > 1 else None)
 
 
 def plan_alone(tensor: StoredTensor, items: Mapping[ItemLocation, TorchZipItem]) -> PlannedTensor:
     """Return how a tensor is put together by itself, starting at byte 0."""
-    pieces = plan_pieces(tensor, items)
-    return PlannedTensor(
-        tensor.name, tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes, pieces, tensor.dtype
-    )
+    name, dtype, pieces = tensor.name, tensor.dtype, plan_pieces(tensor, items)
+    return PlannedTensor(name, name, dtype, tensor.shape, 0, tensor.nbytes, pieces, dtype)
 
 
 def plan_pieces(tensor: StoredTensor, items: Mapping[ItemLocation, TorchZipItem]) -> tuple[Piece, ...]:
     """Return how a tensor's chunks get into it, in their order."""
     size, steps = tensor.dtype.size, row_major(tensor.shape)
     # Nearly all chunks of a tensor are laid out alike; a description lives as long as its item.
-    layouts: dict[tuple[tuple[int, ...], int], tuple[int, bool, int]] = {}
+    layouts: dict[tuple[tuple[int, ...], int], tuple[bool, int]] = {}
     pieces = []
     for region, place in tensor.chunks:
         found, data_offset, data_length, crc = items[place]
         kind = (region[1], id(found))
         layout = layouts.get(kind)
         if layout is None:
-            layout = layouts[kind] = _layout(tensor, region, found)
-        flip, run, nbytes = layout
+            run = is_dense(found.shape, found.strides) and is_dense(region.sizes, steps)
+            layout = layouts[kind] = (run, region.numel * size)
         file_offset, target = place[1] + data_offset, sum(map(mul, region[0], steps)) * size
         pieces.append(
             Piece(
-                *(region, place, file_offset, data_length, found.strides, found.start, crc, flip, run),
-                *(target, nbytes),
+                *(region, place, file_offset, data_length, found.strides, found.start, crc),
+                *(layout[0], target, layout[1]),
             )
         )
     return tuple(pieces)
-
-
-def _layout(tensor: StoredTensor, region: Region, found: TensorDescription) -> tuple[int, bool, int]:
-    """Return which bits of a chunk's elements are inverted, whether it is one run of bytes, and how many."""
-    flip = _flip_bits(tensor, conjugated=found.conjugated, negated=found.negated)
-    run = not flip and is_dense(found.shape, found.strides) and is_one_run(tensor.shape, region.sizes)
-    return flip, run, math.prod(region.sizes) * tensor.dtype.size
-
-
-def _flip_bits(tensor: StoredTensor, *, conjugated: bool, negated: bool) -> int:
-    """Return which bits of an element turn the stored bytes into the value."""
-    if not conjugated and not negated:
-        return 0
-    complex_value = tensor.dtype.name.startswith("complex")
-    if not complex_value and (conjugated or tensor.dtype.name not in _FLOATS):
-        msg = f"{short(tensor.name)} is {tensor.dtype.name} and marked as conjugated or negated"
-        raise CheckpointError(msg, hint="the checkpoint is damaged")
-    top = 1 << (8 * tensor.dtype.size - 1)
-    both_parts = top | 1 << (4 * tensor.dtype.size - 1) if complex_value else top
-    return (top if conjugated else 0) ^ (both_parts if negated else 0)

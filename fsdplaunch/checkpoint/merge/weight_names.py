@@ -1,100 +1,20 @@
 """Which of a checkpoint's entries are weights of the model, which ones a user asks for, and under which names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath, StoredTensor
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError, UsageError
 
-_WILD = set("*?[")
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Say whether a weight's name fits a pattern."""
-    if _WILD & set(pattern):
-        return fnmatchcase(name, pattern)
-    return starts_with(name, pattern)
-
-
-def starts_with(name: str, prefix: str) -> bool:
-    """Say whether `prefix` is `name` or its leading dotted parts."""
-    parts = prefix.removesuffix(".")
-    return name == parts or name.startswith(parts + ".")
-
-
-def pick(names: Sequence[str], *, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[bool]:
-    """Return which of `names` are merged: those of `only` (all when it is empty) without those of `exclude`.
-
-    Raises:
-        UsageError: When a pattern fits no name, or nothing is left.
-    """
-    for option, patterns in (("--only", only), ("--exclude", exclude)):
-        for pattern in patterns:
-            if not any(matches(name, pattern) for name in names):
-                option_text = f"{option} {pattern!r}"
-                raise _no_match(option_text, names)
-    wanted = [
-        (not only or any(matches(name, pattern) for pattern in only))
-        and not any(matches(name, pattern) for pattern in exclude)
-        for name in names
-    ]
-    if not any(wanted):
-        msg = f"--only and --exclude leave none of the {len(names)} weights"
-        raise UsageError(msg, hint="exclude less")
-    return wanted
-
-
-def rename(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return `names` with the leading parts OLD replaced by NEW; the first pair that fits a name counts.
-
-    An empty OLD puts NEW in front of every name, an empty NEW takes OLD away.
-
-    Raises:
-        UsageError: When an OLD fits no name, or nothing would be left of one.
-    """
-    used: set[int] = set()
-    result = []
-    for name in names:
-        found = next((at for at, (old, _) in enumerate(pairs) if not old or starts_with(name, old)), None)
-        if found is None:
-            result.append(name)
-            continue
-        used.add(found)
-        result.append(_replaced(name, *pairs[found]))
-    for at, (old, new) in enumerate(pairs):
-        if at not in used:
-            option_text = f"--rename {old}={new}"
-            raise _no_match(option_text, names)
-    return result
-
-
-def _replaced(name: str, old: str, new: str) -> str:
-    rest = name[len(old.removesuffix(".")) :].removeprefix(".") if old else name
-    changed = ".".join(part for part in (new.removesuffix("."), rest) if part)
-    if not changed:
-        msg = f"--rename {old}={new} leaves nothing of the name {short(name)}"
-        raise UsageError(msg, hint="give a NEW that is not empty")
-    return changed
-
-
-def _no_match(option: str, names: Sequence[str]) -> UsageError:
-    shown = ", ".join(short(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")  # noqa: PLR2004
-    return UsageError(
-        f"{option} fits none of the {len(names)} weights",
-        hint=f"names are {shown}; without * it takes leading parts",
-    )
-
-
-MAX_NAME = 4096
+_MAX_NAME = 4096
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _OUTER = "module"
 _MODEL_KEYS = ("model", "model_state_dict")
-OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
-OPTIMIZER_TABLES = {"state", "param_groups"}
-_RENAME_HINT = "rename to names that no other weight has"
-_KEEP_HINT = "merge with the names kept as they are (strip_wrappers=False)"
+_OPTIMIZER_KEYS = {"optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict"}
+_OPTIMIZER_TABLES = {"state", "param_groups"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +58,7 @@ def select_weights(
         index: The checkpoint.
         where: The checkpoint, for messages.
         strip_wrappers: Take the wrappers of training out of names.
-        only: Patterns of the names to merge, see `matches`; none means all.
+        only: Patterns of the names to merge; none means all.
         exclude: Patterns of the names to leave out.
         renames: OLD and NEW leading parts of names, applied last.
 
@@ -146,59 +66,69 @@ def select_weights(
         CheckpointError: When this is an optimizer's checkpoint, when there is no weight, when two names meet.
         UsageError: When a pattern fits nothing.
     """
-    root = find_root([tensor.path for tensor in index.tensors], where)
+    root = _find_root([tensor.path for tensor in index.tensors], where)
     depth = len(root)
     tensors = [tensor for tensor in index.tensors if len(tensor.path) > depth and tensor.path[:depth] == root]
-    if any(len(tensor.path) > depth + 1 and tensor.path[depth] in OPTIMIZER_KEYS for tensor in tensors):
+    if any(len(tensor.path) > depth + 1 and tensor.path[depth] in _OPTIMIZER_KEYS for tensor in tensors):
         # torchtitan: the weights stand beside the optimizer and the state of the training, each below a key.
         tensors = [tensor for tensor in tensors if len(tensor.path) == depth + 1]
     if not tensors:
         msg = f"{where} holds no tensor"
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
     names = final_names([tensor.path[depth:] for tensor in tensors], strip_wrappers=strip_wrappers)
-    wanted = pick(names, only=only, exclude=exclude)
+    wanted = _pick(names, only, exclude)
     plain = [name for name, keep in zip(names, wanted, strict=True) if keep]
-    final = rename(plain, renames)
     kept = [tensor for tensor, keep in zip(tensors, wanted, strict=True) if keep]
-    named = tuple(zip(final, kept, strict=True))
-    _check_names(named, where, _RENAME_HINT if renames else _KEEP_HINT)
-    excluded = tuple(tensor.name for tensor, keep in zip(tensors, wanted, strict=True) if not keep)
+    named: dict[str, StoredTensor] = {}
+    for name, tensor in zip(_rename(plain, renames), kept, strict=True):
+        if not name or name == "__metadata__" or len(name) > _MAX_NAME or not name.isprintable():
+            msg = f"{where}: {short(name)} cannot be the name of a tensor"
+            hint = "the checkpoint is damaged, or a module has a name that files cannot hold"
+            raise CheckpointError(msg, hint=hint)
+        if name in named:
+            both = f"{short(named[name].name)} and {short(tensor.name)}"
+            msg = f"{where}: {both} would both be called {short(name)}"
+            kept_hint = "merge with the names kept as they are (strip_wrappers=False)"
+            raise CheckpointError(msg, hint="rename to names that no other weight has" if renames else kept_hint)
+        named[name] = tensor
     chosen = {tensor.name for tensor in tensors}
-    skipped = tuple(entry.name for entry in index.entries if entry.name not in chosen)
-    return Selection(root=root, tensors=named, plain=tuple(plain), skipped=skipped, excluded=excluded)
+    return Selection(
+        root=root,
+        tensors=tuple(named.items()),
+        plain=tuple(plain),
+        skipped=tuple(entry.name for entry in index.entries if entry.name not in chosen),
+        excluded=tuple(tensor.name for tensor, keep in zip(tensors, wanted, strict=True) if not keep),
+    )
 
 
-def find_root(paths: Sequence[NamePath], where: str) -> NamePath:
-    """Return the keys above the model's weights: `model`, a sole outer key, or the one beside an optimizer.
-
-    Args:
-        paths: The paths of the checkpoint's tensors.
-        where: The checkpoint, for messages.
-    """
+def _find_root(paths: Sequence[NamePath], where: str) -> NamePath:
+    """Return the keys above the model's weights: `model`, a sole outer key, or the one beside an optimizer."""
     root: NamePath = ()
     while True:
         inner = [path[len(root) :] for path in paths if path[: len(root)] == root]
         nested = {path[0]: None for path in inner if len(path) > 1}
-        _check_is_model(root, nested, where)
-        weights_here = any(len(path) == 1 for path in inner)
+        own = root[-1:]
+        if {*own} & _OPTIMIZER_KEYS or (
+            nested and (nested.keys() <= _OPTIMIZER_TABLES or nested.keys() <= _OPTIMIZER_KEYS)
+        ):
+            msg = f"{where} is an optimizer's checkpoint, which safetensors cannot hold"
+            hint = "give the model's folder (pytorch_model_fsdp_0), or merge this one with --format torch"
+            raise CheckpointError(msg, hint=hint)
         model = next((key for key in _MODEL_KEYS if key in nested), None)
-        candidates = [key for key in nested if key not in OPTIMIZER_KEYS]
+        others = [key for key in nested if key not in _OPTIMIZER_KEYS]
+        if any(key in _MODEL_KEYS for key in own) or (
+            model is None and (any(len(path) == 1 for path in inner) or not nested)
+        ):
+            return root
         if model is not None:
-            return _below((*root, model), inner, where)
-        if len(candidates) == 1 and not weights_here and (not root or len(candidates) < len(nested)):
-            root = (*root, candidates[0])
-        elif len(candidates) < len(nested) and not weights_here:
-            msg = f"{where} holds an optimizer beside {_listed(candidates)}"
+            root = (*root, model)
+        elif len(others) == 1 and (not root or len(others) < len(nested)):
+            root = (*root, others[0])
+        elif len(others) < len(nested):
+            msg = f"{where} holds an optimizer beside {', '.join(short(str(key)) for key in others[:5])}"
             raise CheckpointError(msg, hint="save the model alone, or under the key 'model'")
         else:
             return root
-
-
-def _below(root: NamePath, inner: Sequence[NamePath], where: str) -> NamePath:
-    """Return `root` when what stands below is a model."""
-    tables = {path[1]: None for path in inner if path[0] == root[-1] and len(path) > 2}  # noqa: PLR2004
-    _check_is_model(root, tables, where)
-    return root
 
 
 def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> list[str]:
@@ -214,31 +144,58 @@ def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> li
     return [".".join(name) for name in parts]
 
 
-def _check_is_model(root: NamePath, nested: Iterable[str | int], where: str) -> None:
-    keys = set(nested)
-    if (
-        (root and root[-1] in OPTIMIZER_KEYS)
-        or (keys and keys <= OPTIMIZER_TABLES)
-        or (keys <= OPTIMIZER_KEYS and keys)
-    ):
-        msg = f"{where} is an optimizer's checkpoint, which safetensors cannot hold"
-        hint = "give the model's folder (pytorch_model_fsdp_0), or merge this one with --optimizer"
-        raise CheckpointError(msg, hint=hint)
+def _starts_with(name: str, prefix: str) -> bool:
+    """Say whether `prefix` is `name` or its leading dotted parts."""
+    return f"{name}.".startswith(prefix.removesuffix(".") + ".")
 
 
-def _check_names(named: Iterable[tuple[str, StoredTensor]], where: str, hint: str) -> None:
-    seen: dict[str, str] = {}
-    for name, tensor in named:
-        if not name or name == "__metadata__" or len(name) > MAX_NAME or not name.isprintable():
-            msg = f"{where}: {short(name)} cannot be the name of a tensor"
-            raise CheckpointError(
-                msg, hint="the checkpoint is damaged, or a module has a name that files cannot hold"
-            )
-        if name in seen:
-            msg = f"{where}: {short(seen[name])} and {short(tensor.name)} would both be called {short(name)}"
-            raise CheckpointError(msg, hint=hint)
-        seen[name] = tensor.name
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) if set("*?[") & set(pattern) else _starts_with(name, pattern)
 
 
-def _listed(keys: Sequence[str | int]) -> str:
-    return ", ".join(short(str(key)) for key in keys[:5])
+def _pick(names: Sequence[str], only: Sequence[str], exclude: Sequence[str]) -> list[bool]:
+    """Say of each of `names` whether it is merged: those of `only` (all when it is empty) without `exclude`."""
+    for option, patterns in (("--only", only), ("--exclude", exclude)):
+        for pattern in patterns:
+            if not any(_fits(name, pattern) for name in names):
+                _fits_none(f"{option} {pattern!r}", names)
+    wanted = [
+        (not only or any(_fits(name, pattern) for pattern in only))
+        and not any(_fits(name, pattern) for pattern in exclude)
+        for name in names
+    ]
+    if not any(wanted):
+        msg = f"--only and --exclude leave none of the {len(names)} weights"
+        raise UsageError(msg, hint="exclude less")
+    return wanted
+
+
+def _rename(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return `names` with the leading parts OLD replaced by NEW; the first pair that fits a name counts.
+
+    An empty OLD puts NEW in front of every name, an empty NEW takes OLD away.
+    """
+    used, result = set[tuple[str, str]](), []
+    for name in names:
+        pair = next(((old, new) for old, new in pairs if not old or _starts_with(name, old)), None)
+        if pair is not None:
+            old, new = pair
+            used.add(pair)
+            rest = name[len(old.removesuffix(".")) :].removeprefix(".") if old else name
+            changed = ".".join(filter(None, (new.removesuffix("."), rest)))
+            if not changed:
+                msg = f"--rename {old}={new} leaves nothing of the name {short(name)}"
+                raise UsageError(msg, hint="give a NEW that is not empty")
+            result.append(changed)
+        else:
+            result.append(name)
+    for old, new in pairs:
+        if (old, new) not in used:
+            _fits_none(f"--rename {old}={new}", names)
+    return result
+
+
+def _fits_none(option: str, names: Sequence[str]) -> NoReturn:
+    shown = ", ".join(short(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")  # noqa: PLR2004
+    msg = f"{option} fits none of the {len(names)} weights"
+    raise UsageError(msg, hint=f"names are {shown}; without * it takes leading parts")

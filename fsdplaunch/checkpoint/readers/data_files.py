@@ -9,27 +9,25 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from copy import copy
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from types import TracebackType
 from typing import Self
 
 from fsdplaunch.checkpoint.chunks import ItemLocation, Piece
-from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items, known_crcs
-from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.manifest import crc_of_items, known_crcs
+from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, ZipDirectory, parse_item
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, real_path, short
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError
 
-# Fewer than the usual limit of 1024, which checkpoints of large jobs exceed.
+# Fewer than the usual limit of 1024, which checkpoints of large jobs exceed; a process opens others, too.
 MAX_OPEN = 128
 _OTHERS = 32
-"""Files that a process opens for other reasons."""
-
-
+_REAL = "put the real file there, or use an older checkpoint"
 Identity = tuple[int, int, int, int]
 
 
@@ -39,20 +37,36 @@ def identity_of(status: os.stat_result) -> Identity:
 
 
 class DataFiles:
-    """The data files of one checkpoint folder, for one thread."""
+    """The data files of one checkpoint folder, with the end of the last item in each; all checked at once."""
 
     def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
         self.folder = folder
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._most_open = MAX_OPEN
         self.identity: dict[str, Identity] = {}
-        self._check_all(files)
-
-    def reopened(self, threads: int) -> Self:
-        """Return the same files for one of so many threads, which together open no more than one does."""
-        other = copy(self)
-        other._open, other._most_open = OrderedDict(), max(2, MAX_OPEN // threads)
-        return other
+        missing = [name for name in files if not os.path.lexists(folder / name)]
+        if missing:
+            shown = listed([short(name) for name in sorted(missing)], 5)
+            msg = f"{folder} lacks {len(missing)} of the {len(files)} files its index names: {shown}"
+            hint = "a rank did not finish saving, or its files are on another node; bring them together"
+            raise CheckpointError(msg, hint=hint)
+        home = real_path(folder)
+        for name, end in files.items():
+            path = folder / name
+            if path.is_symlink() and real_path(path).parent != home:
+                msg = f"{path} is a link that leads out of the checkpoint"
+                raise CheckpointError(msg, hint="put the real file there")
+            try:
+                status = path.stat()
+            except OSError as problem:
+                msg = f"{path} cannot be read: {problem.strerror}"
+                raise CheckpointError(msg, hint=_REAL) from None
+            if not stat.S_ISREG(status.st_mode):
+                msg = f"{path} is not a regular file"
+                raise CheckpointError(msg, hint=_REAL)
+            if status.st_size < end:
+                msg = f"{path} has {status.st_size} bytes, the index expects {end}"
+                raise CheckpointError(msg, hint=f"the file is incomplete; {COPY_AGAIN}")
+            self.identity[name] = identity_of(status)
 
     def __enter__(self) -> Self:
         return self
@@ -60,10 +74,6 @@ class DataFiles:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close every file."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -72,13 +82,20 @@ class DataFiles:
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
-        fd, identity = self._open_file(name)
-        if self.identity.setdefault(name, identity) != identity:
+        path = self.folder / name
+        try:
+            # Without NONBLOCK a named pipe would wait for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as problem:
+            msg = f"{path} cannot be opened: {problem.strerror}"
+            few = f"let a process open {MAX_OPEN + _OTHERS} files at a time: ulimit -n"
+            raise CheckpointError(msg, hint=few if problem.errno == errno.EMFILE else None) from None
+        if self.identity.get(name) != identity_of(os.fstat(fd)):
             os.close(fd)
-            msg = f"{self.folder / name} changed while it was read"
+            msg = f"{path} changed while it was read"
             raise CheckpointError(msg, hint="merge again when nothing writes to the checkpoint")
         self._open[name] = fd
-        if len(self._open) > self._most_open:
+        if len(self._open) > MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         return fd
 
@@ -95,12 +112,6 @@ class DataFiles:
             position += len(part)
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
-    def read_up_to(self, place: ItemLocation, count: int) -> bytes:
-        """Return what stands in the file from `place` on: the item at least, `count` bytes at most."""
-        fd = self.descriptor(place.file)
-        data = os.pread(fd, count, place.offset)
-        return data if len(data) >= place.length else self.read(place, 0, place.length)
-
     def read_piece(self, piece: Piece, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset` of a chunk's data."""
         if offset < 0 or offset + count > piece.data_length:
@@ -112,70 +123,9 @@ class DataFiles:
         """Return a view of the item at `place`."""
         return ReadWindow(lambda offset, count: self.read(place, offset, count), place.length)
 
-    def _open_file(self, name: str) -> tuple[int, Identity]:
-        path = self.folder / name
-        try:
-            # Without NONBLOCK a named pipe would wait for ever.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as problem:
-            msg = f"{path} cannot be opened: {problem.strerror}"
-            few = f"let a process open {MAX_OPEN + _OTHERS} files at a time: ulimit -n"
-            raise CheckpointError(msg, hint=few if problem.errno == errno.EMFILE else None) from None
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            msg = f"{path} is not a regular file"
-            raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint")
-        return fd, identity_of(status)
-
-    def _check_all(self, files: Mapping[str, int]) -> None:
-        """Check presence, place and size of every file before anything is read."""
-        missing = [name for name in files if not os.path.lexists(self.folder / name)]
-        if missing:
-            shown = listed([short(name) for name in sorted(missing)], 5)
-            msg = f"{self.folder} lacks {len(missing)} of the {len(files)} files its index names: {shown}"
-            raise CheckpointError(
-                msg,
-                hint="a rank did not finish saving, or its files are on another node; bring them together",
-            )
-        home = real_path(self.folder)
-        for name, end in files.items():
-            path = self.folder / name
-            if path.is_symlink() and real_path(path).parent != home:
-                msg = f"{path} is a link that leads out of the checkpoint"
-                raise CheckpointError(msg, hint="put the real file there")
-            self._check_size(path, end)
-
-    def _check_size(self, path: Path, end: int) -> None:
-        try:
-            status = path.stat()
-        except OSError as problem:
-            msg = f"{path} cannot be read: {problem.strerror}"
-            raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint") from None
-        if not stat.S_ISREG(status.st_mode):
-            msg = f"{path} is not a regular file"
-            raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint")
-        if status.st_size < end:
-            msg = f"{path} has {status.st_size} bytes, the index expects {end}"
-            raise CheckpointError(msg, hint=f"the file is incomplete; {COPY_AGAIN}")
-        self.identity[path.name] = identity_of(status)
-
-
-def open_data_files(folder: Path, index: CheckpointIndex) -> DataFiles:
-    """Check every data file that the index names, and open them for reading.
-
-    Raises:
-        CheckpointError: When one is missing, too short, or not a file of this folder.
-    """
-    return DataFiles(folder, {name: end for name, end in index.files.items() if name != INDEX_NAME})
-
 
 def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
-    """Check that data files are those of the save that the manifest is of.
-
-    Args:
-        sources: The files.
-        places: Where all items in them are.
+    """Check that data files, all of whose items' places are given, are those of the save that the manifest is of.
 
     Raises:
         CheckpointError: One is of another save, or its checksums are damaged.
@@ -193,10 +143,9 @@ def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
 # Items up to this size are read whole, as many at once as fit a block.
 SMALL = 32 * 2**10
 BLOCK = 2**20
-MAX_FORMS = 4096
+_MAX_FORMS = 4096
 _CRC_AT = 16  # of a file's entry in the table of contents
 _CRC = 4
-
 Kind = tuple[int, str, tuple[int, ...]]  # bytes of the item, dtype, sizes
 
 
@@ -206,30 +155,38 @@ class HeaderForm:
     Left open are the checksums of the data and of torch's own identifier; nothing else that is read may differ.
     """
 
-    __slots__ = ("_checked", "_crc", "_fixed", "_layout", "head", "item", "tail")
+    __slots__ = ("_checked", "_crc", "_fixed", "_item", "_layout", "head", "tail")
 
     def __init__(self, item: TorchZipItem, built: ZipDirectory, window: ReadWindow) -> None:
         data = built.members[f"{built.prefix}/data/{item.description.storage}"]
         own = built.members.get(f"{built.prefix}/.data/serialization_id")
         places = sorted(member.entry + _CRC_AT for member in (data, own) if member is not None)
-        self.item, self.tail = item, built.directory
+        self._item, self.tail = item, built.directory
         self.head = window.bytes_at(0, item.data_offset)
         edges = [self.tail, *(edge for at in places for edge in (at, at + _CRC)), window.length]
-        widths = [end - start for start, end in pairwise(edges)]
-        self._layout = Struct("".join(f"{width}s" for width in widths))
+        self._layout = Struct("".join(f"{end - start}s" for start, end in pairwise(edges)))
         self._crc = 1 + 2 * places.index(data.entry + _CRC_AT)
         self._fixed = self._layout.unpack(window.bytes_at(self.tail, window.length - self.tail))[::2]
         self._checked = built.members[f"{built.prefix}/data.pkl"].crc != 0
 
-    def read(self, head: bytes, tail: bytes) -> TorchZipItem | None:
-        """Return the item with these bytes before its data and from its table of contents on; None: parse it."""
+    def find(self, sources: DataFiles, place: ItemLocation, block: bytes, at: int) -> TorchZipItem | None:
+        """Return the item at `place` if it is of this kind; None: parse it.
+
+        All of it may stand in a block that was read, from `at` on.
+        """
+        data = block[at : at + place[2]]
+        if len(data) == place[2]:
+            head, tail = data[: len(self.head)], data[self.tail :]
+        else:
+            head = sources.read(place, 0, len(self.head))
+            tail = sources.read(place, self.tail, place[2] - self.tail)
         parts = self._layout.unpack(tail)
         if head != self.head or parts[::2] != self._fixed:
             return None
         crc: int | None = int.from_bytes(parts[self._crc], "little")
         if not crc and not self._checked:
             crc = None
-        known = self.item
+        known = self._item
         return known if crc == known[3] else TorchZipItem(known[0], known[1], known[2], crc)
 
 
@@ -238,43 +195,6 @@ def make_form(item: TorchZipItem, built: ZipDirectory, window: ReadWindow) -> He
     looked_at = [built.members.get(f"{built.prefix}/{name}") for name in ("data.pkl", "byteorder")]
     before = all(member is None or member.header < item.data_offset for member in looked_at)
     return HeaderForm(item, built, window) if before and built.directory >= item.data_offset else None
-
-
-class HeaderReader:
-    """Reads the items of one file after the other."""
-
-    def __init__(self, sources: DataFiles) -> None:
-        self.sources = sources
-        self.forms: dict[Kind, HeaderForm | None] = {}
-        self.block, self.file, self.start = b"", "", 0
-
-    def read(self, tensor: StoredTensor, chunk: StoredChunk) -> TorchZipItem:
-        """Return where a chunk's bytes are; places are given in ascending order."""
-        place = chunk[1]
-        kind = (place[2], tensor.dtype.name, chunk[0][1])
-        form = self.forms.get(kind)
-        if form is not None:
-            head, tail = self._ends(place, len(form.head), form.tail)
-            item = form.read(head, tail)
-            if item is not None:
-                return item
-        item, made = _read_checked(self.sources, tensor, chunk)
-        if kind not in self.forms:
-            if len(self.forms) >= MAX_FORMS:
-                self.forms.clear()
-            self.forms[kind] = made
-        return item
-
-    def _ends(self, place: ItemLocation, head: int, tail: int) -> tuple[bytes, bytes]:
-        """Return an item's first `head` bytes and those from `tail` on."""
-        file, offset, length = place
-        if length > SMALL:
-            return self.sources.read(place, 0, head), self.sources.read(place, tail, length - tail)
-        at = offset - self.start
-        if file != self.file or at < 0 or at + length > len(self.block):
-            self.file, self.start, at = file, offset, 0
-            self.block = self.sources.read_up_to(place, max(BLOCK, length))
-        return self.block[at : at + head], self.block[at + tail : at + length]
 
 
 def read_items(sources: DataFiles, tensors: Iterable[StoredTensor]) -> dict[ItemLocation, TorchZipItem]:
@@ -288,41 +208,48 @@ def read_items(sources: DataFiles, tensors: Iterable[StoredTensor]) -> dict[Item
     for tensor in tensors:
         for chunk in tensor.chunks:
             wanted.setdefault(chunk[1][0], []).append((chunk[1][1], tensor, chunk))
-    reader = HeaderReader(sources)
+    forms: dict[Kind, HeaderForm | None] = {}
     items: dict[ItemLocation, TorchZipItem] = {}
     for file in sorted(wanted):
         here = wanted.pop(file)
-        here.sort(key=_offset)
-        for _, tensor, chunk in here:
-            items[chunk[1]] = reader.read(tensor, chunk)
+        here.sort(key=itemgetter(0))
+        block, start = b"", 0
+        for offset, tensor, chunk in here:
+            place = chunk[1]
+            length = place[2]
+            kind = (length, tensor.dtype.name, chunk[0][1])
+            form, item = forms.get(kind), None
+            if form is not None:
+                if length <= SMALL and offset + length > start + len(block):
+                    block, start = os.pread(sources.descriptor(file), BLOCK, offset), offset
+                item = form.find(sources, place, block if length <= SMALL else b"", offset - start)
+            if item is None:
+                item, made = _parse_checked(sources, tensor, chunk)
+                if len(forms) >= _MAX_FORMS:
+                    forms.clear()
+                forms.setdefault(kind, made)
+            items[place] = item
     return items
 
 
-def _offset(entry: tuple[int, StoredTensor, StoredChunk]) -> int:
-    return entry[0]
-
-
-def _read_checked(
+def _parse_checked(
     sources: DataFiles, tensor: StoredTensor, chunk: StoredChunk
 ) -> tuple[TorchZipItem, HeaderForm | None]:
     place = chunk.place
+    where = f"{sources.folder / place.file}: the chunk of {short(tensor.name)} at byte {place.offset}"
     try:
         window = sources.window(place)
         item, built = parse_item(window)
         form = make_form(item, built, window)
     except (InvalidFileError, UnicodeDecodeError) as problem:
-        where = _where(sources, tensor, place)
-        msg = f"{where} cannot be read: {problem if isinstance(problem, InvalidFileError) else 'damaged text'}"
+        reason = problem if isinstance(problem, InvalidFileError) else "damaged text"
+        msg = f"{where} cannot be read: {reason}"
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
     found = item.description
     if found.dtype.name != tensor.dtype.name or found.shape != chunk.region.sizes:
         msg = (
-            f"{_where(sources, tensor, place)} holds {found.dtype.name} of shape {list(found.shape)}, "
+            f"{where} holds {found.dtype.name} of shape {list(found.shape)}, "
             f"the index says {tensor.dtype.name} of shape {list(chunk.region.sizes)}"
         )
         raise CheckpointError(msg, hint="index and data are from different saves")
     return item, form
-
-
-def _where(sources: DataFiles, tensor: StoredTensor, place: ItemLocation) -> str:
-    return f"{sources.folder / place.file}: the chunk of {short(tensor.name)} at byte {place.offset}"

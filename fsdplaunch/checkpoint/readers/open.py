@@ -2,53 +2,28 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
-from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_other, manifest_path, read_manifest
+from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_other, find_size_gap, manifest_path, read_manifest
 from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
-from fsdplaunch.checkpoint.readers.data_files import (
-    DataFiles,
-    Identity,
-    check_save,
-    identity_of,
-    open_data_files,
-    read_items,
-)
+from fsdplaunch.checkpoint.readers.data_files import DataFiles, Identity, check_save, identity_of, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE, read_xla_files
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, odd_kind, real_path, short
 from fsdplaunch.display_text import listed
-from fsdplaunch.errors import CheckpointError, LaunchError, UsageError
+from fsdplaunch.errors import CheckpointError, UsageError
 
-MAX_DEPTH = 3
+_MAX_DEPTH = 3
 MAX_FOLDERS = 5000
-MAX_LISTED = 10
+_MAX_LISTED = 10
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
-
-
-class AmbiguousError(UsageError):
-    """Several checkpoints stand where one was expected.
-
-    Attributes:
-        candidates: Their folders.
-    """
-
-    def __init__(self, message: str, candidates: Iterable[Path]) -> None:
-        super().__init__(message, hint="give one of them")
-        self.candidates = tuple(sorted(candidates, key=_by_number))
-
-
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Sort checkpoint-900 before checkpoint-1000."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
-
-
+_OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
 # Checkpoints that are not merged from here: names of their files, what they are, as the rest of a sentence that
 # starts with the folder, and what to do. The first that matches a file of the folder names it.
 _OTHER_FORMATS = (
@@ -72,49 +47,29 @@ _OTHER_FORMATS = (
 )
 
 
-def several_models(given: Path, models: list[Path], unfinished: list[Path]) -> LaunchError:
-    """Return the error for a folder with several models, or one and the rest of a save that did not finish."""
-    if len(models) == 1:
-        msg = f"{given} holds {models[0]} and a checkpoint whose save did not finish: {listed_paths(unfinished)}"
-        return CheckpointError(msg, hint=f"give {models[0]} itself")
-    msg = f"{given} holds {len(models)} models: {listed_paths(models)}"
-    return AmbiguousError(msg, models)
+class AmbiguousError(UsageError):
+    """Several checkpoints stand where one was expected.
 
-
-def no_model(given: Path, folders: list[tuple[Path, list[str]]], sharded: list[Path]) -> LaunchError:
-    """Return the error for a folder without a model, with what it holds instead.
-
-    Args:
-        given: What the user pointed at.
-        folders: It, and those below it that were looked into, with the names of their files.
-        sharded: Those of them that are checkpoints, of optimizers.
+    Attributes:
+        candidates: Their folders.
     """
-    if sharded:
-        msg = f"{given} holds only an optimizer: {listed_paths(sharded)}"
-        return CheckpointError(msg, hint="the model is saved beside it as pytorch_model_fsdp_0")
-    for path, names in folders:
-        for pattern, title, hint in _OTHER_FORMATS:
-            if any(map(pattern.fullmatch, names)):
-                msg = f"{path} {title}"
-                return CheckpointError(msg, hint=hint)
-    here = sorted({*folders[0][1], *(path.relative_to(given).parts[0] + "/" for path, _ in folders[1:])})
-    msg = f"{given} holds no sharded checkpoint: no {INDEX_NAME} in it or up to {MAX_DEPTH} folders below"
-    return CheckpointError(msg, hint=f"it holds {listed_names(here)}")
+
+    def __init__(self, message: str, candidates: Iterable[Path]) -> None:
+        super().__init__(message, hint="give one of them")
+        self.candidates = tuple(sorted(candidates, key=_by_number))
 
 
-def listed_paths(paths: list[Path]) -> str:
-    """Return the first of some folders in words, checkpoint-900 before checkpoint-1000."""
-    return listed(list(map(str, sorted(paths, key=_by_number))), MAX_LISTED)
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Sort checkpoint-900 before checkpoint-1000."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
-def listed_names(names: list[str]) -> str:
-    """Return the first of some names in words."""
-    return listed(list(map(short, names)), MAX_LISTED) or "nothing"
+def _listed_paths(paths: list[Path]) -> str:
+    return listed(list(map(str, sorted(paths, key=_by_number))), _MAX_LISTED)
 
 
-_ODD = "put the real file there, or use an older checkpoint"
-_OPTIMIZER = re.compile(r"optim(izer)?(_\d+)?")
-_FILES = (RANK_FILE, XLA_FILE)
+def _listed_names(names: Iterable[str]) -> str:
+    return listed(list(map(short, sorted(names))), _MAX_LISTED) or "nothing"
 
 
 def find_model(given: Path) -> Path:
@@ -126,46 +81,38 @@ def find_model(given: Path) -> Path:
         CheckpointError: When it holds no model, or one in a format that is not merged from here.
     """
     _check_folder(given)
-    if is_sharded(_entries(given, follow=False)[0]):
-        return _checked(given)
     folders = list(_walk(given))
-    sharded = [path for path, names in folders if is_sharded(names)]
+    sharded = [path for path, names in folders if _is_sharded(names)]
+    if given in sharded:
+        return _checked(given)
     models = [path for path in sharded if not _OPTIMIZER.fullmatch(path.name)]
     unfinished = [
-        path for path, names in folders if not is_sharded(names) and any(map(DATA_FILE.fullmatch, names))
+        path for path, names in folders if not _is_sharded(names) and any(map(DATA_FILE.fullmatch, names))
     ]
     if len(models) == 1 and not unfinished:
         return _checked(models[0])
+    if len(models) == 1:
+        msg = f"{given} holds {models[0]} and a checkpoint whose save did not finish: {_listed_paths(unfinished)}"
+        raise CheckpointError(msg, hint=f"give {models[0]} itself")
     if models:
-        raise several_models(given, models, unfinished)
-    raise no_model(given, folders, sharded)
+        msg = f"{given} holds {len(models)} models: {_listed_paths(models)}"
+        raise AmbiguousError(msg, models)
+    if sharded:
+        msg = f"{given} holds only an optimizer: {_listed_paths(sharded)}"
+        raise CheckpointError(msg, hint="the model is saved beside it as pytorch_model_fsdp_0")
+    for path, names in folders:
+        for pattern, title, hint in _OTHER_FORMATS:
+            if any(map(pattern.fullmatch, names)):
+                msg = f"{path} {title}"
+                raise CheckpointError(msg, hint=hint)
+    here = {*folders[0][1], *(path.relative_to(given).parts[0] + "/" for path, _ in folders[1:])}
+    msg = f"{given} holds no sharded checkpoint: no {INDEX_NAME} in it or up to {_MAX_DEPTH} folders below"
+    raise CheckpointError(msg, hint=f"it holds {_listed_names(here)}")
 
 
-def find_optimizer(given: Path) -> Path:
-    """Return the optimizer's checkpoint folder at or below `given`.
-
-    Raises:
-        UsageError: When `given` is not a folder.
-        AmbiguousError: When it holds several optimizers.
-        CheckpointError: When it holds no optimizer's checkpoint.
-    """
-    _check_folder(given)
-    if INDEX_NAME in _entries(given, follow=False)[0]:
-        return _checked(given)
-    folders = list(_walk(given, lambda names: INDEX_NAME in names))
-    found = [path for path, names in folders if INDEX_NAME in names and _OPTIMIZER.fullmatch(path.name)]
-    if not found:
-        msg = f"{given} holds no optimizer's checkpoint: no folder optimizer_0 with a {INDEX_NAME}"
-        raise CheckpointError(msg, hint="an optimizer.bin beside the model is merged already")
-    if len(found) > 1:
-        msg = f"{given} holds {len(found)} optimizers: {listed_paths(found)}"
-        raise AmbiguousError(msg, found)
-    return _checked(found[0])
-
-
-def is_sharded(files: Iterable[str]) -> bool:
+def _is_sharded(files: Iterable[str]) -> bool:
     """Say whether a folder with these files is a checkpoint: an index, or files of ranks."""
-    return any(name == INDEX_NAME or any(one.fullmatch(name) for one in _FILES) for name in files)
+    return any(name == INDEX_NAME or RANK_FILE.fullmatch(name) or XLA_FILE.fullmatch(name) for name in files)
 
 
 def _check_folder(given: Path) -> None:
@@ -182,13 +129,13 @@ def _check_folder(given: Path) -> None:
         raise UsageError(msg, hint=f"give the checkpoint's folder, perhaps {given.parent}")
     parent = next((path for path in given.parents if path.is_dir()), Path())
     msg = f"{given} does not exist"
-    raise UsageError(msg, hint=f"{parent} holds {listed_names(sorted(path.name for path in parent.iterdir()))}")
+    raise UsageError(msg, hint=f"{parent} holds {_listed_names(path.name for path in parent.iterdir())}")
 
 
-def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder from `top` down with the names of its files, nearest first, not below one that `ends`."""
+def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `top` down with the names of its files, nearest first, not below a checkpoint."""
     level, seen = [top], set[Path]()
-    for depth in range(MAX_DEPTH + 1):
+    for depth in range(_MAX_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
             real = real_path(folder)  # a link to a checkpoint beside it is the same checkpoint
@@ -198,46 +145,32 @@ def _walk(top: Path, ends: Callable[[list[str]], bool] = is_sharded) -> Iterator
             if len(seen) > MAX_FOLDERS:
                 msg = f"{top} holds more than {MAX_FOLDERS} folders"
                 raise CheckpointError(msg, hint="give the checkpoint's own folder")
-            files, folders = _entries(folder, follow=depth < MAX_DEPTH)
+            files, folders = _entries(folder)
             yield folder, files
-            if not ends(files):
-                below.extend(folders)
+            if depth < _MAX_DEPTH and not _is_sharded(files):
+                below.extend(sorted(folders, key=lambda path: (path.is_symlink(), path)))
         level = below
 
 
-def _entries(folder: Path, *, follow: bool) -> tuple[list[str], list[Path]]:
+def _entries(folder: Path) -> tuple[list[str], list[Path]]:
+    """Return a folder's files and visible folders; nothing else may have a checkpoint file's name."""
     files, folders = [], []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if _is_folder(folder / entry.name):
-                    folders.append(folder / entry.name)
-                elif _is_file(folder / entry.name):
-                    files.append(entry.name)
+                path = folder / entry.name
+                kind = odd_kind(path)
+                if kind is not None and (_is_sharded([path.name]) or DATA_FILE.fullmatch(path.name)):
+                    msg = f"{path} is not a regular file but {kind}"
+                    raise CheckpointError(msg, hint="put the real file there, or use an older checkpoint")
+                if kind is None:
+                    files.append(path.name)
+                elif kind == "a folder" and not path.name.startswith("."):
+                    folders.append(path)
     except PermissionError:
         msg = f"{folder} cannot be read: permission denied"
         raise CheckpointError(msg) from None
-    visible = sorted(path for path in folders if not path.name.startswith("."))
-    visible.sort(key=Path.is_symlink)
-    return sorted(files), visible if follow else []
-
-
-def _is_folder(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    if is_sharded([path.name]):
-        msg = f"{path} is not a regular file but a folder"
-        raise CheckpointError(msg, hint=_ODD)
-    return True
-
-
-def _is_file(path: Path) -> bool:
-    """Say whether it is a regular file; refuse anything else with a checkpoint's file name."""
-    kind = odd_kind(path)
-    if kind is not None and (is_sharded([path.name]) or DATA_FILE.fullmatch(path.name)):
-        msg = f"{path} is not a regular file but {kind}"
-        raise CheckpointError(msg, hint=_ODD)
-    return kind is None
+    return sorted(files), folders
 
 
 def _checked(folder: Path) -> Path:
@@ -253,26 +186,14 @@ def _checked(folder: Path) -> Path:
     if manifest.get("complete") is not True:
         msg = f"{parent} is not complete: its save did not finish"
         raise CheckpointError(msg, hint="use an older checkpoint")
-    for name, size in files.items():
-        if name.rpartition("/")[0] == ("" if parent == folder else folder.name):
-            _check_listed(folder / name.rpartition("/")[2], size)
-    other = find_other(parent, manifest, "" if parent == folder else f"{folder.name}/")
-    if other is not None:
-        msg = f"{parent}: {other}"
+    home = "" if parent == folder else f"{folder.name}/"
+    own = {name: size for name, size in files.items() if name.rpartition("/")[0] == home.removesuffix("/")}
+    gaps = (find_size_gap(folder / name.rpartition("/")[2], name, size) for name, size in own.items())
+    gap = next(filter(None, gaps), None) or find_other(parent, manifest, home)
+    if gap is not None:
+        msg = f"{parent}: {gap}"
         raise CheckpointError(msg, hint=COPY_AGAIN)
     return folder
-
-
-def _check_listed(path: Path, size: object) -> None:
-    """Check one file of the model against its size in the manifest."""
-    try:
-        found = path.stat().st_size
-    except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
-        msg = f"{path} is missing, the checkpoint was written with it"
-        raise CheckpointError(msg, hint=COPY_AGAIN) from None
-    if found != size:
-        msg = f"{path} has {found} bytes, it was written with {size}"
-        raise CheckpointError(msg, hint=COPY_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +242,7 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
                 index, known = read_rank_files(folder)
             else:
                 index, known = read_xla_files(folder)
-        with open_data_files(folder, index) as sources:
+        with DataFiles(folder, index.files) as sources:
             check_save(sources, index.places)
             yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
     finally:

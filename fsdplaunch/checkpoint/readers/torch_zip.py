@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription, read_description
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
+from fsdplaunch.checkpoint.untrusted_files import refuse, short
 
 Read = Callable[[int, int], bytes]
 """Takes an offset in the item and a number of bytes, and returns exactly those."""
@@ -23,7 +23,6 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
-_U64 = struct.Struct("<Q")
 _NARROW = 0xFFFFFFFF
 _ENCRYPTED = 1
 
@@ -60,8 +59,7 @@ class ReadWindow:
     def bytes_at(self, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset`."""
         if offset < 0 or count < 0 or offset + count > self.length:
-            msg = f"it refers to {count} bytes at {offset}, the item has {self.length}"
-            raise InvalidFileError(msg)
+            refuse(f"it refers to {count} bytes at {offset}, the item has {self.length}")
         if offset + count <= len(self.head):
             return self.head[offset : offset + count]
         if offset >= self.tail_start:
@@ -75,44 +73,32 @@ def read_zip(window: ReadWindow, limit: int) -> ZipDirectory:
     Raises:
         InvalidFileError: When it is something else, or not from a machine that stores the low byte first.
     """
-    if window.length < _END.size:
-        msg = f"an item of {window.length} bytes is too short to be a tensor"
-        raise InvalidFileError(msg)
-    directory_start, members = _directory(window, limit)
-    prefix = next((name[: -len("/data.pkl")] for name in members if name.endswith("/data.pkl")), None)
-    if prefix is None:
-        msg = "it has no tensor description"
-        raise InvalidFileError(msg)
-    built = ZipDirectory(directory_start, members, prefix)
-    _check_byte_order(window, built)
-    return built
-
-
-def _directory(window: ReadWindow, limit: int) -> tuple[int, dict[str, ZipMember]]:
-    """Return where the central directory starts and what it lists."""
-    magic, disk, first_disk, here, count, size, start, comment = _END.unpack(
-        window.bytes_at(window.length - _END.size, _END.size)
-    )
-    if magic != b"PK\5\6" or comment:
-        msg = "its end is not the end of a torch.save file"
-        raise InvalidFileError(msg)
     before = window.length - _END.size
-    locator = window.length - _END.size - _LOCATOR.size
+    if before < 0:
+        refuse(f"an item of {window.length} bytes is too short to be a tensor")
+    magic, disk, first_disk, here, count, size, start, comment = _END.unpack(window.bytes_at(before, _END.size))
+    if magic != b"PK\5\6" or comment:
+        refuse("its end is not the end of a torch.save file")
+    locator = before - _LOCATOR.size
     if locator >= 0 and window.bytes_at(locator, 4) == b"PK\6\7":
-        _, _, end64, _ = _LOCATOR.unpack(window.bytes_at(locator, _LOCATOR.size))
-        record = _END64.unpack(window.bytes_at(end64, _END64.size))
+        _, _, before, _ = _LOCATOR.unpack(window.bytes_at(locator, _LOCATOR.size))
+        record = _END64.unpack(window.bytes_at(before, _END64.size))
         if record[0] != b"PK\6\6":
-            msg = "its zip64 record is not one"
-            raise InvalidFileError(msg)
+            refuse("its zip64 record is not one")
         disk, first_disk, here, count, size, start = record[4:]
-        before = end64
     if size > limit:
-        msg = f"its table of contents has {size} bytes"
-        raise InvalidFileError(msg)
+        refuse(f"its table of contents has {size} bytes")
     if disk or first_disk or here != count or start + size > before:
-        msg = f"its table of contents of {size} bytes at {start} does not fit"
-        raise InvalidFileError(msg)
-    return start, _entries(window.bytes_at(start, size), count, start)
+        refuse(f"its table of contents of {size} bytes at {start} does not fit")
+    members = _entries(window.bytes_at(start, size), count, start)
+    prefix = next((name.removesuffix("/data.pkl") for name in members if name.endswith("/data.pkl")), None)
+    if prefix is None:
+        refuse("it has no tensor description")
+    built = ZipDirectory(start, members, prefix)
+    name = f"{prefix}/byteorder"
+    if name in members and (order := member_bytes(window, name, built, _MAX_ORDER)) != b"little":
+        refuse(f"its byte order is {short(order.decode(errors='replace'))}, not little")
+    return built
 
 
 def _entries(table: bytes, count: int, start: int) -> dict[str, ZipMember]:
@@ -125,17 +111,14 @@ def _entries(table: bytes, count: int, start: int) -> dict[str, ZipMember]:
         end = name_end + fields[11] + fields[12]
         name = table[position + _ENTRY.size : name_end].decode()
         if magic != b"PK\1\2" or end > len(table) or name in members:
-            msg = "its table of contents is damaged"
-            raise InvalidFileError(msg)
+            refuse("its table of contents is damaged")
         stored, size, header = _sizes(fields, table[name_end : name_end + fields[11]])
         if method or flags & _ENCRYPTED or stored != size:
-            msg = f"{short(name)} is compressed or encrypted"
-            raise InvalidFileError(msg)
+            refuse(f"{short(name)} is compressed or encrypted")
         members[name] = ZipMember(header, size, crc, start + position)
         position = end
     if position != len(table) or len(members) != count:
-        msg = f"its table of contents lists {len(members)} files, {count} were announced"
-        raise InvalidFileError(msg)
+        refuse(f"its table of contents lists {len(members)} files, {count} were announced")
     return members
 
 
@@ -150,15 +133,12 @@ def _sizes(fields: tuple[int, ...], extra: bytes) -> tuple[int, int, int]:
         kind, length = struct.unpack_from("<2H", extra, position)
         if kind == 1:
             body = extra[position + 4 : position + 4 + length]
-            wide = [_U64.unpack_from(body, at)[0] for at in range(0, len(body) - 7, 8)]
+            wide = [*struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8])]
         position += 4 + length
-    values = []
-    for value in (size, stored, header):
-        if value == _NARROW and not wide:
-            msg = "its zip64 sizes are missing"
-            raise InvalidFileError(msg)
-        values.append(wide.pop(0) if value == _NARROW else value)
-    return values[1], values[0], values[2]
+    if len(wide) < (size, stored, header).count(_NARROW):
+        refuse("its zip64 sizes are missing")
+    size, stored, header = (wide.pop(0) if value == _NARROW else value for value in (size, stored, header))
+    return stored, size, header
 
 
 def data_start(window: ReadWindow, name: str, member: ZipMember, limit: int) -> int:
@@ -168,8 +148,7 @@ def data_start(window: ReadWindow, name: str, member: ZipMember, limit: int) -> 
     raw = window.bytes_at(member.header + _LOCAL.size, name_length)
     start = member.header + _LOCAL.size + name_length + extra_length
     if magic != b"PK\3\4" or method or raw != name.encode() or start + member.size > limit:
-        msg = f"the header of {short(name)} does not agree with the table of contents"
-        raise InvalidFileError(msg)
+        refuse(f"the header of {short(name)} does not agree with the table of contents")
     return int(start)
 
 
@@ -177,22 +156,14 @@ def member_bytes(window: ReadWindow, name: str, built: ZipDirectory, limit: int)
     """Return the content of one small file of the zip, checked against its checksum."""
     member = built.members[name]
     if member.size > limit:
-        msg = f"{short(name)} has {member.size} bytes"
-        raise InvalidFileError(msg)
+        refuse(f"{short(name)} has {member.size} bytes")
     raw = window.bytes_at(data_start(window, name, member, window.length), member.size)
     if member.crc and zlib.crc32(raw) != member.crc:
-        msg = f"{short(name)} does not match its checksum"
-        raise InvalidFileError(msg)
+        refuse(f"{short(name)} does not match its checksum")
     return raw
 
 
-def _check_byte_order(window: ReadWindow, built: ZipDirectory) -> None:
-    name = f"{built.prefix}/byteorder"
-    if name in built.members and (order := member_bytes(window, name, built, _MAX_ORDER)) != b"little":
-        msg = f"its byte order is {short(order.decode(errors='replace'))}, not little"
-        raise InvalidFileError(msg)
-
-
+_read_description = lru_cache(maxsize=4096)(read_description)
 MAX_DIRECTORY = 2**20
 MAX_DESCRIPTION = 2**20
 
@@ -220,7 +191,7 @@ def parse_item(window: ReadWindow) -> tuple[TorchZipItem, ZipDirectory]:
         InvalidFileError: When it is not a tensor as torch.save writes it.
     """
     built = read_zip(window, MAX_DIRECTORY)
-    description = _parsed(member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_DESCRIPTION))
+    description = _read_description(member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_DESCRIPTION))
     return locate_data(window, built, description), built
 
 
@@ -232,27 +203,11 @@ def locate_data(window: ReadWindow, built: ZipDirectory, description: TensorDesc
     """
     members, name = built.members, f"{built.prefix}/data/{description.storage}"
     if name not in members:
-        msg = f"it has no {short(name)}"
-        raise InvalidFileError(msg)
-    start = data_start(window, name, members[name], built.directory)
-    _check_extent(description, members[name].size)
+        refuse(f"it has no {short(name)}")
+    start, length = data_start(window, name, members[name], built.directory), members[name].size
+    strides = zip(description.shape, description.strides, strict=True)
+    reach = (description.start + sum((n - 1) * s for n, s in strides) + 1) * description.dtype.size
+    if math.prod(description.shape) and reach > length:
+        refuse(f"its elements reach {reach} bytes into {length} bytes of data")
     has_crc = members[name].crc or members[f"{built.prefix}/data.pkl"].crc
-    return TorchZipItem(description, start, members[name].size, members[name].crc if has_crc else None)
-
-
-@lru_cache(maxsize=4096)
-def _parsed(raw: bytes) -> TensorDescription:
-    return read_description(raw)
-
-
-def _check_extent(description: TensorDescription, length: int) -> None:
-    """Check that every element lies inside the storage."""
-    size = description.dtype.size
-    if not size:
-        return
-    last = description.start + sum(
-        (n - 1) * s for n, s in zip(description.shape, description.strides, strict=True)
-    )
-    if math.prod(description.shape) and (last + 1) * size > length:
-        msg = f"its elements reach {(last + 1) * size} bytes into {length} bytes of data"
-        raise InvalidFileError(msg)
+    return TorchZipItem(description, start, length, members[name].crc if has_crc else None)

@@ -13,23 +13,10 @@ from typing import Any
 
 from fsdplaunch.checkpoint.chunks import ItemLocation, Region, row_major
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex
-from fsdplaunch.checkpoint.readers.rank_files import (
-    MAX_DIRECTORY,
-    MAX_STATE,
-    MOST_OF_NAMES,
-    SMALL_NAMES,
-    FlatLayout,
-    FlatParameterSpan,
-    FoundTensors,
-    OpenFile,
-    all_ranks,
-    check_still_there,
-    reading,
-    stored_tensor,
-)
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, TorchZipItem, member_bytes, read_zip
-from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription, read_state
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, check_count, check_counts, short
+from fsdplaunch.checkpoint.readers.rank_files import FoundTensors, RankFile, all_ranks, reading
+from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
+from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, check_count, check_counts, refuse, short
 from fsdplaunch.errors import CheckpointError
 
 XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.(bin|pth|pt)")
@@ -37,6 +24,7 @@ XLA_FILE = re.compile(r"rank-?(?P<rank>\d+)-of-(?P<world>\d+)(-pytorch_model)?\.
 _SHARD = "_fsdp_shard"
 _WRAPPERS = frozenset({"_orig_module", "_fsdp_wrapped_module", "_fpw_module"})
 _FLAT = re.compile(r"flat_param_\d+")
+Slice = tuple[str, tuple[int, ...], Region, TensorDescription]
 
 
 def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, TorchZipItem]]:
@@ -48,73 +36,49 @@ def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, To
     Raises:
         CheckpointError: A file is damaged, hostile or missing, or they do not fit together.
     """
-    names = _names(folder)
-    found, ends = FoundTensors(folder), dict[str, int]()
-    for rank, name in enumerate(names):
-        ends[name] = _read_file(folder / name, rank, len(names), found)
-    tensors = tuple(stored_tensor(folder, name, full) for name, full in found.tensors.items())
-    return CheckpointIndex(tensors=tensors, values=(), files=ends), found.items
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the files of all ranks, rank 0 first."""
     matches = [match for path in folder.iterdir() if (match := XLA_FILE.fullmatch(path.name))]
-    check_still_there(folder, matches)
     worlds = {int(match["world"]) for match in matches}
     ranks = {int(match["rank"]): match[0] for match in matches}
-    world = max(worlds)
+    world = max(worlds, default=0)
     if len(worlds) > 1 or len(ranks) < len(matches):
         msg = f"{folder} holds the files of several saves: {min(ranks.values())} and others"
         raise CheckpointError(msg, hint="move the files of one of them into a folder of its own")
-    return all_ranks(folder, {rank: name for rank, name in ranks.items() if rank < world}, world)
+    names = all_ranks(folder, {rank: name for rank, name in ranks.items() if rank < world}, world)
+    found = FoundTensors(folder)
+    for rank, name in enumerate(names):
+        with reading(folder / name) as file:
+            try:
+                _take_all(file, rank, world, found)
+            except InvalidFileError:  # a ValueError, too, that says more
+                raise
+            except (LookupError, TypeError, ValueError):
+                refuse("what it says of its slices is damaged")
+        found.sizes[name] = file.window.length
+    return found.index(), found.items
 
 
-def _read_file(path: Path, rank: int, world: int, found: FoundTensors) -> int:
-    """Add what one rank's file holds to `found` and return the file's size in bytes."""
-    with reading(path) as window:
-        try:
-            _take_all(path, window, rank, world, found)
-        except InvalidFileError:  # a ValueError, too, that says more
-            raise
-        except (LookupError, TypeError, ValueError):
-            msg = "what it says of its slices is damaged"
-            raise InvalidFileError(msg) from None
-    return window.length
-
-
-def _take_all(path: Path, window: ReadWindow, rank: int, world: int, found: FoundTensors) -> None:
-    built = read_zip(window, MAX_DIRECTORY)
-    raw = member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_STATE)
-    state = read_state(raw, f"{path}: its data.pkl")
-    model, metadata = state.get("model"), state.get("shard_metadata")
+def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> None:
+    model, metadata = file.state.get("model"), file.state.get("shard_metadata")
     if not isinstance(model, dict) or not isinstance(metadata, dict):
-        msg = "it has no model with shard_metadata beside it"
-        raise InvalidFileError(msg)
+        refuse("it has no model with shard_metadata beside it")
     if (metadata.get("rank"), metadata.get("world_size")) != (rank, world):
-        msg = "it says that it is of another rank, or of another number of ranks, than its name"
-        raise InvalidFileError(msg)
-    file = OpenFile(path.name, window, built)
-    left = MOST_OF_NAMES * len(raw) + SMALL_NAMES  # of all names: a list of them may stand in many places
-    for name, value in model.items():
-        for own, shape, region, local in _pieces(metadata, str(name), value, rank, world):
+        refuse("it says that it is of another rank, or of another number of ranks, than its name")
+    left = file.most_of_names
+    for key, value in model.items():
+        name = str(key)
+        if not isinstance(value, TensorDescription):
+            refuse(f"{short(name)} is a {type(value).__name__}, not a tensor")
+        pieces: Iterator[Slice] = iter(())
+        if is_slice(name):
+            pieces = slice_pieces(metadata, name, value, rank=rank)
+        elif rank == 0:  # every rank has the buffers
+            whole = Region((0,) * len(value.shape), value.shape)
+            pieces = iter([(own_name(name), value.shape, whole, value)])
+        for own, shape, region, local in pieces:
             left -= len(own) + 1
             if left < 0:
-                msg = "it names more parameters than a description of its size can"
-                raise InvalidFileError(msg)
-            found.add(file, tuple(own.split(".")), shape, [(region, local)], local.dtype)
-
-
-def _pieces(
-    metadata: Mapping[str, Any], name: str, value: Any, rank: int, world: int
-) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
-    """Yield what an entry of a rank's model holds, as `slice_pieces` does."""
-    if not isinstance(value, TensorDescription):
-        msg = f"{short(name)} is a {type(value).__name__}, not a tensor"
-        raise InvalidFileError(msg)
-    if is_slice(name):
-        yield from slice_pieces(metadata, name, value, rank=rank, world=world)
-    elif rank == 0:  # every rank has the buffers
-        yield own_name(name), value.shape, Region((0,) * len(value.shape), value.shape), value
+                refuse("it names more parameters than a description of its size can")
+            found.add(file, tuple(own.split(".")), (local.dtype, shape), [(region, local)])
 
 
 def is_slice(name: str) -> bool:
@@ -123,8 +87,8 @@ def is_slice(name: str) -> bool:
 
 
 def slice_pieces(
-    metadata: Mapping[str, Any], name: str, value: TensorDescription, *, rank: int, world: int
-) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
+    metadata: Mapping[str, Any], name: str, value: TensorDescription, *, rank: int
+) -> Iterator[Slice]:
     """Yield the rectangles of parameters that a slice holds.
 
     Args:
@@ -132,7 +96,6 @@ def slice_pieces(
         name: The slice's.
         value: How the slice lies in its file, or in memory.
         rank: Whose it is.
-        world: Of how many.
 
     Yields:
         Each parameter's name and shape, the elements of it, and where they are in the slice.
@@ -144,20 +107,51 @@ def slice_pieces(
     cut = next(at for at, part in enumerate(parts) if part.startswith(_SHARD))
     unit, key = ".".join(parts[:cut]), ".".join(parts[cut:])
     name, shape = _original(unit, metadata["shard_info"][unit][key])
-    if len(value.shape) != 1:
-        yield from _rows(own_name(name), shape, value, rank)
+    if len(value.shape) != 1:  # by rows; those beyond the parameter's end are padding
+        if not shape or value.shape[1:] != shape[1:] or value.strides != row_major(value.shape):
+            refuse(f"{short(name)} of shape {list(shape)} has a slice of shape {list(value.shape)}")
+        first = min(rank * value.shape[0], shape[0])
+        sizes = (min(value.shape[0], shape[0] - first), *shape[1:])
+        if sizes[0]:
+            region = Region((first, *(0 for _ in shape[1:])), sizes)
+            yield own_name(name), shape, region, replace(value, shape=sizes, strides=row_major(sizes))
         return
-    spans = tuple(_spans(metadata, name, shape))
-    part = value.shape[0]
-    layout = FlatLayout(tuple(range(world)), part, part * world, spans)
-    for span, region, local in layout.pieces(rank, value):
-        yield span.names[0], span.shape, region, local
+    if value.strides not in {(1,), ()}:
+        refuse(f"{short(name)} has a slice that is not one run of elements")
+    first, last = rank * value.shape[0], (rank + 1) * value.shape[0]
+    for own, sizes, at in _spans(metadata, name, shape):
+        begin, end = max(first, at), min(last, at + math.prod(sizes))
+        for start, region in rectangles(sizes, begin - at, end - at):
+            here, steps = value.start + at + start - first, row_major(region.sizes)
+            yield own, sizes, region, replace(value, shape=region.sizes, strides=steps, start=here)
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[int, Region]]:
+    """Cut the elements `begin` to `end` of a row-major tensor into rectangles of consecutive elements.
+
+    Yields:
+        Each rectangle's first element, and the rectangle; in their order.
+    """
+    if begin >= end:
+        return
+    if len(shape) <= 1:
+        yield begin, Region((begin,) * len(shape), (end - begin,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows: first to last
+    # What is left of the row before them, and of the one after; both ends may lie in one row.
+    partial = [(first - 1, begin, first * row), (last, last * row, end)] if first <= last else [(last, begin, end)]
+    for number, (at, start, stop) in enumerate(partial):
+        if number and first < last:
+            yield first * row, Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        for inside, (offsets, sizes) in rectangles(shape[1:], start - at * row, stop - at * row):
+            yield at * row + inside, Region((at, *offsets), (1, *sizes))
 
 
 def sliced_parameters(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of all parameters that a model's slices are of, by the model's own names."""
     originals = [_original(unit, info) for unit, keys in metadata["shard_info"].items() for info in keys.values()]
-    return {span.names[0]: span.shape for name, shape in originals for span in _spans(metadata, name, shape)}
+    return {own: sizes for name, shape in originals for own, sizes, _ in _spans(metadata, name, shape)}
 
 
 def _original(unit: str, info: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -165,32 +159,23 @@ def _original(unit: str, info: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]
     return ".".join(filter(None, (unit, str(info["_orig_name"])))), _shape(info["_orig_size"])
 
 
-def _spans(metadata: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Iterator[FlatParameterSpan]:
-    """Yield the parameters one after the other in what was cut: itself, or those that were flattened into it."""
+def _spans(
+    metadata: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield the parameters one after the other in what was cut: itself, or those that were flattened into it.
+
+    Each with its shape, and the place of its first element.
+    """
     home, _, leaf = name.rpartition(".")
     if not _FLAT.fullmatch(leaf):
-        yield FlatParameterSpan((own_name(name),), shape, 0)
+        yield own_name(name), shape, 0
         return
     names, shapes, _ = metadata["flatten_info"][name]
     start = 0
-    for own, sizes in zip(names, shapes, strict=True):
-        span = FlatParameterSpan((own_name(f"{home}.{own}"),), _shape(sizes), start)
-        yield span
-        start += math.prod(span.shape)
-
-
-def _rows(
-    name: str, shape: tuple[int, ...], value: TensorDescription, rank: int
-) -> Iterator[tuple[str, tuple[int, ...], Region, TensorDescription]]:
-    """Yield the rows of a parameter that a rank holds; those beyond its end are padding."""
-    if not shape or value.shape[1:] != shape[1:] or value.strides != row_major(value.shape):
-        msg = f"{short(name)} of shape {list(shape)} has a slice of shape {list(value.shape)}"
-        raise InvalidFileError(msg)
-    first = min(rank * value.shape[0], shape[0])
-    sizes = (min(value.shape[0], shape[0] - first), *shape[1:])
-    if sizes[0]:
-        region = Region((first, *(0 for _ in shape[1:])), sizes)
-        yield name, shape, region, replace(value, shape=sizes, strides=row_major(sizes))
+    for own, listed in zip(names, shapes, strict=True):
+        sizes = _shape(listed)
+        yield own_name(f"{home}.{own}"), sizes, start
+        start += math.prod(sizes)
 
 
 def own_name(name: str) -> str:

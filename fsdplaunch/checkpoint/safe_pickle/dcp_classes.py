@@ -5,14 +5,21 @@ The three records that make up nearly all of a large index are read by the row i
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, TypeVar
 
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
 from fsdplaunch.checkpoint.safe_pickle.unpickle import Interpreter, PickledCallable, PickledObject, unpickle
-from fsdplaunch.checkpoint.untrusted_files import LARGEST, InvalidFileError, check_count, check_counts, short
+from fsdplaunch.checkpoint.untrusted_files import (
+    LARGEST,
+    InvalidFileError,
+    check_count,
+    check_counts,
+    refuse,
+    short,
+)
 
 T = TypeVar("T")
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -47,18 +54,15 @@ _MAX_STATES = 2
 _BYTES_PER_CHUNK = 16
 
 
+@dataclass(slots=True)
 class KnownPatterns:
     """What one index repeats: patterns with its own references in place, and what stretches of bytes mean."""
 
-    __slots__ = ("chunk_forms", "item_forms", "numbers", "records", "sizes", "texts")
-
-    def __init__(self) -> None:
-        self.chunk_forms: dict[bytes, re.Pattern[bytes]] = {}
-        self.item_forms: dict[bytes, re.Pattern[bytes]] = {}
-        self.records: dict[bytes, tuple[Region, tuple[Any, ...]]] = {}
-        self.sizes: dict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = {}
-        self.numbers: dict[bytes, int] = {}
-        self.texts: dict[bytes, str] = {}
+    forms: dict[bytes, re.Pattern[bytes]] = field(default_factory=dict)
+    records: dict[bytes, tuple[Region, tuple[Any, ...]]] = field(default_factory=dict)
+    sizes: dict[bytes, tuple[tuple[int, ...], tuple[Any, ...]]] = field(default_factory=dict)
+    numbers: dict[bytes, int] = field(default_factory=dict)
+    texts: dict[bytes, str] = field(default_factory=dict)
 
 
 def fuse_chunks(m: Interpreter, width: int) -> int:
@@ -68,42 +72,30 @@ def fuse_chunks(m: Interpreter, width: int) -> int:
         m: The interpreter.
         width: Bytes of the reference to the class, which was just read.
     """
-    known, data, position = _known(m), m.data, m.position - width
-    pattern = _pattern(m, known.chunk_forms, width, _FIRST_CHUNK, _CHUNK, _CHUNK_TERMS)
+    known: KnownPatterns = m.known or KnownPatterns()
+    m.known = known
+    pattern = _pattern(m, known, width, _FIRST_CHUNK, _CHUNK, _CHUNK_TERMS)
     if pattern is None:
         return 0
-    boxes, stack, memo, match, before = known.records, m.stack, m.memo, pattern.match, len(m.stack)
+    data, position, boxes, match, before = m.data, m.position - width, known.records, pattern.match, len(m.stack)
     while found := match(data, position):
-        raw = found[0]
-        read = boxes.get(raw) or _box(m, known, found, raw)
+        read = boxes.get(found[0])
         if read is None:
-            break
-        stack.append(read[0])
-        memo += read[1]
-        position = found.end()
-        m.position = position
-    return len(stack) - before
-
-
-def _box(
-    m: Interpreter, known: KnownPatterns, found: re.Match[bytes], raw: bytes
-) -> tuple[Region, tuple[Any, ...]] | None:
-    """Return a chunk's box and what reading it memoizes. References keep their meaning: equal bytes are equal."""
-    start, size, ref = found.groups()
-    offsets = _spelled_size(known, start)
-    if offsets is None:
-        return None
-    if ref:
-        try:
-            box = Region(offsets[0], check_counts(m.fetch(ref), "a size"))
-        except InvalidFileError:
-            return None
-        return _keep(known.records, raw, (box, (box, _SPENT, *offsets[1])))
-    sizes = _spelled_size(known, size)
-    if sizes is None:
-        return None
-    box = Region(offsets[0], sizes[0])
-    return _keep(known.records, raw, (box, (box, _SPENT, *offsets[1], *sizes[1])))
+            start, size, ref = found.groups()
+            offsets = _spelled_size(known, start)
+            try:
+                sizes = (check_counts(m.fetch(ref), "a size"), ()) if ref else _spelled_size(known, size)
+            except InvalidFileError:
+                break
+            if offsets is None or sizes is None:
+                break
+            box = Region(offsets[0], sizes[0])
+            # References keep their meaning: equal bytes are equal.
+            read = _keep(boxes, found[0], (box, (box, _SPENT, *offsets[1], *sizes[1])))
+        m.stack.append(read[0])
+        m.memo += read[1]
+        m.position = position = found.end()
+    return len(m.stack) - before
 
 
 def fuse_items(m: Interpreter, width: int) -> int:
@@ -113,12 +105,13 @@ def fuse_items(m: Interpreter, width: int) -> int:
         m: The interpreter.
         width: Bytes of the reference to the first class, which was just read.
     """
-    known, data, position = _known(m), m.data, m.position - width
-    pattern = _pattern(m, known.item_forms, width, _FIRST_ITEM, _ITEM, _ITEM_TERMS)
+    known: KnownPatterns = m.known or KnownPatterns()
+    m.known = known
+    pattern = _pattern(m, known, width, _FIRST_ITEM, _ITEM, _ITEM_TERMS)
     if pattern is None:
         return 0
-    stack, memo, match, before = m.stack, m.memo, pattern.match, len(m.stack)
-    sizes, numbers, new, new_key = known.sizes, known.numbers, tuple.__new__, ItemKey
+    data, position, stack, memo, match = m.data, m.position - width, m.stack, m.memo, pattern.match
+    sizes, numbers, new, new_key, before = known.sizes, known.numbers, tuple.__new__, ItemKey, len(m.stack)
     while found := match(data, position):
         name_ref, name_length, name, place, path_ref, path_length, path, first, count = found.groups()
         size = sizes.get(place) or _spelled_size(known, place)
@@ -135,56 +128,34 @@ def fuse_items(m: Interpreter, width: int) -> int:
         memo += (_SPENT, _SPENT) if name_ref else (_SPENT, _SPENT, fqn)
         memo += size[1]
         memo += (_SPENT, _SPENT) if path_ref else (_SPENT, _SPENT, file)
-        position = found.end()
-        m.position = position
+        m.position = position = found.end()
     return (len(stack) - before) // 2
 
 
-def _known(m: Interpreter) -> KnownPatterns:
-    known: KnownPatterns = m.known or KnownPatterns()
-    m.known = known
-    return known
-
-
 def _pattern(
-    m: Interpreter,
-    made: dict[bytes, re.Pattern[bytes]],
-    width: int,
-    first: re.Pattern[bytes],
-    text: bytes,
-    terms: tuple[str, ...],
+    m: Interpreter, known: KnownPatterns, width: int, first: re.Pattern[bytes], text: bytes, terms: tuple[str, ...]
 ) -> re.Pattern[bytes] | None:
     """Return the pattern of a record with this index's own references for the names in it; None: step by step."""
     start = m.position - width
     token = m.data[start : m.position]
-    if token in made:
-        return made[token]
+    if token in known.forms:
+        return known.forms[token]
     found = first.match(m.data, start)
-    if found is None or len(made) >= _MAX_FORMS:
+    if found is None or len(known.forms) >= _MAX_FORMS:
         return None
-    tokens = _references(found, text)
-    if not all(_is_term(m.fetch(ref), term) for ref, term in zip(tokens, terms, strict=True)):
-        return None
-    pattern = re.compile(text % tuple(map(re.escape, tokens)), re.DOTALL)
-    made[token] = pattern
-    return pattern
-
-
-def _references(found: re.Match[bytes], text: bytes) -> list[bytes]:
-    """Return what stood for each %b of `text` in the first record, which has groups of its own between them."""
+    # What stood for each %b of `text` in the first record, which has groups of its own between them.
     tokens: list[bytes] = []
     for group, place in enumerate(re.finditer(rb"%b|(?<!\\)\((?!\?)", text), 1):
         if place[0] == b"%b":
             # A chunk that refers to its size names torch.Size only once.
             tokens.append(found[group] or tokens[2])
-    return tokens
-
-
-def _is_term(value: Any, term: str) -> bool:
-    """Say whether a reference is to a class (whose name has a dot) or to the name of a field."""
-    if "." in term:
-        return type(value) is PickledCallable and value.name == term
-    return type(value) is str and value == term
+    for ref, term in zip(tokens, terms, strict=True):
+        value = m.fetch(ref)
+        is_class = type(value) is PickledCallable  # its name has a dot, that of a field has none
+        if is_class != ("." in term) or (value.name if is_class else value) != term:
+            return None
+    pattern = known.forms[token] = re.compile(text % tuple(map(re.escape, tokens)), re.DOTALL)
+    return pattern
 
 
 def _spelled_size(known: KnownPatterns, raw: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
@@ -200,9 +171,9 @@ def _spelled_size(known: KnownPatterns, raw: bytes) -> tuple[tuple[int, ...], tu
 
 def _number(known: KnownPatterns, token: bytes) -> int:
     """Return the number of one integer opcode with its argument."""
-    if token[0] == _LONG1:
-        return _keep(known.numbers, token, int.from_bytes(token[2:], "little", signed=True))
-    return _keep(known.numbers, token, int.from_bytes(token[1:], "little", signed=token[0] == _BININT))
+    number = token[2:] if token[0] == _LONG1 else token[1:]
+    signed = token[0] in (_LONG1, _BININT)
+    return _keep(known.numbers, token, int.from_bytes(number, "little", signed=signed))
 
 
 def _text(known: KnownPatterns, length: bytes, raw: bytes) -> str | None:
@@ -256,20 +227,24 @@ def read_records(data: bytes, where: str) -> Metadata:
         InvalidFileError: It is something else, or its parts are not those of an index.
     """
     found = unpickle(data, INDEX_NAMES, where=where)
-    fields = _fields(found, "Metadata")
-    if fields is None:
-        msg = f"it holds a {_kind(found)}, not a checkpoint's metadata"
-        raise InvalidFileError(msg)
-    entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
+    meta = _fields(found, "Metadata")
+    if meta is None:
+        refuse(f"it holds a {_kind(found)}, not a checkpoint's metadata")
+    entries, storage = meta.get("state_dict_metadata"), meta.get("storage_data")
     if type(entries) is not dict or type(storage) is not dict:
-        msg = "Metadata lacks its tables"
-        raise InvalidFileError(msg)
-    lists = _ChunkLists(len(data) // _BYTES_PER_CHUNK)
-    return Metadata(
-        {_name(name): _entry(name, value, lists) for name, value in entries.items()},
-        fields.get("planner_data"),
-        dict(starmap(_item, storage.items())),
-    )
+        refuse("Metadata lacks its tables")
+    # Many tensors may name one list of chunks, but not more chunks together than such a file can describe.
+    most = left = len(data) // _BYTES_PER_CHUNK
+    lists: dict[int, list[Region]] = {}
+    tensors: dict[str, TensorEntry | None] = {}
+    for name, entry in entries.items():
+        if type(name) is not str:
+            refuse(f"an entry is named by a {type(name).__name__}")
+        tensors[name] = None if _is_a(entry, "BytesStorageMetadata") else _tensor_entry(name, entry, lists)
+        left -= len(found.chunks) if (found := tensors[name]) else 0
+        if left < 0:
+            refuse(f"its tensors name more than the {most} chunks that a file of its size can describe")
+    return Metadata(tensors, meta.get("planner_data"), dict(starmap(_item, storage.items())))
 
 
 _KNOWN = {
@@ -296,32 +271,21 @@ def _kind(value: Any) -> str:
     return short(value.name) if type(value) is PickledObject else type(value).__name__
 
 
-def _name(name: Any) -> str:
-    if type(name) is not str:
-        msg = f"an entry is named by a {type(name).__name__}"
-        raise InvalidFileError(msg)
-    return name
-
-
-class _ChunkLists:
-    """The lists of chunks; many tensors may name one, but not more than `most` chunks together."""
-
-    def __init__(self, most: int) -> None:
-        self._left = self._most = most
-        self._known: dict[int, list[Region]] = {}
-
-    def regions(self, chunks: Any) -> list[Region]:
-        """Return the rectangles of a list of chunks."""
-        if type(chunks) is not list:
-            msg = "a tensor's chunks are not a list of chunks"
-            raise InvalidFileError(msg)
-        self._left -= len(chunks)
-        if self._left < 0:
-            msg = f"its tensors name more than the {self._most} chunks that a file of its size can describe"
-            raise InvalidFileError(msg)
-        if id(chunks) not in self._known:
-            self._known[id(chunks)] = list(map(_region, chunks))
-        return self._known[id(chunks)]
+def _tensor_entry(name: str, entry: Any, lists: dict[int, list[Region]]) -> TensorEntry:
+    fields = _fields(entry, "TensorStorageMetadata")
+    if fields is None:
+        refuse(f"{short(name)} is a {_kind(entry)}, not a tensor or a value")
+    properties: Any = fields.get("properties")
+    # Dtype and layout come first; torch 2.15 adds strides as a sixth, which items carry themselves.
+    state: tuple[Any, ...] = properties.states if _is_a(properties, "TensorProperties") else ()
+    if len(state) != _MAX_STATES or not isinstance(state[0], Dtype) or type(state[1]) is not str:
+        refuse(f"{short(name)} has no dtype and layout")
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        refuse("a tensor's chunks are not a list of chunks")
+    if id(chunks) not in lists:
+        lists[id(chunks)] = list(map(_region, chunks))
+    return TensorEntry(state[0], state[1], check_counts(fields.get("size"), "a tensor's size"), lists[id(chunks)])
 
 
 def _region(chunk: Any) -> Region:
@@ -329,70 +293,45 @@ def _region(chunk: Any) -> Region:
         return chunk
     fields = _fields(chunk, "ChunkStorageMetadata")
     if fields is None:
-        msg = "a tensor's chunks are not a list of chunks"
-        raise InvalidFileError(msg)
+        refuse("a tensor's chunks are not a list of chunks")
     offsets, sizes = fields.get("offsets"), fields.get("sizes")
     return Region(check_counts(offsets, "a chunk's offset"), check_counts(sizes, "a chunk's size"))
 
 
-def _entry(name: str, entry: Any, lists: _ChunkLists) -> TensorEntry | None:
-    if _is_a(entry, "BytesStorageMetadata"):
-        return None
-    fields = _fields(entry, "TensorStorageMetadata")
-    if fields is None:
-        msg = f"{short(name)} is a {_kind(entry)}, not a tensor or a value"
-        raise InvalidFileError(msg)
-    properties: Any = fields.get("properties")
-    # Dtype and layout come first; torch 2.15 adds strides as a sixth, which items carry themselves.
-    state: tuple[Any, ...] = properties.states if _is_a(properties, "TensorProperties") else ()
-    if len(state) != _MAX_STATES or not isinstance(state[0], Dtype) or type(state[1]) is not str:
-        msg = f"{short(name)} has no dtype and layout"
-        raise InvalidFileError(msg)
-    shape = check_counts(fields.get("size"), "a tensor's size")
-    return TensorEntry(state[0], state[1], shape, lists.regions(fields.get("chunks")))
-
-
 def _item(key: Any, place: Any) -> tuple[ItemKey, ItemLocation]:
     """Return the key of an item and where it stands; fields that are None are not written."""
-    own: Any = key
     if type(key) is not ItemKey:
         fields = _fields(key, "MetadataIndex") or {}
         name, offset = fields.get("fqn"), fields.get("offset")
         if type(name) is not str:
-            msg = f"its storage table has a {_kind(key)} without a name as a key"
-            raise InvalidFileError(msg)
-        own = ItemKey(name, None if offset is None else check_counts(offset, "an item's offset"))
-    return own, place if type(place) is ItemLocation else _location(own, place)
-
-
-def _location(key: ItemKey, info: Any) -> ItemLocation:
-    fields = _fields(info, "_StorageInfo") or {}
-    if type(fields.get("relative_path")) is not str:
-        msg = f"an entry of its storage table is a {_kind(info)} without the name of a file"
-        raise InvalidFileError(msg)
-    if fields.get("transform_descriptors"):
-        msg = f"{short(key.fqn)} is stored through torch's extensions: load it with torch, and save it without"
-        raise InvalidFileError(msg)
-    offset = check_count(fields.get("offset"), "an item's place")
-    length = check_count(fields.get("length"), "an item's length")
-    if offset + length > LARGEST:
-        msg = "an item ends beyond any file"
-        raise InvalidFileError(msg)
-    return ItemLocation(fields["relative_path"], offset, length)
+            refuse(f"its storage table has a {_kind(key)} without a name as a key")
+        key = ItemKey(name, None if offset is None else check_counts(offset, "an item's offset"))
+    if type(place) is not ItemLocation:
+        fields = _fields(place, "_StorageInfo") or {}
+        file = fields.get("relative_path")
+        if type(file) is not str:
+            refuse(f"an entry of its storage table is a {_kind(place)} without the name of a file")
+        if fields.get("transform_descriptors"):
+            what = f"{short(key.fqn)} is stored through torch's extensions"
+            refuse(f"{what}: load it with torch, and save it without")
+        start = check_count(fields.get("offset"), "an item's place")
+        length = check_count(fields.get("length"), "an item's length")
+        if start + length > LARGEST:
+            refuse("an item ends beyond any file")
+        place = ItemLocation(file, start, length)
+    return key, place
 
 
 def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if len(arguments) != 1:
-        msg = "torch.Size is called with several values"
-        raise InvalidFileError(msg)
+        refuse("torch.Size is called with several values")
     return check_counts(arguments[0], "a size")
 
 
 def _one(kind: type, what: str) -> Callable[[tuple[Any, ...]], Any]:
     def take(arguments: tuple[Any, ...]) -> Any:
         if len(arguments) != 1 or type(arguments[0]) is not kind:
-            msg = f"{what} is called with something else than one {kind.__name__}"
-            raise InvalidFileError(msg)
+            refuse(f"{what} is called with something else than one {kind.__name__}")
         return arguments[0]
 
     return take
@@ -405,35 +344,23 @@ def _layout(arguments: tuple[Any, ...]) -> str:
 
 def _folder(arguments: tuple[Any, ...]) -> None:
     if not all(type(part) is str for part in arguments):
-        msg = "a path is made of something else than text"
-        raise InvalidFileError(msg)
+        refuse("a path is made of something else than text")
 
 
-_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-"""Members of torch's enumeration, in the order of their values."""
+def is_memory_format(arguments: tuple[Any, ...]) -> bool:
+    """Say whether a call of `getattr`, which is not called, asks for a memory format.
 
-
-def memory_format(arguments: tuple[Any, ...]) -> int | None:
-    """Read a member as Python 3.11.2 writes it: `getattr(_MEM_FORMAT_ENCODING, name)`, which is not called.
-
-    Args:
-        arguments: What the pickle gives to `getattr`.
-
-    Returns:
-        The member's value; None where they ask for anything else.
+    Python 3.11.2 writes members of torch's enumeration that way: `getattr(_MEM_FORMAT_ENCODING, name)`.
     """
     match arguments:
         case (PickledCallable(name=owner), str(name)) if owner.endswith("MEM_FORMAT_ENCODING"):
-            return _MEMORY_FORMATS.index(name) if name in _MEMORY_FORMATS else None
-    return None
+            return name in ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+    return False
 
 
-def _attribute(arguments: tuple[Any, ...]) -> int:
-    found = memory_format(arguments)
-    if found is None:
-        msg = "it asks for an attribute"
-        raise InvalidFileError(msg)
-    return found
+def _attribute(arguments: tuple[Any, ...]) -> None:
+    if not is_memory_format(arguments):
+        refuse("it asks for an attribute")
 
 
 SIZE_NAMES: dict[tuple[str, str], Any] = {

@@ -12,7 +12,7 @@ from sys import getsizeof
 from typing import Any, NoReturn
 
 from fsdplaunch.checkpoint.chunks import ItemKey
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, short
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, refuse, short
 from fsdplaunch.errors import CheckpointError
 
 Call = Callable[[tuple[Any, ...]], Any]
@@ -21,7 +21,7 @@ BYTES_PER_BYTE = 17
 BYTES_TO_BEGIN_WITH = 32 * 2**20
 # What CPython takes: a place on a list, an empty container with its place, an entry of a dictionary, an object.
 SLOT, CONTAINER, ENTRY, OBJECT = 9, 72, 64, 128
-# Larger ones could be chosen so that they all hash alike.
+# Larger ones could be chosen so that they all hash alike. Keys of a tuple, too, hash in constant time.
 _MAX_INTEGER_KEY = 2**60
 
 
@@ -79,15 +79,6 @@ _NOT_LISTED = object()
 _MAX_STATES = 2
 
 
-def _is_key(key: Any) -> bool:
-    """Say whether `key` hashes in constant time and unlike others."""
-    if type(key) is int and abs(key) > _MAX_INTEGER_KEY:
-        return False
-    if isinstance(key, (*_KEYS, ItemKey, PickledObject)):
-        return True
-    return type(key) is tuple and len(key) <= _MAX_KEY_PARTS and all(isinstance(part, _KEYS) for part in key)
-
-
 class Interpreter:
     """The stack, the marks and the memo while one pickle is read."""
 
@@ -109,16 +100,14 @@ class Interpreter:
         """Return the next `count` bytes."""
         start, end = self.position, self.position + count
         if count < 0 or end > len(self.data):
-            msg = f"the pickle ends inside the value at byte {start}"
-            raise InvalidFileError(msg)
+            refuse(f"the pickle ends inside the value at byte {start}")
         self.position = end
         return self.data[start:end]
 
     def top(self) -> Any:
         """Return the top of the stack, not beyond a mark."""
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
-            msg = f"the stack runs empty at byte {self.position}"
-            raise InvalidFileError(msg)
+            refuse(f"the stack runs empty at byte {self.position}")
         return self.stack[-1]
 
     def pop(self) -> Any:
@@ -143,8 +132,7 @@ class Interpreter:
         if self.spent > BYTES_TO_BEGIN_WITH:
             slots = SLOT * (len(self.stack) + len(self.memo))
             if self.spent + slots > BYTES_TO_BEGIN_WITH + BYTES_PER_BYTE * len(self.data):
-                msg = f"at byte {self.position} it takes more than {BYTES_PER_BYTE} times its size of memory"
-                raise InvalidFileError(msg)
+                refuse(f"at byte {self.position} it takes more than {BYTES_PER_BYTE} times its size of memory")
 
     def find(self, module: str, name: str) -> None:
         """Push what stands for a name."""
@@ -158,22 +146,25 @@ class Interpreter:
         """Set keys and values on the dictionary on top."""
         target = self.top()
         if type(target) not in {dict, PickledDict} or len(pairs) % 2:
-            msg = f"entries are set on a {type(target).__name__} at byte {self.position}"
-            raise InvalidFileError(msg)
+            refuse(f"entries are set on a {type(target).__name__} at byte {self.position}")
         self.spend(ENTRY * (len(pairs) // 2))
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # Hashing a hostile nest of tuples takes for ever; these hash in constant time.
-            if not _is_key(key):
-                msg = f"a {type(key).__name__} is used as a key at byte {self.position}"
-                raise InvalidFileError(msg)
+            # Hashing a hostile nest of tuples takes for ever, and many integers may hash alike.
+            if type(key) is int:
+                good = abs(key) <= _MAX_INTEGER_KEY
+            elif type(key) is tuple:
+                good = len(key) <= _MAX_KEY_PARTS and all(isinstance(part, _KEYS) for part in key)
+            else:
+                good = isinstance(key, (*_KEYS, ItemKey, PickledObject))
+            if not good:
+                refuse(f"a {type(key).__name__} is used as a key at byte {self.position}")
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
         """Append to the list on top."""
         target = self.top()
         if type(target) is not list:
-            msg = f"items are appended to a {type(target).__name__} at byte {self.position}"
-            raise InvalidFileError(msg)
+            refuse(f"items are appended to a {type(target).__name__} at byte {self.position}")
         self.spend(SLOT * len(items))
         target.extend(items)
 
@@ -181,15 +172,13 @@ class Interpreter:
         """Keep the top in the next memo slot."""
         value = self.top()
         if slot != len(self.memo):
-            msg = f"byte {self.position} stores into slot {slot}, the next one is {len(self.memo)}"
-            raise InvalidFileError(msg)
+            refuse(f"byte {self.position} stores into slot {slot}, the next one is {len(self.memo)}")
         self.memo.append(value)
 
     def recall(self, slot: int, width: int) -> None:
         """Push a memo slot that `width` bytes asked for; a record's class may bring several records instead."""
         if slot >= len(self.memo):
-            msg = f"byte {self.position} recalls slot {slot}, which was never stored"
-            raise InvalidFileError(msg)
+            refuse(f"byte {self.position} recalls slot {slot}, which was never stored")
         value = self.memo[slot]
         if type(value) is not PickledCallable or value.fuse is None or not value.fuse(self, width):
             self.stack.append(value)
@@ -201,16 +190,14 @@ class Interpreter:
         except KeyError:
             slot = int.from_bytes(reference[1:], "little")
             if slot >= len(self.memo):
-                msg = f"byte {self.position} recalls slot {slot}, which was never stored"
-                raise InvalidFileError(msg) from None
+                refuse(f"byte {self.position} recalls slot {slot}, which was never stored")
             return self.fetched.setdefault(reference, self.memo[slot])
 
     def line(self) -> str:
         """Return the text up to the next line end."""
         end = self.data.find(b"\n", self.position, self.position + 1024)
         if end < 0:
-            msg = f"the name at byte {self.position} has no end"
-            raise InvalidFileError(msg)
+            refuse(f"the name at byte {self.position} has no end")
         text = self.data[self.position : end].decode()
         self.position = end + 1
         return text
@@ -223,22 +210,19 @@ MAX_OPEN_MARKS = 100
 def _check_protocol(m: Interpreter) -> None:
     version = m.take(1)[0]
     if not 2 <= version <= 5:  # noqa: PLR2004  (pickle protocols)
-        msg = f"pickle protocol {version} is not supported"
-        raise InvalidFileError(msg)
+        refuse(f"pickle protocol {version} is not supported")
 
 
 def _mark(m: Interpreter) -> None:
     if len(m.marks) >= MAX_OPEN_MARKS:
-        msg = f"containers nest more than {MAX_OPEN_MARKS} deep at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"containers nest more than {MAX_OPEN_MARKS} deep at byte {m.position}")
     m.marks.append(len(m.stack))
 
 
 def _long(m: Interpreter) -> None:
     count = m.take(1)[0]
     if count > MAX_INTEGER_BYTES:
-        msg = f"an integer of {count} bytes at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"an integer of {count} bytes at byte {m.position}")
     m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
 
 
@@ -250,8 +234,7 @@ def _tuple(m: Interpreter, items: list[Any]) -> None:
 def _stack_global(m: Interpreter) -> None:
     name, module = m.pop(), m.pop()
     if type(name) is not str or type(module) is not str:
-        msg = f"a name at byte {m.position} is not text"
-        raise InvalidFileError(msg)
+        refuse(f"a name at byte {m.position} is not text")
     m.find(module, name)
 
 
@@ -259,8 +242,7 @@ def _reduce(m: Interpreter) -> None:
     arguments, callee = m.pop(), m.pop()
     if not isinstance(callee, PickledCallable) or callee.call is None or type(arguments) is not tuple:
         shown = callee.name if isinstance(callee, PickledCallable) else type(callee).__name__
-        msg = f"it calls {shown} at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"it calls {shown} at byte {m.position}")
     made = callee.call(arguments)
     m.spend(getattr(made, "weight", OBJECT))
     m.stack.append(made)
@@ -270,8 +252,7 @@ def _newobj(m: Interpreter) -> None:
     arguments, cls = m.pop(), m.pop()
     if not isinstance(cls, PickledCallable) or not cls.new or (arguments != () and not cls.any_arguments):
         shown = cls.name if isinstance(cls, PickledCallable) else type(cls).__name__
-        msg = f"it makes a {shown} at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"it makes a {shown} at byte {m.position}")
     m.spend(OBJECT)
     m.stack.append(PickledObject(cls.name))
 
@@ -281,15 +262,13 @@ def _build(m: Interpreter) -> None:
     if isinstance(target, PickledObject):
         target.take(state)
     elif not isinstance(target, PickledDict):
-        msg = f"it fills in a {type(target).__name__} at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"it fills in a {type(target).__name__} at byte {m.position}")
 
 
 def _persistent(m: Interpreter) -> None:
     key = m.pop()
     if m.persistent is None or type(key) is not tuple:
-        msg = f"a persistent id at byte {m.position}"
-        raise InvalidFileError(msg)
+        refuse(f"a persistent id at byte {m.position}")
     m.stack.append(m.persistent(key))
 
 
@@ -360,14 +339,12 @@ _HANDLERS: dict[int, Handler] = {
 _STOP = ord(".")
 
 
-def refuse_name(module: str, name: str) -> NoReturn:
-    """Refuse a name that is not on the list."""
-    msg = f"it names {short(module + '.' + name)}, which such a file has no use for"
-    raise InvalidFileError(msg)
+def _refuse_name(module: str, name: str) -> NoReturn:
+    refuse(f"it names {short(module + '.' + name)}, which such a file has no use for")
 
 
 def unpickle(
-    data: bytes, names: Names, *, persistent: Call | None = None, unknown: Unknown = refuse_name, where: str
+    data: bytes, names: Names, *, persistent: Call | None = None, unknown: Unknown = _refuse_name, where: str
 ) -> Any:
     """Return the object that `data` describes, built only from what `names` allows.
 
@@ -381,8 +358,17 @@ def unpickle(
     Raises:
         CheckpointError: On anything that is not allowed, and on damage.
     """
+    m = Interpreter(data, names, persistent, unknown)
     try:
-        return _run(Interpreter(data, names, persistent, unknown))
+        while (opcode := data[m.position]) != _STOP:
+            m.position += 1
+            handler = _HANDLERS.get(opcode)
+            if handler is None:
+                refuse(f"opcode 0x{opcode:02x} at byte {m.position - 1} is not one that torch writes")
+            handler(m)
+        if len(m.stack) == 1 and not m.marks:
+            return m.stack[0]
+        msg = f"{where} is not a checkpoint that is safe to read: it does not end with exactly one object"
     except InvalidFileError as problem:
         msg = f"{where} is not a checkpoint that is safe to read: {problem}"
     except UnicodeDecodeError:
@@ -390,22 +376,3 @@ def unpickle(
     except (IndexError, struct.error):
         msg = f"{where} is damaged: its pickle ends early or its stack runs empty"
     raise CheckpointError(msg, hint="copy the checkpoint again from where it was written; nothing in it was run")
-
-
-def _run(m: Interpreter) -> Any:
-    """Execute until STOP and return the one object left."""
-    data, table = m.data, _HANDLERS
-    while True:
-        opcode = data[m.position]
-        m.position += 1
-        if opcode == _STOP:
-            break
-        handler = table.get(opcode)
-        if handler is None:
-            msg = f"opcode 0x{opcode:02x} at byte {m.position - 1} is not one that torch writes"
-            raise InvalidFileError(msg)
-        handler(m)
-    if len(m.stack) != 1 or m.marks:
-        msg = "the pickle does not end with exactly one object"
-        raise InvalidFileError(msg)
-    return m.stack[0]

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, member_bytes, read_zip
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, read_exactly, short

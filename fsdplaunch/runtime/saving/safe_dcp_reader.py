@@ -11,6 +11,7 @@ import operator
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, check_save
@@ -95,9 +95,7 @@ def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
         return torch.empty(found.shape, dtype=dtype)
     complete = len(data) - len(data) % found.dtype.size
     flat = torch.frombuffer(data, dtype=torch.uint8, count=complete).view(dtype)
-    tensor = flat.as_strided(found.shape, found.strides, found.start)
-    tensor = tensor.conj().resolve_conj() if found.conjugated else tensor
-    return -tensor if found.negated else tensor
+    return flat.as_strided(found.shape, found.strides, found.start)
 
 
 def _fill(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch import __version__
-from fsdplaunch.checkpoint.byte_transfer import crc32
 from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, MAX_JSON, read_manifest
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.config.environment import decode
@@ -46,7 +46,6 @@ from fsdplaunch.runtime.saving.plain_files import (
 from fsdplaunch.runtime.saving.save_job import FileContent, SaveJob, check_shared
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import files_of_ranks
-from fsdplaunch.runtime.state_dict.state_dict_type import flat_layout
 
 _FORMAT_VERSION = 1
 _SCHEDULER, _LOADER, _EXTRA = "scheduler", "loader", "extra.bin"
@@ -182,8 +181,6 @@ def _manifest(models: list[nn.Module], step: int | None) -> dict[str, Any]:
                 "mesh": dict(zip(mesh.mesh_dim_names or ("ranks",), mesh.shape, strict=False)),
                 "tied": [list(names) for names in prepared.tied],
             }
-        if _form(model) == "LOCAL_STATE_DICT":
-            entry["flat_parameters"] = flat_layout(model)
         described.append(entry)
     return {
         "format": "fsdplaunch checkpoint",

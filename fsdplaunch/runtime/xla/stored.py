@@ -141,7 +141,7 @@ def values_of(
         return stored.read(own_name(name), Region((0,) * len(shape), shape)).to(dtype)
     values = torch.zeros(shape, dtype=dtype)
     here = TensorDescription(DTYPES["float32"], shape, row_major(shape), 0, "")
-    pieces = slice_pieces(metadata, name, here, rank=metadata["rank"], world=metadata["world_size"])
+    pieces = slice_pieces(metadata, name, here, rank=metadata["rank"])
     for own, _, region, local in pieces:
         values.as_strided(local.shape, local.strides, local.start).copy_(stored.read(own, region))
     return values

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeResult, merge
+
 METADATA = "torch.distributed.checkpoint.metadata"
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1, "complex64": 8, "float8_e4m3fn": 1}
 STORAGES = {
@@ -236,6 +238,13 @@ class Draft:
         (folder / ".metadata").write_bytes(self.index())
         return folder
 
+    def merged(self, folder: Path, **options) -> MergeResult:
+        """Save as `folder/ckpt`, merge into `folder/out`, and compare every byte of it."""
+        result = merge(self.save(folder / "ckpt"), folder / "out", options=MergeOptions(**options))
+        found = safetensors(folder / "out" / "model.safetensors")
+        assert {name: data for name, (_, _, data) in found.items()} == self.expected
+        return result
+
 
 def tensor_entry(dtype, shape, boxes) -> Made:
     layout = Called(Named("torch.serialization", "_get_layout"), ("torch.strided",))
@@ -288,27 +297,7 @@ def names(folder: Path) -> list[str]:
 @pytest.fixture
 def dcp() -> SimpleNamespace:
     """What makes checkpoints: the functions and classes of this file."""
-    return SimpleNamespace(
-        METADATA=METADATA,
-        Named=Named,
-        Made=Made,
-        Called=Called,
-        Raw=Raw,
-        PersistentId=PersistentId,
-        Draft=Draft,
-        dumps=dumps,
-        described=described,
-        zipped=zipped,
-        pattern=pattern,
-        tensor_entry=tensor_entry,
-        index_key=index_key,
-        info=info,
-        size=size,
-        safetensors=safetensors,
-        tree=tree,
-        cut=cut,
-        names=names,
-    )
+    return SimpleNamespace(**globals())
 
 
 @pytest.fixture

@@ -2,25 +2,24 @@
 
 import itertools
 import json
-import struct
-from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint.merge.merge import MergeOptions, MergeProgress, merge, prepare_merge
+from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
 from fsdplaunch.errors import CheckpointError, UsageError
-
-
-def assert_merged(dcp, draft, output: Path) -> None:
-    found = dcp.safetensors(output / "model.safetensors")
-    assert {name: data for name, (_, _, data) in found.items()} == draft.expected
 
 
 def test_merge_rows_gives_every_tensor_exactly(dcp, rows, tmp_path):
     checkpoint = rows.save(tmp_path / "ckpt")
-    before = dcp.tree(checkpoint)
-    result = merge(checkpoint, tmp_path / "out")
-    assert_merged(dcp, rows, tmp_path / "out")
+    before, plan = dcp.tree(checkpoint), prepare_merge(checkpoint, output=tmp_path / "out")
+    data = plan.to_dict()
+    json.dumps(data)
+    assert (data["source"], data["skipped"]) == (str(checkpoint), ["model.step"])
+    assert dcp.names(tmp_path) == ["ckpt"]
+    result = rows.merged(tmp_path)
+    raw = (tmp_path / "out/model.safetensors").read_bytes()
+    for tensor in data["files"][0]["tensors"]:
+        assert raw[tensor["offset"] :][: tensor["bytes"]] == rows.expected[tensor["name"]]
     found = dcp.safetensors(tmp_path / "out/model.safetensors")
     assert found["layer.weight"][:2] == ("F32", [6, 4])
     assert found["scale"][:2] == ("F32", [])
@@ -29,82 +28,50 @@ def test_merge_rows_gives_every_tensor_exactly(dcp, rows, tmp_path):
     assert result.files == (tmp_path / "out/model.safetensors",)
     assert result.dtypes == {"float32": 3, "bfloat16": 1}
     assert result.skipped == ("model.step",)
-    assert result.nbytes == (tmp_path / "out/model.safetensors").stat().st_size
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
-
-
-def test_merge_twice_gives_the_same_bytes(dcp, rows, tmp_path):
-    checkpoint = rows.save(tmp_path / "ckpt")
-    merge(checkpoint, tmp_path / "one")
-    merge(checkpoint, tmp_path / "two")
-    assert dcp.tree(tmp_path / "one") == dcp.tree(tmp_path / "two")
-
-
-def columns(*cuts: int, rows: int):
-    edges = (0, *cuts)
-    return [((0, a), (rows, b - a)) for a, b in itertools.pairwise(edges)]
+    assert result.nbytes == plan.plan.nbytes == len(raw)
+    merge(checkpoint, tmp_path / "again")
+    assert dcp.tree(tmp_path / "again") == dcp.tree(tmp_path / "out")
+    assert dcp.names(tmp_path) == ["again", "ckpt", "out"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn"])
 def test_merge_column_shards_and_rectangles(dcp, dtype, tmp_path):
     draft = dcp.Draft()
-    draft.add("columns", (7, 9), columns(2, 5, 9, rows=7), dtype=dtype)
-    grid = [((a, b), (2, 3)) for a in (0, 2) for b in (0, 3)]
-    draft.add("grid", (4, 6), grid, dtype=dtype)
+    columns = [((0, a), (7, b - a)) for a, b in itertools.pairwise((0, 2, 5, 9))]
+    draft.add("columns", (7, 9), columns, dtype=dtype)
+    draft.add("grid", (4, 6), [((a, b), (2, 3)) for a in (0, 2) for b in (0, 3)], dtype=dtype)
     draft.add("cube", (3, 4, 5), [((0, 0, 0), (3, 2, 5)), ((0, 2, 0), (3, 2, 5))], dtype=dtype)
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
-    assert_merged(dcp, draft, tmp_path / "out")
+    draft.merged(tmp_path, verify=True)
 
 
-def test_merge_transposed_storage_is_put_in_row_order(dcp, tmp_path):
+def test_merge_puts_transposed_and_padded_storages_in_order(dcp, tmp_path):
     def transposed(part: bytes, sizes: tuple[int, ...]) -> bytes:
         n, m = sizes
         stored = b"".join(part[4 * (i * m + j) :][:4] for j in range(m) for i in range(n))
         return dcp.zipped(dcp.described("float32", sizes, (1, n)), stored)
 
-    draft = dcp.Draft().add("w", (6, 4), [((0, 0), (3, 4)), ((3, 0), (3, 4))], item=transposed)
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
-    assert_merged(dcp, draft, tmp_path / "out")
+    def padded(part: bytes, sizes: tuple[int, ...]) -> bytes:
+        return dcp.zipped(dcp.described("float32", sizes, start=3), b"\xff" * 12 + part + b"\xee" * 8)
+
+    halves = [((0, 0), (3, 4)), ((3, 0), (3, 4))]
+    draft = dcp.Draft().add("turned", (6, 4), halves, item=transposed).add("view", (6, 4), halves, item=padded)
+    draft.merged(tmp_path, verify=True)
 
 
-def test_merge_resolves_conjugated_and_negated_values(dcp, tmp_path):
-    numbers = struct.pack("<8f", *(at - 3.5 for at in range(8)))
-    draft = dcp.Draft()
-    for name, flags in (("conj", {"conj": True}), ("neg", {"neg": True})):
+def test_merge_of_conjugated_or_negated_values_is_refused(dcp, tmp_path):
+    for name, flags in (("a", {"conj": True}), ("b", {"neg": True})):
         item = lambda part, sizes, flags=flags: dcp.zipped(dcp.described("complex64", sizes, flags=flags), part)  # noqa: E731
-        draft.add(name, (4,), [((0,), (2,)), ((2,), (2,))], dtype="complex64", data=numbers, item=item)
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
-    found = dcp.safetensors(tmp_path / "out/model.safetensors")
-    values = [at - 3.5 for at in range(8)]
-    assert list(struct.unpack("<8f", found["neg"][2])) == [-value for value in values]
-    assert list(struct.unpack("<8f", found["conj"][2])) == [
-        v if at % 2 == 0 else -v for at, v in enumerate(values)
-    ]
-
-
-def test_merge_of_negated_integers_is_refused(dcp, tmp_path):
-    item = lambda part, sizes: dcp.zipped(dcp.described("int64", sizes, flags={"neg": True}), part)  # noqa: E731
-    draft = dcp.Draft().add("w", (4,), dtype="int64", data=bytes(32), item=item)
-    with pytest.raises(CheckpointError, match=r"'model.w' is int64 and marked as conjugated or negated"):
-        merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
+        draft = dcp.Draft().add("w", (4,), dtype="complex64", item=item)
+        with pytest.raises(CheckpointError, match=r"'model.w' .* the conjugate or the negative of the values"):
+            merge(draft.save(tmp_path / name), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("int64", (2, 2)), ("float32", (4, 2)), ("float32", (8,))])
 def test_merge_of_an_item_that_differs_from_the_index_is_refused(dcp, dtype, sizes, tmp_path):
     draft = dcp.Draft().add("w", (2, 4), item=lambda part, _: dcp.zipped(dcp.described(dtype, sizes), part))
-    with pytest.raises(
-        CheckpointError, match=r"holds \w+ of shape \[.*\], the index says float32 of shape \[2, 4\]"
-    ):
+    message = r"holds \w+ of shape \[.*\], the index says float32 of shape \[2, 4\]"
+    with pytest.raises(CheckpointError, match=message):
         merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-
-
-def test_merge_view_with_an_offset_takes_only_its_elements(dcp, tmp_path):
-    def padded(part: bytes, sizes: tuple[int, ...]) -> bytes:
-        return dcp.zipped(dcp.described("float32", sizes, start=3), b"\xff" * 12 + part + b"\xee" * 8)
-
-    draft = dcp.Draft().add("w", (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))], item=padded)
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True))
-    assert_merged(dcp, draft, tmp_path / "out")
 
 
 def test_merge_large_model_becomes_several_files_with_an_index(dcp, tmp_path):
@@ -126,81 +93,41 @@ def test_merge_strips_wrappers_from_names(dcp, tmp_path):
     draft = dcp.Draft()
     draft.add("module._orig_mod.block._checkpoint_wrapped_module.w", (2,))
     draft.add("module.head._fsdp_wrapped_module.w", (2,))
-    checkpoint = draft.save(tmp_path / "ckpt")
-    result = merge(checkpoint, tmp_path / "out")
-    assert sorted(dcp.safetensors(tmp_path / "out/model.safetensors")) == ["block.w", "head.w"]
+    draft.merged(tmp_path, strip_wrappers=False)
+    result = merge(tmp_path / "ckpt", tmp_path / "stripped")
+    assert sorted(dcp.safetensors(tmp_path / "stripped/model.safetensors")) == ["block.w", "head.w"]
     assert ("module.head._fsdp_wrapped_module.w", "head.w") in result.renamed
-    merge(checkpoint, tmp_path / "kept", options=MergeOptions(strip_wrappers=False))
-    assert sorted(dcp.safetensors(tmp_path / "kept/model.safetensors")) == sorted(draft.expected)
-
-
-def test_merge_names_that_would_meet_are_refused(dcp, tmp_path):
     draft = dcp.Draft().add("block.w", (2,)).add("_orig_mod.block.w", (2,))
-    with pytest.raises(
-        CheckpointError, match=r"'model.block.w' and 'model._orig_mod.block.w' would both be called"
-    ):
-        merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"'model.block.w' and 'model._orig_mod.block.w' would both"):
+        merge(draft.save(tmp_path / "meet"), tmp_path / "neither")
 
 
-def test_merge_of_a_submodule_called_module_keeps_its_name(dcp, tmp_path):
-    draft = dcp.Draft().add("module.w", (2,)).add("head.w", (2,))
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-    assert_merged(dcp, draft, tmp_path / "out")
-
-
-def test_merge_leaves_the_optimizer_out_and_says_so(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (2,))
-    weights = dict(draft.expected)
-    draft.add("state.w.exp_avg", (2,), top="optimizer")
-    result = merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-    assert result.skipped == ("optimizer.state.w.exp_avg",)
-    assert list(dcp.safetensors(tmp_path / "out/model.safetensors")) == list(weights)
-
-
-def test_merge_flat_checkpoint_keeps_its_names(dcp, tmp_path):
+def test_merge_flat_checkpoint_with_or_without_key_paths_keeps_its_names(dcp, tmp_path):
     draft = dcp.Draft().add("layers.0.w", (2,), top="").add("layers.1.w", (2,), top="")
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-    assert_merged(dcp, draft, tmp_path / "out")
-
-
-def test_merge_without_key_paths_uses_the_names(dcp, tmp_path):
-    draft = dcp.Draft().add("layers.0.w", (2,), top="")
+    draft.merged(tmp_path / "with")
     draft.extra["planner_data"] = None
-    merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-    assert_merged(dcp, draft, tmp_path / "out")
+    draft.merged(tmp_path / "without")
+
+
+def test_merge_leaves_the_optimizer_and_the_state_of_the_training_out_and_says_so(dcp, tmp_path):
+    for number, top in enumerate(("model", "")):
+        draft = dcp.Draft().add("tok_embeddings.weight", (4, 2), top=top).add("layers.0.w", (3,), top=top)
+        wanted = sorted(draft.expected)
+        draft.add("state.layers.0.w.exp_avg", (3,), top="optimizer")
+        draft.add("step", (), top="train_state", dtype="int64")
+        result = merge(draft.save(tmp_path / f"ckpt{number}"), tmp_path / f"out{number}")
+        assert sorted(dcp.safetensors(tmp_path / f"out{number}/model.safetensors")) == wanted
+        assert set(result.skipped) == {"optimizer.state.layers.0.w.exp_avg", "train_state.step"}
 
 
 def test_merge_reports_progress_to_the_last_byte(dcp, rows, tmp_path):
-    seen: list[MergeProgress] = []
-    merge(rows.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True), progress=seen.append)
+    seen = []
+    follow = lambda *now: seen.append(now)  # noqa: E731
+    merge(rows.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True), progress=follow)
     total = sum(map(len, rows.expected.values()))
-    assert {step.total for step in seen} == {total}
-    assert [max(step.done for step in seen if step.phase == phase) for phase in ("copy", "verify")] == [total] * 2
-    assert [step.phase for step in seen] == sorted(step.phase for step in seen)
-
-
-def test_prepare_gives_the_plan_as_plain_data_and_writes_nothing(dcp, rows, tmp_path):
-    checkpoint = rows.save(tmp_path / "ckpt")
-    data = prepare_merge(checkpoint, output=tmp_path / "out").to_dict()
-    json.dumps(data)
-    assert data["source"] == str(checkpoint)
-    assert data["skipped"] == ["model.step"]
-    (file,) = data["files"]
-    weight = next(tensor for tensor in file["tensors"] if tensor["name"] == "layer.weight")
-    for copy in weight["copies"]:
-        raw = (checkpoint / copy["file"]).read_bytes()[copy["offset"] :][: copy["length"]]
-        assert raw == rows.expected["layer.weight"][copy["target"] :][: copy["length"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_merge_plan_and_file_agree_on_every_offset(dcp, rows, tmp_path):
-    checkpoint = rows.save(tmp_path / "ckpt")
-    plan = prepare_merge(checkpoint).plan
-    merge(checkpoint, tmp_path / "out")
-    raw = (tmp_path / "out/model.safetensors").read_bytes()
-    assert len(raw) == plan.nbytes
-    for tensor in plan.tensors:
-        assert raw[tensor.offset : tensor.offset + tensor.nbytes] == rows.expected[tensor.name]
+    assert {step[2] for step in seen} == {total}
+    assert [max(step[1] for step in seen if step[0] == phase) for phase in ("copy", "verify")] == [total] * 2
+    assert [step[0] for step in seen] == sorted(step[0] for step in seen)
 
 
 def test_merge_with_removal_deletes_only_the_checkpoint(dcp, tmp_path):
@@ -211,60 +138,31 @@ def test_merge_with_removal_deletes_only_the_checkpoint(dcp, tmp_path):
     assert (result.verified, result.removed) == (True, True)
     assert not checkpoint.exists()
     assert dcp.tree(tmp_path / "run") == {"optimizer.bin": b"keep"}
-    assert_merged(dcp, draft, tmp_path / "out")
+    draft.save(tmp_path / "ckpt")
+    (tmp_path / "ckpt/notes.txt").write_text("mine")
+    assert not draft.merged(tmp_path, remove_checkpoint_dir=True, overwrite=True).removed
+    assert dcp.tree(tmp_path / "ckpt") == {"notes.txt": b"mine"}
 
 
-def test_merge_with_removal_keeps_other_files_in_the_folder(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (4,))
-    checkpoint = draft.save(tmp_path / "ckpt")
-    (checkpoint / "notes.txt").write_text("mine")
-    result = merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True))
-    assert not result.removed
-    assert dcp.tree(checkpoint) == {"notes.txt": b"mine"}
-
-
-def test_merge_with_removal_of_more_than_weights_is_refused(dcp, rows, tmp_path):
-    checkpoint = rows.save(tmp_path / "ckpt")
-    before = dcp.tree(checkpoint)
-    with pytest.raises(UsageError, match=r"1 entries that are not weights and would be lost: 'model.step'"):
-        merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True))
-    assert dcp.tree(checkpoint) == before
-    assert not (tmp_path / "out").exists()
-
-
-def test_merge_with_removal_of_a_damaged_checkpoint_keeps_it(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (64,))
-    name, content = next(iter(draft.files.items()))
-    place = content.index(draft.expected["w"][:32])
-    draft.files[name] = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+@pytest.mark.parametrize("kind", ["value", "excluded", "damaged"])
+def test_merge_with_removal_of_what_would_be_lost_keeps_it(dcp, kind, tmp_path):
+    draft, options = dcp.Draft().add("w", (64,)).add("v", (4,)), {"remove_checkpoint_dir": True}
+    if kind == "value":
+        draft.add_value("step")
+        message = "1 entries that are not merged and would be lost: 'model.step'"
+    elif kind == "excluded":
+        options["exclude"] = ("v",)
+        message = "1 entries that are not merged and would be lost: 'model.v'"
+    else:
+        (name,) = draft.files
+        draft.files[name] = draft.files[name].replace(draft.expected["w"][:32], bytes(32))
+        message = r"the bytes of 'model.w' at \d+ do not match their checksum"
     checkpoint = draft.save(tmp_path / "ckpt")
     before = dcp.tree(checkpoint)
-    with pytest.raises(CheckpointError, match=r"the bytes of 'model.w' at \d+ do not match their checksum"):
-        merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True))
+    with pytest.raises((CheckpointError, UsageError), match=message):
+        merge(checkpoint, tmp_path / "out", options=MergeOptions(**options))
     assert dcp.tree(checkpoint) == before
     assert dcp.names(tmp_path) == ["ckpt"]
-
-
-def test_merge_verify_without_stored_checksums_still_compares(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (8, 2), [((0, 0), (4, 2)), ((4, 0), (4, 2))], crc=False)
-    assert merge(draft.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(verify=True)).verified
-    assert_merged(dcp, draft, tmp_path / "out")
-
-
-def test_options_that_contradict_each_other_are_refused():
-    with pytest.raises(UsageError, match="removed only after a merge of the weights"):
-        MergeOptions(optimizer=True, remove_checkpoint_dir=True)
-    with pytest.raises(UsageError, match="at least 1 byte, got 0"):
-        MergeOptions(max_shard_size=0)
-
-
-def test_weights_beside_an_optimizer_and_the_state_of_the_training_are_taken_alone(dcp, tmp_path):
-    draft = dcp.Draft().add("tok_embeddings.weight", (4, 2), top="").add("layers.0.w", (3,), top="")
-    draft.add("state.layers.0.w.exp_avg", (3,), top="optimizer").add("step", (), top="train_state", dtype="int64")
-    result = merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
-    found = dcp.safetensors(tmp_path / "out/model.safetensors")
-    assert sorted(found) == ["layers.0.w", "tok_embeddings.weight"]
-    assert set(result.skipped) == {"optimizer.state.layers.0.w.exp_avg", "train_state.step"}
 
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten"])
@@ -273,7 +171,7 @@ def test_only_what_was_merged_is_removed(dcp, tmp_path, how):
     checkpoint, other = draft.save(tmp_path / "ckpt"), draft.save(tmp_path / "other")
     left = dcp.tree(other)
 
-    def save_again(_):
+    def save_again(*_):
         if how == "replaced" and other.exists():
             checkpoint.rename(tmp_path / "old")
             other.rename(checkpoint)
@@ -281,7 +179,96 @@ def test_only_what_was_merged_is_removed(dcp, tmp_path, how):
             (checkpoint / ".metadata").write_bytes((other / ".metadata").read_bytes())
 
     try:
-        merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True), announce=save_again)
+        merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True), progress=save_again)
     except CheckpointError as problem:
         assert "was changed after it was merged" in problem.message or "changed while" in problem.message
     assert dcp.tree(checkpoint) == left
+
+
+NAMES = ["embed.weight", "layers.1.up.weight", "layers.10.up.weight", "layers.10.up.bias", "head.weight"]
+
+
+@pytest.fixture
+def model(dcp):
+    draft = dcp.Draft()
+    for name in NAMES:
+        draft.add(name, (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"only": ("layers.1",)}, {NAMES[1]: NAMES[1]}),
+        ({"only": ("layers.1.",)}, {NAMES[1]: NAMES[1]}),
+        ({"only": ("*.weight",), "exclude": ("layers.?.*",)}, {NAMES[at]: NAMES[at] for at in (0, 2, 4)}),
+        ({"exclude": ("layers.1[0]*",)}, {NAMES[at]: NAMES[at] for at in (0, 1, 4)}),
+        ({"only": ("head",), "rename": (("head.", ""),)}, {"weight": NAMES[4]}),
+        (
+            {"rename": (("layers.10", "last"), ("layers", "model.layers"), ("", "net"))},
+            {
+                "net.embed.weight": NAMES[0],
+                "model.layers.1.up.weight": NAMES[1],
+                "last.up.weight": NAMES[2],
+                "last.up.bias": NAMES[3],
+                "net.head.weight": NAMES[4],
+            },
+        ),
+        (
+            {"only": ("layers", "head"), "exclude": ("*.bias",), "rename": (("layers", "h"),)},
+            {"h.1.up.weight": NAMES[1], "h.10.up.weight": NAMES[2], "head.weight": NAMES[4]},
+        ),
+    ],
+)
+def test_chosen_weights_are_merged_and_the_rest_is_named(dcp, model, options, left, tmp_path):
+    result = merge(model.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(**options, verify=True))
+    found = dcp.safetensors(tmp_path / "out/model.safetensors")
+    assert {name: data for name, (_, _, data) in found.items()} == {
+        new: model.expected[old] for new, old in left.items()
+    }
+    assert set(result.excluded) == {f"model.{name}" for name in set(NAMES) - set(left.values())}
+    assert dict(result.renamed) == {old: new for new, old in left.items() if old != new}
+    assert result.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ("layer",)}, "--only 'layer' fits none of the 5 weights"),
+        ({"exclude": ("*.bias", "*.gain")}, r"--exclude '\*.gain' fits none"),
+        ({"only": ("head",), "exclude": ("*.weight",)}, "leave none of the 5 weights"),
+        ({"rename": (("lay", "x"),)}, "--rename lay=x fits none"),
+        ({"rename": (("head.weight", ""),)}, "leaves nothing of the name 'head.weight'"),
+        ({"rename": (("layers.1", "layers.10"),)}, r"would both be called 'layers.10.up.weight'"),
+    ],
+)
+def test_choice_that_cannot_be_made_is_refused(dcp, model, options, message, tmp_path):
+    with pytest.raises((UsageError, CheckpointError), match=message) as caught:
+        merge(model.save(tmp_path / "ckpt"), tmp_path / "out", options=MergeOptions(**options))
+    assert caught.value.hint
+    assert dcp.names(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"safe_serialization": False, **one}, f"{next(iter(one))} works only in a merge to safetensors")
+            for one in ({"only": ("a",)}, {"exclude": ("a",)}, {"rename": (("a", "b"),)}, {"dtype": "bf16"})
+        ),
+        ({"dtype": "int8"}, "dtype 'int8' is not known"),
+        ({"max_shard_size": 0}, "at least 1 byte, got 0"),
+        ({"checksums": False, "verify": True}, "compares the checksums as well"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        MergeOptions(**options)
+
+
+def test_prepare_names_both_element_types_and_the_smaller_size(model, tmp_path):
+    checkpoint = model.save(tmp_path / "ckpt")
+    plan = prepare_merge(checkpoint, MergeOptions(dtype="bf16")).plan
+    assert plan.tensor_bytes * 2 == prepare_merge(checkpoint).plan.tensor_bytes
+    data = plan.to_dict()["files"][0]["tensors"][0]
+    assert (data["dtype"], data["stored_dtype"], data["bytes"]) == ("BF16", "float32", 16)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fsdplaunch.checkpoint.chunks import ItemLocation, Region, find_tiling_fault, row_major
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.merge.plan import build_plan
-from fsdplaunch.checkpoint.merge.weight_names import Selection, final_names, find_root
+from fsdplaunch.checkpoint.merge.weight_names import Selection, final_names, select_weights
 from fsdplaunch.checkpoint.merge.write import blocks_of, gather_block
-from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredChunk, StoredTensor
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription
 from fsdplaunch.errors import CheckpointError
@@ -156,6 +156,18 @@ def test_tilings_are_accepted_and_spoilt_ones_are_not(data):
         assert find_tiling_fault(shape, [*others, moved])
 
 
+def test_chunks_that_form_no_grid_are_compared_quickly_or_refused():
+    count = 3000
+    left = [Region((2 * row, 0), (2, 1)) for row in range(count)]
+    right = [Region((2 * row + 1, 1), (2, 1)) for row in range(count - 1)]
+    ends = [Region((0, 1), (1, 1)), Region((2 * count - 1, 1), (1, 1))]
+    assert find_tiling_fault((2 * count, 2), [*left, *right, *ends]) is None
+    # Every row reaches as far as every other, and every column.
+    rows = [Region((row, 0), (1, 8000)) for row in range(3000)]
+    columns = [Region((3000, column), (3000, 1)) for column in range(8000)]
+    assert "form no grid" in find_tiling_fault((6000, 8000), [*rows, *columns])
+
+
 @pytest.mark.parametrize(
     ("names", "wanted"),
     [
@@ -173,6 +185,10 @@ def test_final_names(names, wanted):
     assert final_names([(name,) for name in names]) == wanted
 
 
+def tensor_at(path) -> StoredTensor:
+    return StoredTensor(".".join(map(str, path)), path, DTYPES["float32"], (), ())
+
+
 @pytest.mark.parametrize(
     ("paths", "root"),
     [
@@ -188,8 +204,9 @@ def test_final_names(names, wanted):
         ([("model", "a"), ("rng",)], ("model",)),
     ],
 )
-def test_find_root(paths, root):
-    assert find_root(paths, "ckpt") == root
+def test_root_of_the_weights(paths, root):
+    index = CheckpointIndex(tensors=tuple(map(tensor_at, paths)), values=())
+    assert select_weights(index, where="ckpt").root == root
 
 
 @pytest.mark.parametrize(
@@ -202,6 +219,7 @@ def test_find_root(paths, root):
         [("generator", "a"), ("critic", "a"), ("optim", "state", "a")],
     ],
 )
-def test_find_root_of_an_optimizer_is_refused(paths):
+def test_optimizer_is_refused(paths):
+    index = CheckpointIndex(tensors=tuple(map(tensor_at, paths)), values=())
     with pytest.raises(CheckpointError, match="optimizer"):
-        find_root(paths, "ckpt")
+        select_weights(index, where="ckpt")

@@ -11,7 +11,7 @@ import pytest
 
 from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
-from fsdplaunch.checkpoint.readers.dcp_index import parse_index, read_index
+from fsdplaunch.checkpoint.readers.dcp_index import parse_index
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import INDEX_NAMES
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
 from fsdplaunch.checkpoint.safe_pickle.unpickle import PickledCallable, unpickle
@@ -69,25 +69,6 @@ def test_index_gives_tensors_values_and_files(dcp, rows):
     assert index.files == {name: len(content) for name, content in rows.files.items()}
 
 
-def test_index_of_torch_2_1_names_other_classes(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (4,))
-    properties = properties_of(draft, "model.w")
-    properties.cls = dcp.Named(SHARDED_TENSOR, "TensorProperties")
-    memory = dcp.Called(dcp.Named(SHARDED_TENSOR, "MEM_FORMAT_ENCODING"), (0,))
-    properties.state = (*properties.state[:3], memory, properties.state[4])
-    state = draft.metadata()
-    del state.state["storage_meta"], state.state["version"]
-    index = parse_index(dcp.dumps(state), where="it")
-    assert index.tensors[0].dtype.name == "float32"
-
-
-def test_index_of_torch_2_15_has_strides_in_its_properties(dcp):
-    draft = dcp.Draft().add("w", (4, 2))
-    properties = properties_of(draft, "model.w")
-    properties.state = (*properties.state, (1, 4))
-    assert parse_index(draft.index(), where="it").tensors[0].shape == (4, 2)
-
-
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 @pytest.mark.parametrize("cls", ["PosixPath", "WindowsPath"])
 def test_index_with_the_path_it_was_saved_at_is_read(dcp, module, cls):
@@ -119,26 +100,11 @@ def test_chunks_in_any_order_are_sorted(dcp):
     assert [chunk.region.offsets for chunk in chunks] == [(0,), (2,), (4,)]
 
 
-def test_index_without_tensors_is_said_by_the_merge(dcp, tmp_path):
-    folder = dcp.Draft().add_value("step").save(tmp_path / "ckpt")
-    assert read_index(folder).tensors == ()
-    with pytest.raises(CheckpointError, match="holds no tensor"):
-        merge(folder, tmp_path / "out")
-
-
 def test_entry_without_a_path_is_refused_when_others_have_one(dcp):
     draft = dcp.Draft().add("w", (4,)).add("v", (4,))
     del draft.planner["model.w"]
     with pytest.raises(CheckpointError, match=r"the path of 'model.w' is not a list of keys"):
         parse_index(draft.index(), where="it")
-
-
-def without_fused(monkeypatch) -> None:
-    plain = {
-        key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made
-        for key, made in INDEX_NAMES.items()
-    }
-    monkeypatch.setattr("fsdplaunch.checkpoint.safe_pickle.dcp_classes.INDEX_NAMES", plain)
 
 
 def outcome(raw: bytes) -> object:
@@ -175,29 +141,26 @@ def test_records_read_at_once_equal_records_read_step_by_step(dcp, rows, make, m
     else:
         raw = zipfile.ZipFile(DATA / f"torch-{make}.zip").read(".metadata")
     chance = random.Random(0)
-    spoilt = [raw]
-    for _ in range(150):
-        copy = bytearray(raw)
-        copy[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        spoilt.append(bytes(copy))
-    fused = [outcome(copy) for copy in spoilt]
-    without_fused(monkeypatch)
-    assert fused == [outcome(copy) for copy in spoilt]
-    assert fused[0] != "refused"
+    changes = [(chance.randrange(len(raw)), 1 << chance.randrange(8)) for _ in range(150)]
+    assert_same_outcome(raw, [(0, 0), *changes], monkeypatch)
 
 
-def test_records_read_at_once_equal_records_read_step_by_step_for_each_changed_byte(dcp, monkeypatch):
+def test_each_changed_byte_of_a_record_has_the_outcome_of_reading_step_by_step(dcp, monkeypatch):
     boxes = [((0, 0), (2, 3)), ((2, 0), (2, 3)), ((4, 0), (2, 3))]
     raw = dcp.Draft().add("w", (6, 3), boxes).index()
     start = raw.index(b"offsets") + 60  # the second chunk and all that follows it
-    spoilt = []
-    for place in range(start, len(raw)):
-        for change in (1, 2, 0x80):
-            copy = bytearray(raw)
-            copy[place] ^= change
-            spoilt.append(bytes(copy))
+    assert_same_outcome(raw, [(at, bits) for at in range(start, len(raw)) for bits in (1, 2, 0x80)], monkeypatch)
+
+
+def assert_same_outcome(raw: bytes, changes: list[tuple[int, int]], monkeypatch) -> None:
+    """Each changed index is read, or refused, by both ways alike."""
+    spoilt = [raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at, bits in changes]
     fused = [outcome(copy) for copy in spoilt]
-    without_fused(monkeypatch)
+    plain = {
+        key: replace(made, fuse=None) if isinstance(made, PickledCallable) else made
+        for key, made in INDEX_NAMES.items()
+    }
+    monkeypatch.setattr("fsdplaunch.checkpoint.safe_pickle.dcp_classes.INDEX_NAMES", plain)
     assert fused == [outcome(copy) for copy in spoilt]
     assert 0 < fused.count("refused") < len(fused)
 
@@ -237,7 +200,7 @@ def test_memory_format_that_python_3_11_2_has_written_is_read_and_no_other_attri
     data = dcp.dumps(dcp.Called(dcp.Named("builtins", "getattr"), (dcp.Named(SHARDED_TENSOR, owner), name)))
     if good:
         check_plain(data, "it")
-        assert unpickle(data, INDEX_NAMES, where="it") == 2
+        unpickle(data, INDEX_NAMES, where="it")
         return
     for read in (lambda: check_plain(data, "it"), lambda: unpickle(data, INDEX_NAMES, where="it")):
         with pytest.raises(CheckpointError, match="it asks for an attribute"):

@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdplaunch.checkpoint.chunks import Region, find_tiling_fault, flat_offset, is_one_run
-from fsdplaunch.checkpoint.readers.rank_files import rectangles
+from fsdplaunch.checkpoint.chunks import Region, find_tiling_fault, flat_offset, is_dense, row_major
+from fsdplaunch.checkpoint.readers.xla_files import rectangles
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -20,7 +20,7 @@ def test_rectangles_of_neighbouring_runs_tile_the_tensor(shape: tuple[int, ...],
         at = begin
         for start, box in rectangles(shape, begin, end):
             assert start == at == flat_offset(shape, box.offsets)
-            assert is_one_run(shape, box.sizes)
+            assert is_dense(box.sizes, row_major(shape))
             at += box.numel
             boxes.append(box)
         assert at == max(begin, end)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -94,49 +93,36 @@ def code_pickles(dcp, canary: Path) -> dict:
     }
 
 
-def nothing(*_):
-    return None
-
-
-CODE = list(
-    code_pickles(SimpleNamespace(Named=nothing, Called=nothing, Made=nothing, Raw=nothing, METADATA=""), Path())
-)
-
-
-@pytest.mark.parametrize("kind", CODE)
 @pytest.mark.parametrize("place", ["planner_data", "version", "storage_meta", "entry", "storage", "whole"])
-def test_index_with_a_foreign_pickle_is_refused(dcp, kind, place, tmp_path):
-    canary = tmp_path / "canary"
-    attack = code_pickles(dcp, canary)[kind]
-    draft = dcp.Draft().add("w", (4,))
-    if place == "entry":
-        draft.entries["model.x"] = attack
-    elif place == "storage":
-        draft.storage.append((dcp.index_key("model.x", (0,)), attack))
-    elif place != "whole":
-        draft.extra[place] = attack
-    folder = draft.save(tmp_path / "ckpt")
-    if place == "whole":
-        (folder / ".metadata").write_bytes(dcp.dumps(attack))
-    assert_refused(folder, r"\.metadata (is not a checkpoint that is safe to read|is damaged)")
+def test_index_with_a_foreign_pickle_is_refused(dcp, place, tmp_path):
+    for number, attack in enumerate(code_pickles(dcp, tmp_path / "canary").values()):
+        draft = dcp.Draft().add("w", (4,))
+        if place == "entry":
+            draft.entries["model.x"] = attack
+        elif place == "storage":
+            draft.storage.append((dcp.index_key("model.x", (0,)), attack))
+        elif place != "whole":
+            draft.extra[place] = attack
+        folder = draft.save(tmp_path / str(number) / "ckpt")
+        if place == "whole":
+            (folder / ".metadata").write_bytes(dcp.dumps(attack))
+        assert_refused(folder, r"\.metadata (is not a checkpoint that is safe to read|is damaged)")
+    assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("kind", CODE)
-def test_item_with_a_foreign_pickle_is_refused(dcp, kind, tmp_path):
-    attack = dcp.dumps(code_pickles(dcp, tmp_path / "canary")[kind], 2)
-    draft = dcp.Draft().add("w", (4,), item=lambda part, _: dcp.zipped(attack, part))
-    assert_refused(draft.save(tmp_path / "ckpt"), r"the chunk of 'model.w' at byte 0 cannot be read: ")
-
-
-@pytest.mark.parametrize("kind", CODE)
-def test_item_of_a_wrapper_with_a_foreign_pickle_inside_is_refused(dcp, kind, tmp_path):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_item_with_a_foreign_pickle_is_refused(dcp, wrapped, tmp_path):
     wrapper = dcp.Named("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
-    state = {"_tensor": dcp.described("float32", (4,)), "other": code_pickles(dcp, tmp_path / "canary")[kind]}
     shell = (wrapper, dcp.Named("torch", "float32"), (4,), (1,), 0, None, None, False)
     function = dcp.Named("torch._utils", "_rebuild_wrapper_subclass")
-    whole = dcp.Called(dcp.Named("torch._tensor", "_rebuild_from_type_v2"), (function, wrapper, shell, state))
-    draft = dcp.Draft().add("w", (4,), item=lambda part, _: dcp.zipped(dcp.dumps(whole, 2), part))
-    assert_refused(draft.save(tmp_path / "ckpt"), r"the chunk of 'model.w' at byte 0 cannot be read: ")
+    for kind, attack in code_pickles(dcp, tmp_path / "canary").items():
+        state = {"_tensor": dcp.described("float32", (4,)), "other": attack}
+        whole = dcp.Called(dcp.Named("torch._tensor", "_rebuild_from_type_v2"), (function, wrapper, shell, state))
+        raw = dcp.dumps(whole if wrapped else attack, 2)
+        draft = dcp.Draft().add("w", (4,), item=lambda part, _, raw=raw: dcp.zipped(raw, part))
+        folder = draft.save(tmp_path / kind / "ckpt")
+        assert_refused(folder, r"the chunk of 'model.w' at byte 0 cannot be read: ")
+    assert not (tmp_path / "canary").exists()
 
 
 def test_index_naming_a_module_of_this_folder_does_not_import_it(dcp, tmp_path):
@@ -274,7 +260,7 @@ def test_tensor_size_that_cannot_be_is_refused(dcp, numbers, tmp_path):
         ([((0, 0), (3, 4))], "chunks cover 12 of its 24 elements"),
         ([((0, 0), (4, 4)), ((3, 0), (3, 4))], "chunks overlap: they hold 28 elements"),
         ([((0, 0), (3, 4)), ((1, 0), (3, 4))], r"chunks at \[0, 0\] and \[1, 0\] overlap"),
-        ([((0, 0), (3, 4)), ((0, 0), (3, 4))], r"chunks overlap at \[0, 0\]"),
+        ([((0, 0), (3, 4)), ((0, 0), (3, 4))], r"chunks at \[0, 0\] and \[0, 0\] overlap"),
         ([((0, 0), (3, 4)), ((4, 0), (3, 4))], "reaches outside"),
         ([((0, 0), (3, 4)), ((3,), (3,))], "a chunk has 1 dimensions"),
         ([((0, 0), (3, 4)), ((3, 0), (3,))], "a chunk has 1 dimensions and 2 offsets"),
@@ -366,7 +352,7 @@ def test_optimizer_checkpoint_says_what_to_do(dcp, tmp_path):
     draft = dcp.Draft().add("state.w.exp_avg", (4,), top="optimizer")
     with pytest.raises(CheckpointError, match="is an optimizer's checkpoint") as caught:
         merge(draft.save(tmp_path / "optimizer_0"), tmp_path / "out")
-    assert "--optimizer" in caught.value.hint
+    assert "--format torch" in caught.value.hint
 
 
 def test_unpickler_never_calls_or_imports(dcp):
@@ -389,18 +375,3 @@ def test_index_of_many_chunks_is_checked_in_reasonable_time(dcp):
     index = parse_index(draft.index(), where="it")
     assert len(index.tensors[0].chunks) == count
     assert time.process_time() - started < 2
-
-
-def test_irregular_chunks_in_large_number_are_refused_rather_than_compared_for_ever(dcp):
-    count = 3000
-    shape = (2 * count, 2)
-    left = [((2 * row, 0), (2, 1)) for row in range(count)]
-    right = [
-        ((0, 1), (1, 1)),
-        *(((2 * row + 1, 1), (2, 1)) for row in range(count - 1)),
-        ((2 * count - 1, 1), (1, 1)),
-    ]
-    draft = dcp.Draft()
-    draft.entries["w"] = dcp.tensor_entry("float32", shape, [*left, *right])
-    with pytest.raises(CheckpointError, match="form no grid"):
-        parse_index(draft.index(), where="it")
