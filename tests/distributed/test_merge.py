@@ -1,7 +1,10 @@
 """Checkpoints written by real torch on gloo ranks, merged and compared bit for bit with torch's own loader."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +24,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fsdplaunch.checkpoint.dtypes import DTYPES as KINDS
+from fsdplaunch.checkpoint.dtypes import convert
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, merge_fsdp_weights
 from fsdplaunch.errors import CheckpointError, LaunchError
 from tests.distributed.pool import RankPool
@@ -126,7 +131,6 @@ def save_training(mesh, folder: Path) -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=folder / "app")
     dcp.save({"optimizer": state}, checkpoint_id=folder / "run" / "optimizer_0")
     dcp.save({"model": weights}, checkpoint_id=folder / "run" / "pytorch_model_fsdp_0")
     dcp.save(weights, checkpoint_id=folder / "flat")
@@ -218,14 +222,6 @@ def test_merge_equals_torch_loader_and_safetensors_bytes(request, ranks, name, t
 def test_merge_equals_the_model_that_was_sharded(name, two, tmp_path):
     merge(two / name, tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), Model().state_dict())
-
-
-def test_merge_takes_the_model_out_of_an_application_state(two, tmp_path):
-    result = merge(two / "app", tmp_path / "out")
-    merge(two / "run", tmp_path / "alone")
-    assert_same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "alone/model.safetensors"))
-    assert any(name.startswith("app.optim.state.") for name in result.skipped)
-    assert all(name.startswith("app.optim.") for name in result.skipped)
 
 
 @pytest.mark.parametrize("name", ["odd", "fsdp2", "fsdp1_sharded_tensor", "run/optimizer_0"])
@@ -336,3 +332,95 @@ def test_torch_format_is_read_back_before_the_checkpoint_is_removed(tmp_path):
     assert (result.verified, result.removed) == (True, True)
     assert_equal_trees(torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True), state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "out"]
+
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def every_rounding(dtype: torch.dtype) -> torch.Tensor:
+    """Every 16-bit value, or every upper half of a float with the lower halves where rounding turns."""
+    upper = np.arange(65536, dtype=np.uint32)
+    if dtype.itemsize == 2:
+        return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(dtype)
+    lower = np.array(
+        [0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32
+    )
+    wide = torch.from_numpy(((upper << 16)[:, None] | lower).reshape(-1).view(np.int32)).view(torch.float32)
+    if dtype == torch.float64:
+        near = torch.tensor([0.0, 1e-9, -1e-9, 3e-8], dtype=torch.float64)
+        return (wide[::7].double()[:, None] * (1 + near)).reshape(-1)
+    return wide
+
+
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", TORCH)
+def test_convert_equals_torch_on_every_kind_of_value(source, target):
+    numbers = every_rounding(source)
+    wanted = numbers.to(TORCH[target])
+    fits = ~numbers.isfinite() | wanted.isfinite()
+    numbers, wanted = numbers[fits].contiguous(), wanted[fits]
+    names = [str(dtype).removeprefix("torch.") for dtype in (source, TORCH[target])]
+    raw = convert(numbers.view(torch.uint8).numpy().tobytes(), KINDS[names[0]], KINDS[names[1]], name="w")
+    found = torch.frombuffer(bytearray(raw), dtype=TORCH[target])
+    broken = numbers.isnan()
+    assert broken.any()
+    assert torch.equal(found.isnan(), broken)
+    bits = torch.int32 if target == "fp32" else torch.int16
+    assert torch.equal(found[~broken].view(bits), wanted[~broken].view(bits))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("float32", "float16"), ("float32", "bfloat16"), ("float64", "float32")]
+)
+def test_convert_of_a_value_that_is_too_large_is_refused(source, target):
+    dtype = getattr(torch, source)
+    largest = torch.tensor([1.0, torch.finfo(dtype).max], dtype=dtype).view(torch.uint8).numpy().tobytes()
+    with pytest.raises(CheckpointError, match=f"'layer.w' holds a value that {target} cannot hold"):
+        convert(largest, KINDS[source], KINDS[target], name="layer.w")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "big": torch.randn(3001, 701),
+        "turned": torch.randn(1500, 901).t(),
+        "double": torch.randn(5, dtype=torch.float64),
+        "half": torch.randn(5).half(),
+        "brain": torch.randn(5).bfloat16(),
+        "scalar": torch.tensor(3.14159),
+        "empty": torch.empty(0, 4),
+        "steps": torch.tensor(7),
+        "truth": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "quantized": torch.randn(4).to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.mark.parametrize("target", TORCH)
+def test_merge_with_dtype_equals_torch_casts_and_leaves_other_types(target, tmp_path):
+    dcp.save({"model": weights()}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    result = merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(dtype=target, verify=True))
+    found = load_file(tmp_path / "out/model.safetensors")
+    floats = {"big", "turned", "double", "half", "brain", "scalar", "empty"}
+    for name, tensor in weights().items():
+        wanted = tensor.to(TORCH[target]) if name in floats else tensor
+        assert found[name].dtype == wanted.dtype, name
+        assert raw(found[name]) == raw(wanted), name
+    assert result.dtypes[str(TORCH[target]).removeprefix("torch.")] == len(floats)
+    assert result.nbytes == (tmp_path / "out/model.safetensors").stat().st_size
+
+
+def test_merge_with_dtype_needs_neither_torch_nor_the_memory_of_the_model(tmp_path):
+    dcp.save({"model": {"w": torch.ones(25_000_000)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge\n"
+        "merge(Path(sys.argv[1]), Path(sys.argv[2]), options=MergeOptions(dtype='bf16'))\n"
+        "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "print('torch' in sys.modules, peak.split()[1])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "ckpt"), str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    imported, peak = run.stdout.split()
+    assert imported == "False"
+    assert int(peak) < 70_000  # KiB; the source has 100 MB

@@ -31,22 +31,9 @@ def save(model: nn.Module, folder: Path) -> Path:
     base = folder / "base"
     base.mkdir()
     model.config.save_pretrained(base)
-    files = (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.json",
-        "merges.txt",
-        "spiece.model",
-        "chat_template.jinja",
-    )
-    for name in (
-        *files,
-        "model.safetensors",
-        "pytorch_model.bin",
-        "training_args.bin",
-        "optimizer.pt",
-        "notes.md",
-    ):
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "spiece.model")
+    others = ("model.safetensors", "pytorch_model.bin", "training_args.bin", "optimizer.pt", "notes.md")
+    for name in (*tokenizer, "chat_template.jinja", *others):
         (base / name).write_text(f"content of {name}")
     return folder / "pytorch_model_fsdp_0"
 
@@ -88,16 +75,6 @@ def test_merge_copies_everything_but_weights_and_training_state(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*names, "model.safetensors"])
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
-
-
-def test_merge_over_an_older_result_replaces_its_configuration(tmp_path):
-    checkpoint = save(build(LLAMA), tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/config.json").write_text("old")
-    (tmp_path / "out/mine.txt").write_text("mine")
-    merge(checkpoint, tmp_path / "out", options=MergeOptions(copy_from=tmp_path / "base", overwrite=True))
-    assert json.loads((tmp_path / "out/config.json").read_text())["hidden_size"] == 16
-    assert (tmp_path / "out/mine.txt").read_text() == "mine"
 
 
 def test_tied_weight_is_noted_as_safetensors_does_and_kept_on_request(tmp_path):

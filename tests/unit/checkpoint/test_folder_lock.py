@@ -7,13 +7,12 @@ import sys
 
 import pytest
 
-from fsdplaunch.checkpoint.output_folder import FolderLock, atomic_output
+from fsdplaunch.checkpoint.output_folder import FolderLock
 from fsdplaunch.errors import CheckpointError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from fsdplaunch.checkpoint.output_folder import atomic_output
 from fsdplaunch.checkpoint.output_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()
@@ -68,15 +67,3 @@ def test_what_is_no_lock_file_is_said_and_not_written_through(tmp_path):
             FolderLock(tmp_path / "c").acquire()
         place.rmdir() if place.is_dir() else place.unlink()
     assert target.read_text() == "kept"
-
-
-def test_second_merge_into_one_output_is_refused_while_the_first_runs(tmp_path):
-    with atomic_output(tmp_path / "out", overwrite=False) as partial:
-        (partial / "model.safetensors").touch()
-        with (
-            pytest.raises(CheckpointError, match=f"out is being written by process {os.getpid()} on "),
-            atomic_output(tmp_path / "out", overwrite=False),
-        ):
-            pass
-        assert partial.is_dir()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -64,9 +64,12 @@ def test_files_of_another_save_are_named(two, tmp_path, what):
     assert not (tmp_path / "out").exists()
 
 
-def test_small_file_of_another_save_makes_a_checkpoint_one_to_pass_over(two):
+def test_small_file_of_another_save_or_a_flipped_bit_makes_a_checkpoint_one_to_pass_over(two):
     shutil.copy(two[1] / "scheduler.bin", two[0] / "scheduler.bin")
     assert (find_gap(two[0]) or "").startswith("scheduler.bin does not match its checksum")
+    index = two[1] / MODEL / ".metadata"
+    index.write_bytes(index.read_bytes()[:-7] + b"\0" + index.read_bytes()[-6:])
+    assert (find_gap(two[1]) or "").startswith(f"{MODEL}/.metadata does not match its checksum")
 
 
 def test_changed_bytes_of_a_manifest_never_change_what_is_loaded(two):

@@ -64,17 +64,6 @@ def test_unsupported_copies_in_the_kernel_give_way_and_are_not_tried_again(files
     assert len(calls) == 1
 
 
-def test_other_errors_are_not_hidden(files, monkeypatch):
-    source, target, _ = files
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "copy_file_range", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        Copier().copy(source, 0, target, 0, 10, tick=lambda _: None)
-
-
 def test_source_that_ends_early_is_an_error(files, copier):
     source, target, _ = files
     with pytest.raises(CheckpointError, match="ends 100 bytes early"):

@@ -221,5 +221,6 @@ def test_root_of_the_weights(paths, root):
 )
 def test_optimizer_is_refused(paths):
     index = CheckpointIndex(tensors=tuple(map(tensor_at, paths)), values=())
-    with pytest.raises(CheckpointError, match="optimizer"):
+    with pytest.raises(CheckpointError, match="optimizer") as caught:
         select_weights(index, where="ckpt")
+    assert caught.value.hint

@@ -84,20 +84,14 @@ def test_index_of_each_pickle_protocol_is_read(dcp, rows, protocol):
     assert len(parse_index(dcp.dumps(rows.metadata(), protocol), where="it").tensors) == 4
 
 
-def test_chunks_of_size_zero_need_no_bytes(dcp, tmp_path):
+def test_chunks_come_in_any_order_and_empty_ones_need_no_bytes(dcp, tmp_path):
     draft = dcp.Draft().add("w", (2, 3), [((0, 0), (1, 3)), ((1, 0), (1, 3))])
     entry = dcp.tensor_entry(
-        "float32", (2, 3), [((2, 0), (0, 3)), ((0, 0), (1, 3)), ((1, 0), (1, 3)), ((2, 0), (0, 3))]
+        "float32", (2, 3), [((2, 0), (0, 3)), ((1, 0), (1, 3)), ((0, 0), (1, 3)), ((2, 0), (0, 3))]
     )
     draft.entries["model.w"] = entry
     merge(draft.save(tmp_path / "ckpt"), tmp_path / "out")
     assert dcp.safetensors(tmp_path / "out/model.safetensors")["w"][2] == draft.expected["w"]
-
-
-def test_chunks_in_any_order_are_sorted(dcp):
-    draft = dcp.Draft().add("w", (6,), [((4,), (2,)), ((0,), (2,)), ((2,), (2,))])
-    chunks = parse_index(draft.index(), where="it").tensors[0].chunks
-    assert [chunk.region.offsets for chunk in chunks] == [(0,), (2,), (4,)]
 
 
 def test_entry_without_a_path_is_refused_when_others_have_one(dcp):

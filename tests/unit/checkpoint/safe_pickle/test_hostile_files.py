@@ -1,8 +1,5 @@
 """Checkpoints that mean harm or are broken: one clear error each, nothing written, nothing run, little memory."""
 
-import os
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,65 +122,6 @@ def test_item_with_a_foreign_pickle_is_refused(dcp, wrapped, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-def test_index_naming_a_module_of_this_folder_does_not_import_it(dcp, tmp_path):
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()")
-    draft = dcp.Draft().add("w", (4,))
-    draft.extra["version"] = dcp.Named("evil", "anything")
-    folder = draft.save(tmp_path / "ckpt")
-    script = (
-        "import sys; from pathlib import Path; from fsdplaunch.checkpoint.merge.merge import merge\n"
-        "from fsdplaunch.errors import CheckpointError\n"
-        "try: merge(Path('ckpt'), Path('out'))\n"
-        "except CheckpointError as error: print(error.message)\n"
-        "sys.exit('evil' in sys.modules)"
-    )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "it names 'evil.anything'" in done.stdout
-    assert not (tmp_path / "canary").exists()
-    assert folder.exists()
-
-
-def peak_kib() -> int:
-    """The most memory this process had resident."""
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
-def bombs() -> dict[str, bytes]:
-    doubling = b"\x80\x04]\x94" + b"".join(
-        b"(" + b"h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"t\x94" for n in range(200)
-    )
-    return {
-        "empty lists": b"\x80\x04(" + b"]" * 3_000_000 + b"l.",
-        "empty dicts": b"\x80\x04" + b"}" * 3_000_000 + b".",
-        "one-tuples": b"\x80\x04N" + b"\x85" * 3_000_000 + b".",
-        "memo": b"\x80\x04N" + b"\x94" * 3_000_000 + b".",
-        "marks": b"\x80\x04" + b"(" * 3_000_000 + b".",
-        "doubling tuple": doubling + b".",
-        "doubling tuple as a key": b"\x80\x04}" + doubling[2:] + b"Ns.",
-        "nothing": b"\x80\x04" + b"N" * 3_000_000 + b".",
-        "memo slots": b"\x80\x04N" + b"".join(b"r" + n.to_bytes(4, "big") for n in range(1000)) + b".",
-        "no end": b"\x80\x04N",
-        "empty file": b"",
-        "zeros": bytes(10_000),
-        "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    }
-
-
-@pytest.mark.parametrize("name", list(bombs()))
-def test_index_that_is_a_bomb_or_rubbish_is_refused_quickly(name, tmp_path):
-    folder = tmp_path / "ckpt"
-    folder.mkdir()
-    (folder / ".metadata").write_bytes(bombs()[name])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = peak_kib()
-    started = time.process_time()
-    assert_refused(folder, r"\.metadata (is not a checkpoint that is safe to read|is damaged|holds a)")
-    assert time.process_time() - started < 5
-    assert peak_kib() - before < 300_000
-
-
 def test_index_larger_than_the_limit_is_refused(tmp_path):
     folder = tmp_path / "ckpt"
     folder.mkdir()
@@ -207,16 +145,6 @@ def test_data_file_that_is_a_link_out_of_the_folder_is_refused(dcp, tmp_path):
     (folder / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (folder / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
     assert_refused(folder, "is a link that leads out of the checkpoint")
-
-
-def test_data_file_that_is_a_pipe_or_a_folder_is_refused(dcp, tmp_path):
-    folder = dcp.Draft().add("w", (4,)).save(tmp_path / "ckpt")
-    (folder / "__0_0.distcp").unlink()
-    os.mkfifo(folder / "__0_0.distcp")
-    assert_refused(folder, "is not a regular file")
-    (folder / "__0_0.distcp").unlink()
-    (folder / "__0_0.distcp").mkdir()
-    assert_refused(folder, "is not a regular file")
 
 
 @pytest.mark.parametrize(
@@ -315,17 +243,6 @@ def test_header_larger_than_safetensors_reads_is_refused(dcp, tmp_path, monkeypa
     )
 
 
-def test_dtype_without_a_code_names_the_tensor(dcp, tmp_path):
-    draft = dcp.Draft().add("w", (2,), data=bytes(32), dtype="complex64")
-    draft.entries["model.w"] = dcp.tensor_entry("complex128", (2,), [((0,), (2,))])
-    description = dcp.described("complex128", (2,))
-    draft.files["__0_0.distcp"] = dcp.zipped(description, bytes(32))
-    draft.storage = [
-        (dcp.index_key("model.w", (0,)), dcp.info("__0_0.distcp", 0, len(draft.files["__0_0.distcp"])))
-    ]
-    assert_refused(draft.save(tmp_path / "ckpt"), "'w' is complex128, which safetensors cannot hold")
-
-
 def test_sparse_tensor_is_refused_by_name(dcp, tmp_path):
     draft = dcp.Draft().add("w", (4,))
     state = draft.entries["model.w"].state["properties"].state
@@ -346,13 +263,6 @@ def test_records_without_their_state_are_refused(dcp, tmp_path):
         draft = dcp.Draft().add("w", (4,))
         draft.entries["model.w"] = dcp.Made(dcp.Named(dcp.METADATA, name))
         assert_refused(draft.save(tmp_path / f"ckpt{number}"), "'model.w' (is a|of shape|has no)")
-
-
-def test_optimizer_checkpoint_says_what_to_do(dcp, tmp_path):
-    draft = dcp.Draft().add("state.w.exp_avg", (4,), top="optimizer")
-    with pytest.raises(CheckpointError, match="is an optimizer's checkpoint") as caught:
-        merge(draft.save(tmp_path / "optimizer_0"), tmp_path / "out")
-    assert "--format torch" in caught.value.hint
 
 
 def test_unpickler_never_calls_or_imports(dcp):
