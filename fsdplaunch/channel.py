@@ -36,11 +36,7 @@ class Channel:
             self._end.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(whole, part))
 
     def send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-        """Send a message, and duplicates of these descriptors.
-
-        Raises:
-            OSError: The other end has gone, or takes nothing.
-        """
+        """Send a message, and duplicates of these descriptors."""
         text = json.dumps(message).encode()
         socket.send_fds(self._end, [_LENGTH.pack(len(text))], list(files))
         self._end.sendall(text)
@@ -56,11 +52,10 @@ class Channel:
             head, files, _, _ = socket.recv_fds(self._end, _LENGTH.size, _MAX_FILES, socket.MSG_WAITALL)
         except ConnectionResetError:  # it has gone without reading our last message
             return None
+        message = None
         try:
-            message = self._message(head)
-        except (OSError, ValueError):
-            message = None
-            raise
+            if len(head) == _LENGTH.size:
+                message = self._read_message(_LENGTH.unpack(head)[0])
         finally:
             if message is None:
                 for file in files:
@@ -71,16 +66,16 @@ class Channel:
         """Give up this end; the other end's next `receive` returns None."""
         self._end.close()
 
-    def _message(self, head: bytes) -> Message | None:
-        if len(head) != _LENGTH.size:
-            return None
-        length = _LENGTH.unpack(head)[0]
+    def _read_message(self, length: int) -> Message | None:
         if length > _MAX_BYTES:
             msg = f"a message of {length} bytes"
             raise ValueError(msg)
-        text = self._read(length)
-        if text is None:
-            return None
+        text = bytearray()
+        while len(text) < length:
+            part = self._end.recv(min(length - len(text), 1 << 20))
+            if not part:
+                return None
+            text += part
         try:
             message = json.loads(text)
         except RecursionError:
@@ -89,15 +84,6 @@ class Channel:
             msg = "a message that is not an object"
             raise ValueError(msg)
         return message
-
-    def _read(self, length: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < length:
-            part = self._end.recv(min(length - len(parts), 1 << 20))
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
 
 
 def open_channel() -> tuple[Channel, Channel]:

@@ -5,7 +5,7 @@ Standard library only.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     On any exception what stands there is removed, and `path` is left as it was. Other processes, also on other
     nodes that share the file system, may write the same file meanwhile.
-
-    Args:
-        path: The file, or link, to make.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -78,7 +75,6 @@ class Maybe:
     """A kind that null passes, too."""
 
     def __init__(self, kind: Any) -> None:
-        """Note the kind, as `matches` takes it."""
         self.kind = kind
 
 
@@ -95,15 +91,15 @@ def matches(value: Any, kind: Any) -> bool:
     if isinstance(kind, list):
         return isinstance(value, list) and all(matches(item, kind[0]) for item in value)
     if isinstance(kind, dict):
-        return isinstance(value, dict) and all(_has(value, name, field) for name, field in kind.items())
+        if not isinstance(value, dict):
+            return False
+        if "*" in kind:
+            return all(matches(item, kind["*"]) for item in value.values())
+        plain = {name.removesuffix("?"): name for name in kind}
+        return all(
+            matches(value[name], kind[full]) if name in value else name != full for name, full in plain.items()
+        )
     return isinstance(value, kind) if isinstance(kind, type) else bool(kind(value))
-
-
-def _has(value: Mapping[str, Any], name: str, kind: Any) -> bool:
-    if name == "*":
-        return all(matches(item, kind) for item in value.values())
-    plain = name.removesuffix("?")
-    return matches(value[plain], kind) if plain in value else plain != name
 
 
 def read_text(path: Path) -> str:
@@ -115,11 +111,6 @@ def read_text(path: Path) -> str:
 
 
 def read_size(path: Path, name: str) -> int | None:
-    """Return one of the sizes that a file names, in bytes: `MemTotal:  16301 kB`; None if it does not.
-
-    Args:
-        path: MEMORY, or PROCESS.
-        name: What the kernel calls it.
-    """
+    """Return one of the sizes that MEMORY or PROCESS names, in bytes: `MemTotal:  16301 kB`; else None."""
     lines = read_text(path).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)

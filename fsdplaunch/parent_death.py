@@ -28,8 +28,10 @@ def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> Non
         parent: The parent's process id, where it is known; a parent that ended before this call is then noticed.
     """
     parent = os.getppid() if parent is None else parent
-    if _request(int(number)) and os.getppid() != parent:  # the parent ended before the request was made
-        os.kill(os.getpid(), number)
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # the parent ended before the request was made
+            os.kill(os.getpid(), number)
 
 
 def ended_with_us() -> Callable[[], None]:
@@ -42,13 +44,11 @@ def take_lifeline() -> int | None:
 
     It is taken out of the environment and kept from programs that are started from here.
     """
-    text = os.environ.pop(LIFELINE, "")
-    try:
-        descriptor = int(text)
+    with suppress(ValueError, OSError):
+        descriptor = int(os.environ.pop(LIFELINE, ""))
         os.set_inheritable(descriptor, False)
-    except (ValueError, OSError):
-        return None
-    return descriptor
+        return descriptor
+    return None
 
 
 class Launcher:
@@ -62,14 +62,14 @@ class Launcher:
             lifeline: A pipe whose other end only it holds; None where it is the parent anyway.
         """
         self._pid, self._lifeline = pid, lifeline
-        self._waking: int | None = None
 
     def end_with(self, number: signal.Signals) -> None:
         """Ask the kernel to send this process a signal when the launcher ends, and to wake it if it is stopped."""
         if self._lifeline is not None and number != signal.SIGKILL:
             with suppress(OSError):  # a file of its own: the signal belongs to the file, not to the descriptor
-                self._waking = os.open(f"/proc/self/fd/{self._lifeline}", os.O_RDONLY | os.O_NONBLOCK)
-                _signal_at_end(self._waking, signal.SIGCONT)
+                _signal_at_end(
+                    os.open(f"/proc/self/fd/{self._lifeline}", os.O_RDONLY | os.O_NONBLOCK), signal.SIGCONT
+                )
         if self._lifeline is None or os.getppid() == self._pid:
             die_with_parent(number, parent=self._pid)
             return
@@ -81,26 +81,10 @@ class Launcher:
         """Return whether the launcher has ended."""
         if self._lifeline is None:
             return os.getppid() != self._pid
-        poll = select.poll()
-        poll.register(self._lifeline, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(select.select([self._lifeline], [], [], 0)[0])
 
 
 def _signal_at_end(pipe: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the other end of a pipe closes."""
     fcntl.fcntl(pipe, _F_SETSIG, int(number))
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def wake_with_parent() -> None:
-    """Live on when the parent ends, whose end is noticed by other means; a process that is stopped is woken."""
-    _request(signal.SIGCONT)
-
-
-def _request(number: int) -> bool:
-    try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    except (AttributeError, OSError):
-        return False
-    return True

@@ -35,24 +35,16 @@ def make_private_dir(environ: MutableMapping[str, str]) -> None:
     for parent in (_MEMORY, tempfile.gettempdir()):
         with suppress(OSError):
             folder, lock = _make_locked(parent)
-            if _has_room(folder):
-                environ[PRIVATE_DIR] = folder
-                _locks.append(lock)
-                return
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _has_room(folder: str) -> bool:
-    """Return whether workers can write there: a container's memory for files is often small, or full."""
-    path = os.path.join(folder, "room")  # noqa: PTH118  (a text among texts)
-    try:
-        with open(path, "xb") as file:  # noqa: PTH123
-            os.posix_fallocate(file.fileno(), 0, _ROOM)
-        os.unlink(path)  # noqa: PTH108
-    except OSError:
-        return False
-    return True
+            try:  # a container's memory for files is often small, or full
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    os.posix_fallocate(file.fileno(), 0, _ROOM)
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+                raise
+            environ[PRIVATE_DIR] = folder
+            _locks.append(lock)
+            return
 
 
 def remove_private_dir(environ: MutableMapping[str, str]) -> None:
@@ -75,15 +67,19 @@ def make_process_dir() -> Path:
     return Path(folder)
 
 
-def remove_abandoned_dirs() -> None:
-    """Remove the folders that killed processes of this user's have left in memory."""
+def remove_abandoned_dirs(parent: str = _MEMORY) -> None:
+    """Remove the folders that killed processes of this user's have left, in memory."""
     with suppress(OSError):
-        _sweep(_MEMORY)
+        for name in os.listdir(parent):  # noqa: PTH208  (thousands of others' files may stand there)
+            folder = os.path.join(parent, name)  # noqa: PTH118
+            if name.startswith(_PREFIX) and (lock := _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _make_locked(parent: str) -> tuple[str, int]:
     """Make a folder and return it with the descriptor that holds its lock, which forks share and execs close."""
-    _sweep(parent)
+    remove_abandoned_dirs(parent)
     for _ in range(_MOST_TRIES):
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         os.chmod(folder, stat.S_IRWXU)  # noqa: PTH101  (a umask may have taken its own bits, too)
@@ -91,20 +87,6 @@ def _make_locked(parent: str) -> tuple[str, int]:
         if lock is not None:
             return folder, lock
     raise FileNotFoundError(parent)
-
-
-def _sweep(parent: str) -> None:
-    for name in os.listdir(parent):  # noqa: PTH208  (thousands of others' files may stand there)
-        if name.startswith(_PREFIX):
-            _remove_abandoned(os.path.join(parent, name))  # noqa: PTH118
-
-
-def _remove_abandoned(folder: str) -> None:
-    """Remove a folder of this user's whose processes have all gone."""
-    lock = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 def _lock(folder: str, how: int) -> int | None:

@@ -15,9 +15,8 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from fsdplaunch.files import atomic_file, parse_json
 
@@ -46,8 +45,6 @@ FLIGHT_RECORDER = "flight-recorder-rank-"
 """Where torch writes the last collectives; it adds the rank."""
 PRIVATE_MODE = 0o600
 """Of files that only this user is to read."""
-_RANKS = "ranks"
-_RECORD = "agent.json"
 _TAIL_BYTES = 32768
 _MAX_JSON = 256 * 2**20
 GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
@@ -70,7 +67,7 @@ BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
 
 def agent_record(run_dir: Path) -> Path:
     """Return the file of what this node's agent found out about its workers."""
-    return run_dir / _RECORD
+    return run_dir / "agent.json"
 
 
 def node_folder(run_dir: Path, node: int) -> Path:
@@ -83,7 +80,7 @@ def node_folder(run_dir: Path, node: int) -> Path:
 
 def rank_folder(run_dir: Path, rank: int | str) -> Path:
     """Return the folder of one rank's files; with `*`, the pattern for all of them."""
-    return run_dir / _RANKS / str(rank)
+    return run_dir / "ranks" / str(rank)
 
 
 def rank_log(run_dir: Path, rank: int, stream: str, attempt: int) -> Path:
@@ -110,18 +107,12 @@ def link_latest(run_dir: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, mode: int | None = None) -> None:
-    """Write a file that is there completely or not at all.
-
-    Args:
-        path: The file.
-        value: What it is to hold.
-        mode: Who may read and write it; by the process's own rule when left out.
-    """
+    """Write a value's JSON as `write_text` writes."""
     write_text(path, json.dumps(value, indent=2) + "\n", mode=mode)
 
 
 def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a file that is there completely or not at all; see `write_json`."""
+    """Write a file that is there completely or not at all; with the process's own mode when that is left out."""
     with atomic_file(path) as part:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -130,20 +121,14 @@ def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read an object; empty when there is no such file or it holds something else."""
-    try:
-        with open_file(path) as file:
-            value = parse_json(file.read(_MAX_JSON + 1)[:_MAX_JSON])
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    with suppress(OSError, ValueError), open_file(path) as file:
+        value = parse_json(file.read(_MAX_JSON))
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a run's file for reading.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file: a named pipe would be waited for.
-    """
+    """Open a run's file for reading; only a regular file: a named pipe would be waited for."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -165,11 +150,7 @@ def fresh_run_id() -> str:
 
 
 def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:
-    """Return the run's name and its folder inside launch.log_dir: given by the one who started us, else fresh.
-
-    Args:
-        environ: The launcher's.
-    """
+    """Return the run's name and its folder inside launch.log_dir: given by the one who started us, else fresh."""
     given = environ.get(GROUP_RUN, "")
     if has_fixed_name(environ):
         return given.replace("/", "-"), Path(given)
@@ -178,24 +159,13 @@ def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:
 
 
 def has_fixed_name(environ: Mapping[str, str]) -> bool:
-    """Return whether all nodes of the run know its name from the one who started their launchers.
-
-    Args:
-        environ: This launcher's.
-    """
+    """Return whether all nodes of the run know its name from the one who started their launchers."""
     given = environ.get(GROUP_RUN, "")
     return bool(given) and not given.endswith("/")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    """How far a worker has come.
-
-    Attributes:
-        pid: Its process id.
-        steps: Optimizer steps it has made.
-        time_ns: When it made the last one; 0 for none.
-    """
+class Heartbeat(NamedTuple):
+    """How far a worker has come: its process id, optimizer steps it has made, and when it made the last, or 0."""
 
     pid: int
     steps: int
@@ -203,16 +173,7 @@ class Heartbeat:
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """Read a rank's heartbeat; None when it keeps none.
-
-    Args:
-        folder: The rank's folder in the run's folder.
-    """
-    try:
-        data = (folder / HEARTBEAT).read_bytes()
-    except OSError:
-        return None
-    if len(data) < LAYOUT.size:
-        return None
-    pid, steps, time_ns = LAYOUT.unpack_from(data)
-    return Heartbeat(pid=pid, steps=steps, time_ns=time_ns)
+    """Read a rank's heartbeat from its folder in the run's; None when it keeps none."""
+    with suppress(OSError, struct.error):
+        return Heartbeat(*LAYOUT.unpack_from((folder / HEARTBEAT).read_bytes()))
+    return None

@@ -41,11 +41,6 @@ def is_proof(text: str, secret: str, *words: str) -> bool:
     return hmac.compare_digest(text.encode(errors="replace"), proof(secret, *words).encode())
 
 
-def take_secret(environ: MutableMapping[str, str]) -> str:
-    """Return the secret in an environment and remove it there: what is started from here needs none."""
-    return environ.pop(SECRET, "")
-
-
 def leave_outer_run(environ: MutableMapping[str, str]) -> None:
     """Remove what a launch inside another run's worker has inherited of that run's store."""
     for name in (STORE_KEY, STORE_FILE, PRIVATE_DIR):
@@ -53,13 +48,7 @@ def leave_outer_run(environ: MutableMapping[str, str]) -> None:
 
 
 def worker_store(environ: Mapping[str, str], attempt: int, secret: str) -> dict[str, str]:
-    """Return the variables by which the workers of one attempt find each other, and nobody else finds them.
-
-    Args:
-        environ: The agent's.
-        attempt: From 0.
-        secret: The run's; empty for a lone node.
-    """
+    """Return the variables by which the workers of one attempt find each other, and nobody else finds them."""
     if folder := environ.get(PRIVATE_DIR):
         return {STORE_FILE: os.path.join(folder, f"attempt{attempt}")}  # noqa: PTH118  (a text among texts)
     return {STORE_KEY: proof(secret, "workers")} if secret else {}

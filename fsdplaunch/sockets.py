@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 HELD = "FSDPLAUNCH_STORE_SOCKET"
@@ -23,26 +23,13 @@ _inherited: list[int] = []
 
 
 def addresses(host: str, port: int | None, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[Any]:
-    """Return the family and the place of each address that a name stands for, as sockets take them.
-
-    Raises:
-        OSError: The name is not known.
-    """
+    """Return the family and the place of each address that a name stands for, as sockets take them."""
     with _known(host):
         return [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=kind)]
 
 
 def connected(host: str, port: int, seconds: float) -> socket.socket:
-    """Return a connection.
-
-    Args:
-        host: A name, or an address.
-        port: Where something listens there.
-        seconds: How long to try each address, and to wait in each call of the socket.
-
-    Raises:
-        OSError: There is none, or the name is not known.
-    """
+    """Return a connection; each address is tried for so many seconds, and each call waits as long."""
     with _known(host):
         return socket.create_connection((host, port), timeout=seconds)
 
@@ -59,50 +46,30 @@ def _known(host: str) -> Iterator[None]:
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to one address, and at which nothing listens yet.
 
-    Args:
-        host: The address, or a name of it; where it is not this node's (behind address translation), all.
-        port: 0 for any that is free.
-
-    Raises:
-        OSError: The port is taken, or the name is not known.
+    Where the address is not this node's (behind address translation), it is bound to all.
     """
     family, place = addresses(host, port)[0]
-    try:
-        return _bound(family, place)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-    return _bound(socket.AF_INET, (ALL_ADDRESSES, port))
-
-
-def _bound(family: int, place: tuple[object, ...]) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         _share(sock, True)
         sock.bind(place)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        if error.errno != errno.EADDRNOTAVAIL or host == ALL_ADDRESSES:
+            raise
+        return bound(ALL_ADDRESSES, port)
     return sock
 
 
 def held(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that is bound as `bound` has it, and keeps all others from listening there.
-
-    Raises:
-        OSError: The port is taken, or the name is not known.
-    """
+    """Return a socket that is bound as `bound` has it, and keeps all others from listening there."""
     sock = bound(host, port)
     _share(sock, False)  # two sockets that may share a port can both be bound to it
     return sock
 
 
 def listening(sock: socket.socket) -> tuple[str, int]:
-    """Have a bound socket listen; return the address and port by which this node reaches it.
-
-    Raises:
-        OSError: Another one listens there.
-    """
+    """Have a bound socket listen; return the address and port by which this node reaches it."""
     _share(sock, True)  # connections of an earlier run that are about to be forgotten are not an obstacle
     sock.listen(_BACKLOG)
     address, port = sock.getsockname()[:2]
@@ -114,12 +81,11 @@ def take_held(environ: MutableMapping[str, str]) -> socket.socket | None:
 
     It is taken out of the environment and kept from programs that are started from here.
     """
-    text = environ.pop(HELD, "")
-    try:
-        os.set_inheritable(int(text), False)
-        return socket.socket(fileno=int(text))
-    except (ValueError, OSError):
-        return None
+    with suppress(ValueError, OSError):
+        descriptor = int(environ.pop(HELD, ""))
+        os.set_inheritable(descriptor, False)
+        return socket.socket(fileno=descriptor)
+    return None
 
 
 def _share(sock: socket.socket, is_shared: bool) -> None:
@@ -141,10 +107,7 @@ def make_room(connections: int) -> None:
 def inherited_limit() -> Iterator[None]:
     """Have the limit be what it was at the start of this process, for what the body starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if not _inherited:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_inherited[0], hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, ((_inherited or [soft])[0], hard))
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ def write_error(text: str) -> None:
     """Write to stderr, the script's or, where that takes nothing, the process's own."""
     streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
     for stream in streams:
-        if _takes(stream, "write"):
+        if callable(getattr(stream, "write", None)) and getattr(stream, "closed", False) is not True:
             stream.write(text)
             flush(stream)
             return
@@ -26,12 +26,8 @@ def flush_both() -> None:
 
 def flush(stream: Any) -> None:
     """Flush a stream, if it can be."""
-    if _takes(stream, "flush"):
+    if callable(getattr(stream, "flush", None)) and getattr(stream, "closed", False) is not True:
         stream.flush()
-
-
-def _takes(stream: Any, method: str) -> bool:
-    return callable(getattr(stream, method, None)) and getattr(stream, "closed", False) is not True
 
 
 def open_missing_streams() -> None:

@@ -35,7 +35,6 @@ class Place:
     def __init__(self, least: int = 2, most: int | None = None, seconds: float = 10, **more) -> None:
         self.listener = network.listen("127.0.0.1", 0)
         self.port = int(self.listener.getsockname()[1])
-        self.reachability_probes = [network.ReachabilityProbe("127.0.0.1") for _ in range(4)]
         self.told: list[str] = []
         requirements = JoinRequirements(
             run_id="r1",
@@ -50,13 +49,7 @@ class Place:
         self.ends: list[object] = []
 
     def node_info(self, number: int, **change) -> NodeInfo:
-        reachability_probe = self.reachability_probes[number]
-        about = {
-            "host": f"host{number}",
-            "address": "127.0.0.1",
-            "probe": (reachability_probe.port, reachability_probe.word),
-        }
-        return NodeInfo(**(about | change))
+        return NodeInfo(**{"host": f"host{number}", "address": "127.0.0.1", "port": self.port, **change})
 
     def client(self, secret: str = SECRET) -> NodeClient:
         return make_client(self.port, seconds=10, tell=self.told.append, secret=secret)
@@ -81,5 +74,3 @@ class Place:
         for client in self.ends:
             if isinstance(client, NodeClient):
                 client.close()
-        for probe in self.reachability_probes:
-            probe.close()

@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from fsdplaunch.agent.fork_server import (
-    ForkServerProcess,
-    Preloaded,
-    fork,
-    fresh_command,
-    has_threads,
-    import_all,
-)
-from fsdplaunch.channel import Channel, open_channel
+from fsdplaunch.agent.fork_server import ForkServerProcess, Preloaded, fork, has_threads, import_all
+from fsdplaunch.channel import open_channel
+from fsdplaunch.errors import LaunchError
 from fsdplaunch.launch.root_cause import signal_name
-from fsdplaunch.sockets import inherited_limit
 
 CLOSE_SECONDS = 2.0
 """How long the fork server may take to kill its workers and end."""
@@ -40,14 +32,7 @@ class _ForkServerGoneError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedWorker:
-    """The end of one worker.
-
-    Attributes:
-        pid: Its process id.
-        code: Its exit status; -n for a death by signal n.
-        time_ns: When it was found dead.
-        peak_bytes: The most host memory it held.
-    """
+    """The end of one worker: its status (-n for signal n), when it was found dead, the most memory it held."""
 
     pid: int
     code: int
@@ -58,7 +43,6 @@ class EndedWorker:
 class ForkServer:
     """Starts workers and reports how they ended."""
 
-    _channel: Channel
     _pid: int
 
     def __init__(
@@ -81,32 +65,28 @@ class ForkServer:
         self._environ = dict(os.environ)
         self.obstacle: str | None = None
         """Why workers are not forked warm although configured; known once the fork server is ready."""
-        self._ready = self._released = self._is_replaced = False
+        self.notes: tuple[str, ...] = ()
+        self._ready = self._released = self._is_reaped = False
         self._ended: list[EndedWorker] = []
         self._started: list[int] = []
         self._running: set[int] = set()
-        self.notes: tuple[str, ...] = ()
 
     def start(self, first: Sequence[str], then: Sequence[str]) -> list[str] | float | None:
         """Import modules here, fork the server, and let it import the rest while the caller goes on.
 
-        Returns twice, in two different processes: in this one, once the server is forked; and again in every
-        worker that the server forks later, with what that worker is to run.
+        Returns in several processes: None in this one, once the server is forked; in every worker that the server
+        forks later what it is to run; in the server, when `close` lets it go, how many seconds it may stay.
 
         Args:
             first: Modules that this process needs as well.
             then: Modules that only the workers need.
-
-        Returns:
-            None in this process; in a worker, what it is to run; in the server, when `close` lets it go, how many
-            seconds it may stay.
         """
         parent = os.getpid()
         interrupt = signal.getsignal(signal.SIGINT)
         if interrupt is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while torch is imported needs no traceback
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has it wait until here
-        gc.disable()
+        gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
         self._imported()
         with self._noting():
             for name in first:
@@ -123,7 +103,7 @@ class ForkServer:
                 with self._noting():
                     return import_all((*first, *then), before=self._environ)
 
-            return ForkServerProcess(there, self._lifeline).serve(preload, parent=parent)
+            return ForkServerProcess(there, self._lifeline).serve(preload, parent=parent, environ=self._environ)
         gc.enable()
         there.close()
         if first and has_threads():
@@ -131,29 +111,16 @@ class ForkServer:
         return None
 
     def wait_until_ready(self) -> None:
-        """Wait for the preloading to finish. A server that dies of it is replaced by one that imports nothing."""
-        while not self._ready:
-            try:
+        """Wait for the preloading to finish, or to end the server, which is an error."""
+        try:
+            while not self._ready:
                 self._take_message()
-            except _ForkServerGoneError:
-                if self._is_replaced:
-                    raise
-                self._replace()
-
-    def _replace(self, obstacle: str = "", notes: Sequence[str] = ()) -> None:
-        """Put a fresh interpreter, which executes workers, in the place of a server that has ended or will."""
-        self._is_replaced = True
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        how = signal_name(-code) if code < 0 else f"exit code {code}"
-        self._channel.close()
-        self._channel, there = open_channel()
-        obstacle = obstacle or f"what launch.preload names ended the interpreter ({how})"
-        files = [file for file in (there.fileno(), self._lifeline) if file is not None]
-        command = fresh_command(there.fileno(), self._lifeline, os.getpid(), obstacle=obstacle, notes=notes)
-        with inherited_limit():
-            fresh = subprocess.Popen(command, env=dict(self._environ), pass_fds=files)
-        self._pid, fresh.returncode = fresh.pid, 0  # waited for by number, as the first one
-        there.close()
+        except _ForkServerGoneError:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self._is_reaped = True
+            how = signal_name(-code) if code < 0 else f"exit code {code}"
+            msg = f"what launch.preload names ended the interpreter ({how})"
+            raise LaunchError(msg, hint="leave it out of launch.preload") from None
 
     def start_worker(
         self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
@@ -182,35 +149,25 @@ class ForkServer:
         return pid
 
     def ended(self, seconds: float = 0.0) -> list[EndedWorker]:
-        """Return the workers that have ended since the last call.
-
-        Args:
-            seconds: How long to wait for one.
-        """
+        """Return the workers that have ended since the last call; wait so many seconds for one."""
         try:
             while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
                 self._take_message()
         except _ForkServerGoneError:  # the kernel has killed its workers by now
-            now = time.time_ns()
-            self._ended += [
-                EndedWorker(pid=pid, code=-signal.SIGKILL, time_ns=now, peak_bytes=0) for pid in self._running
-            ]
+            killed = {"code": -signal.SIGKILL, "time_ns": time.time_ns(), "peak_bytes": 0}
+            self._ended += [EndedWorker(pid=pid, **killed) for pid in self._running]
             self._running.clear()
         done, self._ended = self._ended, []
         return done
 
     def close(self, *, keep_seconds: float = 0.0) -> None:
-        """End the fork server, which kills what still runs in it.
-
-        Args:
-            keep_seconds: Above 0, let it go instead, where it can be forked from.
-        """
+        """End the fork server and what still runs in it; or let it go for so long, where it can be forked from."""
         if keep_seconds and self._ready and self.obstacle is None and self._release(keep_seconds):
             return
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
         end = time.monotonic() + patience
-        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+        while not self._is_reaped and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > end:
                 os.kill(self._pid, signal.SIGKILL)
             time.sleep(0.005)
@@ -244,8 +201,6 @@ class ForkServer:
             self._released = True
         elif "started" in message:
             self._started.append(message["started"])
-        elif "ready" not in message:
-            self._replace(message["obstacle"], message["notes"])
         else:
             self._ready = True
             self.obstacle = self.obstacle or message["obstacle"]

@@ -2,7 +2,7 @@
 
 It is a fork of the agent, made when torch is imported and nothing else has happened: no thread, no socket, no
 CUDA. It goes on to import what else the workers need, and then forks them one by one. Where what it imports rules
-that out, a fresh interpreter, `python .../agent/fork_server.py`, takes its place and executes them.
+that out, it becomes a fresh interpreter, `python .../agent/fork_server.py`, which executes them.
 
 A fork copies only the thread that forks. Locks that another thread holds at that moment stay held for ever in the
 child, and CUDA refuses to work in a child of a process that has used it. Modules that start threads or open the
@@ -34,7 +34,7 @@ from typing import Any
 
 from fsdplaunch.agent.forked_process import become_worker, leave_files, share_modules, show_as
 from fsdplaunch.channel import Channel
-from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent, wake_with_parent
+from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,8 +54,7 @@ class Preloaded:
     Attributes:
         obstacle: Why workers cannot be forked from this process, or None when they can.
         notes: What the user should read once.
-        changes: Variables that importing changed, with their value before (None: absent) and after. Importing in a
-            fresh interpreter would have changed them, too.
+        changes: Variables that importing changed, as it would anywhere: their values before (or None) and after.
     """
 
     obstacle: str | None = None
@@ -64,32 +63,27 @@ class Preloaded:
 
 
 def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
-    """Import modules one after the other; one that fails is named in a note, and left to the script.
-
-    Args:
-        names: Module names.
-        before: The variables as they were before anything was imported.
-    """
+    """Import modules one after the other; one that fails is named in a note, and left to the script."""
     notes: list[str] = []
     obstacle = None
-    collecting = gc.isenabled()
-    gc.disable()  # nothing that importing makes is garbage; looking for some costs a fifth of the time
     # A module that only asks torch.cuda.is_available() would open CUDA, and no fork of this process could use it.
     asks = before.get(_ASK_WITHOUT_CUDA)
     os.environ[_ASK_WITHOUT_CUDA] = "1"
-    try:
-        for name in names:
-            notes += _import(name)
-            if uses_gpu():
-                obstacle = obstacle or f"importing {name} opened the GPU"
-            elif has_threads():
-                obstacle = obstacle or f"importing {name} started threads"
-    finally:
-        if collecting:
-            gc.enable()
-        del os.environ[_ASK_WITHOUT_CUDA]
-        if asks is not None:
-            os.environ[_ASK_WITHOUT_CUDA] = asks
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # a module may even raise SystemExit; the script will see it
+            failed = f"launch.preload: importing {name} failed ({type(error).__name__}: {error})"
+            notes.append(f"{failed}; workers go on without it")
+        if uses_gpu():
+            obstacle = obstacle or f"importing {name} opened the GPU"
+        elif has_threads():
+            obstacle = obstacle or f"importing {name} started threads"
+    del os.environ[_ASK_WITHOUT_CUDA]
+    if asks is not None:
+        os.environ[_ASK_WITHOUT_CUDA] = asks
     changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
     return Preloaded(obstacle=obstacle, notes=tuple(notes), changes=changes)
 
@@ -98,17 +92,6 @@ def freeze() -> None:
     """Keep the collector away from everything there is, so that children share its memory."""
     gc.collect()
     gc.freeze()
-
-
-def _import(name: str) -> list[str]:
-    try:
-        importlib.import_module(name)
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # a module may even raise SystemExit; the script will see it
-        failed = f"launch.preload: importing {name} failed ({type(error).__name__}: {error})"
-        return [f"{failed}; workers go on without it"]
-    return []
 
 
 def uses_gpu() -> bool:
@@ -164,17 +147,6 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def exists(pid: int) -> bool:
-    """Return whether there is a process with this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 class ForkServerProcess:
     """Serves one agent, over one channel, and ends it where it outlives its launcher."""
 
@@ -189,53 +161,72 @@ class ForkServerProcess:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *_PASSED_ON)}
 
     def serve(
-        self, preload: Callable[[], Preloaded], *, parent: int, obstacle: str | None = None
+        self, preload: Callable[[], Preloaded], *, parent: int, environ: Mapping[str, str] | None = None
     ) -> list[str] | float:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
+
+        Returns in a worker, whose process is set up, what it is to run; in the fork server itself, when the agent
+        lets it go, how many seconds it may stay.
 
         Args:
             preload: Imports what is to be imported.
             parent: Process id of the agent.
-            obstacle: Why this fork server, a fresh one, does not fork; only to be passed on.
-
-        Returns:
-            In a worker, what it is to run; its process is set up for that. In the fork server itself, when the
-            agent lets it go, how many seconds it may stay.
+            environ: Variables of the fresh interpreter that this process becomes where it cannot be forked from;
+                None for one that is that already.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
-        os.setsid()
+        if os.getsid(0) != os.getpid():
+            os.setsid()
         show_as(("fsdplaunch", "fork-server"))
         for number in _PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         self._agent = parent
         loaded = preload()
-        if loaded.obstacle is not None:  # the agent puts a fresh interpreter in this one's place
-            self._tell({"obstacle": loaded.obstacle, "notes": list(loaded.notes)})
-            os._exit(0)
-        return self._work(loaded, obstacle)
-
-    def _work(self, loaded: Preloaded, obstacle: str | None) -> list[str] | float:
+        if loaded.obstacle is not None and environ is not None:
+            self._begin_anew(loaded, environ)
         share_modules()
         freeze()
-        wake_with_parent()  # the agent's end shows as the end of the channel
+        die_with_parent(signal.SIGCONT, parent=parent)  # lives on, woken: its end is that of the channel
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        self._tell({"ready": True, "obstacle": obstacle, "notes": list(loaded.notes)})
+        self._tell({"ready": True, "obstacle": loaded.obstacle, "notes": list(loaded.notes)})
         while True:
             received = self._next_message()
             if received is None:
                 self._end()
             elif seconds := received[0].get("released"):
-                self._release()
+                # Let go of the run's files, so that nobody waits for the end of its output, and of the agent.
+                self._kill_workers()
+                leave_files()
+                self._tell({"released": True})
+                self._leave()
                 return float(seconds)
             else:
                 argv = self._start(*received, loaded)
                 if argv is not None:
                     return argv
 
+    def _begin_anew(self, loaded: Preloaded, environ: Mapping[str, str]) -> None:
+        """Become a fork server that is a fresh interpreter, in the same process, and only executes."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until the fresh one ignores them
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        about = {"channel": self._channel.fileno(), "lifeline": self._lifeline, "parent": self._agent}
+        for file in (about["channel"], about["lifeline"]):
+            if file is not None:
+                os.set_inheritable(file, True)
+        words = json.dumps({**about, "obstacle": loaded.obstacle, "notes": loaded.notes})
+        os.execve(sys.executable, [sys.executable, "-u", __file__, words], environ)  # noqa: S606
+
     def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
         while True:
-            readable, _, _ = select.select(*self._watched())
+            watched, seconds = [self._channel.fileno(), self._wake[0]], None
+            if self._deadline is not None:
+                seconds = max(0.0, self._deadline - time.monotonic())
+            elif self._lifeline is not None:
+                watched.append(self._lifeline)
+            readable, _, _ = select.select(watched, [], [], seconds)
             self._look_after_launcher(readable)
             if self._wake[0] in readable:
                 with suppress(BlockingIOError):
@@ -243,13 +234,6 @@ class ForkServerProcess:
             self._report_ended()
             if self._channel.fileno() in readable:
                 return self._channel.receive()
-
-    def _watched(self) -> tuple[list[int], list[int], list[int], float | None]:
-        """Return what to wait for, and for how long."""
-        watched = [self._channel.fileno(), self._wake[0]]
-        if self._deadline is not None:
-            return watched, [], [], max(0.0, self._deadline - time.monotonic())
-        return watched + ([self._lifeline] if self._lifeline is not None else []), [], [], None
 
     def _look_after_launcher(self, readable: Sequence[int]) -> None:
         """Kill the agent when it does not end by itself after its launcher: it may be stopped, or stuck in C."""
@@ -270,9 +254,8 @@ class ForkServerProcess:
             if status != 0:
                 self._failed.add(pid)
             with suppress(OSError):  # the agent has gone; the next look at the channel says so
-                self._channel.send(
-                    {"ended": pid, "status": status, "time_ns": now, "peak_bytes": usage.ru_maxrss * 1024}
-                )
+                peak = usage.ru_maxrss * 1024
+                self._channel.send({"ended": pid, "status": status, "time_ns": now, "peak_bytes": peak})
 
     def _start(self, message: dict[str, Any], files: list[int], loaded: Preloaded) -> list[str] | None:
         parent = os.getpid()
@@ -299,7 +282,6 @@ class ForkServerProcess:
             self._end()
 
     def _leave(self) -> None:
-        """Shed, in a child, what belongs to the fork server."""
         leave_private_dir(os.environ)  # its lock is the agent's and ours
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
@@ -308,19 +290,16 @@ class ForkServerProcess:
         for end in (*self._wake, *([self._lifeline] if self._lifeline is not None else [])):
             os.close(end)
 
-    def _release(self) -> None:
-        """Let go of the run's files, so that nobody waits for the end of its output, and of the agent."""
-        self._kill_workers()
-        leave_files()
-        self._tell({"released": True})
-        self._leave()
-
     def _end(self) -> None:
         """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
         self._kill_workers()
         for pid in self._failed:  # the agent, which does this otherwise, may have had no time for it
-            if not exists(pid):  # a number is not given again while a group has it
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:  # a number is not given again while a group has it
                 kill_group(pid)
+            except PermissionError:
+                pass
         remove_private_dir(os.environ)
         os._exit(0)
 
@@ -329,37 +308,15 @@ class ForkServerProcess:
             kill_worker(pid)
 
 
-def fresh_command(
-    channel: int, lifeline: int | None, parent: int, *, obstacle: str | None, notes: Sequence[str]
-) -> list[str]:
-    """Return the command line of a fork server that is an interpreter of its own and only executes.
-
-    Args:
-        channel: Its inherited end of the channel.
-        lifeline: The launcher's pipe, inherited.
-        parent: Process id of the agent.
-        obstacle: Why it does not fork.
-        notes: What the agent should print.
-    """
-    about = json.dumps({"obstacle": obstacle, "notes": list(notes), "lifeline": lifeline})
-    return [sys.executable, "-u", __file__, str(channel), str(parent), about]
-
-
-def main(argv: Sequence[str]) -> None:
-    """Serve as a fresh fork server.
-
-    Args:
-        argv: What `fresh_command` adds to this file's name.
-    """
-    about = json.loads(argv[2])
-    channel = Channel(socket.socket(fileno=int(argv[0])))
-    lifeline = about["lifeline"]
+def main(about: Mapping[str, Any]) -> None:
+    """Serve as a fresh fork server: what `ForkServerProcess._begin_anew` becomes."""
+    channel, lifeline = Channel(socket.socket(fileno=about["channel"])), about["lifeline"]
     for file in (channel.fileno(), lifeline):
         if file is not None:
             os.set_inheritable(file, False)
-    loaded = Preloaded(notes=tuple(about["notes"]))
-    ForkServerProcess(channel, lifeline).serve(lambda: loaded, parent=int(argv[1]), obstacle=about["obstacle"])
+    loaded = Preloaded(obstacle=about["obstacle"], notes=tuple(about["notes"]))
+    ForkServerProcess(channel, lifeline).serve(lambda: loaded, parent=about["parent"])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(sys.argv[1]))

@@ -20,11 +20,11 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any
 
 from fsdplaunch.parent_death import die_with_parent
 
@@ -64,24 +64,20 @@ def become_worker(
         os.sched_setaffinity(0, request["cpus"])
     environ = request["environ"]
     if request["execute"]:
-        _execute(request["argv"], environ)
+        argv = request["argv"]
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and ignored signals stay ignored across an exec
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        try:
+            os.execvpe(argv[0], argv, environ)  # noqa: S606  (no shell is the point)
+        except OSError as error:  # said on its error output, as a shell would
+            os.write(2, f"{argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
+            os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
     set_environ(environ | {name: new for name, (old, new) in changes.items() if environ.get(name) == old})
     renew_streams()
     renew_randomness()
     sys.orig_argv = request["shown_as"]
     show_as(request["shown_as"])
     gc.enable()
-
-
-def _execute(argv: list[str], environ: Mapping[str, str]) -> None:
-    """Become another program; a failure is said on its error output, as a shell would."""
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and ignored signals stay ignored across an exec
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    try:
-        os.execvpe(argv[0], argv, environ)  # noqa: S606  (no shell is the point)
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {(error.strerror or str(error)).lower()}\n".encode())
-        os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 def set_environ(environ: Mapping[str, str]) -> None:
@@ -93,30 +89,17 @@ def set_environ(environ: Mapping[str, str]) -> None:
 
 def renew_streams() -> None:
     """Make the standard streams anew: the inherited ones remember what their descriptors were."""
-    for name, place in (("stdout", 1), ("stderr", 2)):
-        raw = io.FileIO(place, "w", closefd=False)
+    for place, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        old = getattr(sys, name)  # None where it was closed at the interpreter's start
+        manner = {"encoding": old.encoding, "errors": old.errors} if old is not None else {"encoding": "utf-8"}
+        raw: Any = io.FileIO(place, mode, closefd=False)
         raw.name = f"<{name}>"
-        # Typeshed wants a buffered stream; python -u itself wraps the raw one.
-        manner = _manner(getattr(sys, name))
-        _install(name, io.TextIOWrapper(cast("BinaryIO", raw), **manner, newline="\n", write_through=True), "w")
-    raw = io.FileIO(0, "r", closefd=False)
-    raw.name = "<stdin>"
-    _install(
-        "stdin",
-        io.TextIOWrapper(io.BufferedReader(raw), **_manner(sys.stdin), newline="\n", write_through=True),
-        "r",
-    )
-
-
-def _manner(old: TextIO | None) -> dict[str, Any]:
-    """Return how the interpreter decided to encode a stream; one that was closed at its start is None."""
-    return {"encoding": old.encoding, "errors": old.errors} if old is not None else {"encoding": "utf-8"}
-
-
-def _install(name: str, text: TextIO, mode: str) -> None:
-    text.mode = mode  # type: ignore[misc]
-    setattr(sys, name, text)
-    setattr(sys, f"__{name}__", text)
+        # Python -u itself wraps the raw stream for what is written, without a buffer.
+        stream: Any = io.BufferedReader(raw) if mode == "r" else raw
+        text: Any = io.TextIOWrapper(stream, **manner, newline="\n", write_through=True)
+        text.mode = mode
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
 
 
 def renew_randomness() -> None:
@@ -138,8 +121,6 @@ def leave_files() -> None:
 
 def show_as(argv: Sequence[str]) -> None:
     """Write another command line where `ps` and `pgrep -f` read it, as far as the present one's room allows."""
-    if not argv:
-        return
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
@@ -156,8 +137,8 @@ def register_last() -> None:
 
 def share_modules() -> None:
     """Remember the modules there are; forks made from now on leave them alone at their exit."""
-    kept = {name: module for name, module in sys.modules.items() if name not in ("__main__", "sys", "builtins")}
-    _shared.update(kept)
+    own = ("__main__", "sys", "builtins")
+    _shared.update({name: module for name, module in sys.modules.items() if name not in own})
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_shared))  # for ever: outlives this module's own end
 
 
@@ -187,13 +168,9 @@ def noting_status() -> Iterator[None]:
 
 
 class _End:
-    """Ends the process when it is finalized."""
-
     def __init__(self, status: int) -> None:
-        # Bound here: no module can be counted on when the finalizer runs.
-        self._status = status
-        self._collect: Callable[[], int] = gc.collect
-        self._exit = ctypes.PyDLL(None).exit  # C's, for the exit handlers of C code
+        # Bound here: no module can be counted on when the finalizer runs. C's exit, for the handlers of C code.
+        self._status, self._collect, self._exit = status, gc.collect, ctypes.PyDLL(None).exit
 
     def __del__(self) -> None:
         self._collect()
@@ -208,19 +185,12 @@ def _let_go() -> None:
     if not _shared:
         return
     gc.collect()  # finalizers that are due now may still want to import
-    if _status and not any(name in sys.modules for name in _ENDING_IN_C) and _are_flushed():
-        sys.fsdplaunch_end = _End(_status[-1])  # type: ignore[attr-defined]
-    for name, module in _shared.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-
-
-def _are_flushed() -> bool:
-    """Return whether the standard streams take what is left in them; if not, the interpreter says so."""
-    try:
+    with suppress(Exception):  # a stream that takes nothing more, of which the interpreter tells
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
-    except Exception:  # a stream of the script's own may raise anything
-        return False
-    return True
+        if _status and not any(name in sys.modules for name in _ENDING_IN_C):
+            sys.fsdplaunch_end = _End(_status[-1])  # type: ignore[attr-defined]
+    for name, module in _shared.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]

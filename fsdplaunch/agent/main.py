@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 
 from fsdplaunch.agent.fork_client import ForkServer
 from fsdplaunch.agent.forked_process import noting_status, register_last, skip_shared_destructors
-from fsdplaunch.agent.output import OutputRelay
+from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
 from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import node_range
-from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE
+from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, LaunchError
 from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
@@ -39,7 +39,7 @@ from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lif
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
-from fsdplaunch.run_secret import leave_outer_run, take_secret
+from fsdplaunch.run_secret import SECRET, leave_outer_run
 from fsdplaunch.sockets import take_held
 from fsdplaunch.standard_streams import open_missing_streams
 
@@ -60,15 +60,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> None:
-    """Be the agent, or what is forked from it.
-
-    Args:
-        argv: As in `main`.
-        imported: What a warm interpreter that this process was forked from has imported.
-    """
+    """Be the agent, or what is forked from it; `imported` is what a warm interpreter before it has imported."""
     is_reported = LAUNCHER in os.environ
     pid = int(os.environ.pop(LAUNCHER, os.getppid()))
-    secret, lifeline, held = take_secret(os.environ), take_lifeline(), take_held(os.environ)
+    secret, lifeline, held = os.environ.pop(SECRET, ""), take_lifeline(), take_held(os.environ)
     launcher = Launcher(pid, lifeline)
     # Until there are workers, and a fork server that ends this process when it is stuck.
     launcher.end_with(signal.SIGKILL)
@@ -91,12 +86,17 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
     # at it: torch imported, no thread, no socket, no CUDA.
     modules = preload_lists(config, command)
     forked = fork_server.start(*modules)
-    if isinstance(forked, list):
-        run_worker(forked)
+    if isinstance(forked, list):  # be the worker that this process was forked to be
+        skip_shared_destructors()
+        sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
+        # By name: to the launcher, what workers run is a program and not a library.
+        with noting_status():
+            importlib.import_module(BOOTSTRAP).main(forked)
         return
     if forked is not None:  # this is the fork server, and the agent has let it go
-        if record is not None:
-            run_forked_agent(feature(WARM_SERVER).stay_warm(record, modules, forked), record)
+        if record is not None:  # the next agent is forked from here, of which some imports are to be done again
+            next_argv = feature(WARM_SERVER).stay_warm(record, modules, forked)
+            _run_agent(next_argv[next_argv.index(str(AGENT)) + 1 :], record)
         return
     launcher.end_with(signal.SIGTERM)
     run_dir = Path(os.environ[RUN_DIR])
@@ -104,30 +104,10 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
     spec = replace(spec, secret=secret, held=held)
-    code = _run_workers(
-        fork_server, spec, options, launcher, keep_seconds=keep_seconds, is_warm=imported is not None
-    )
+    is_warm = imported is not None
+    code = _run_workers(fork_server, spec, options, launcher, keep_seconds=keep_seconds, is_warm=is_warm)
     # Nothing that torch started in this process is needed any more, and taking it apart takes time.
     os._exit(code)
-
-
-def run_forked_agent(argv: Sequence[str], imported: "ImportRecord") -> None:
-    """Be the agent that this process was forked from a warm interpreter to be.
-
-    Args:
-        argv: Its command line, from the interpreter on.
-        imported: What was imported before, of which some is to be done again.
-    """
-    _run_agent(argv[argv.index(str(AGENT)) + 1 :], imported)
-
-
-def run_worker(argv: list[str]) -> None:
-    """Be the worker that this process was forked to be."""
-    skip_shared_destructors()
-    sys.path.insert(0, "")  # the place of the script's folder, which the bootstrap knows
-    # By name: to the launcher, what workers run is a program and not a library.
-    with noting_status():
-        importlib.import_module(BOOTSTRAP).main(argv)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -145,9 +125,13 @@ def _run_workers(
     keep_seconds: float,
     is_warm: bool,
 ) -> int:
-    """Run the workers to their end, write down how they ended, and return the status to exit with."""
     start, kills = time.time_ns(), memory_kills()
-    relay = OutputRelay(_take_over_output(spec.run_dir / AGENT_LOG))
+    # The terminal is kept for the workers' output; what torch has to say, in Python and below, goes to a file.
+    relay = OutputRelay({"stdout": os.dup(1), "stderr": os.dup(2)})
+    log = open_log(spec.run_dir / AGENT_LOG)
+    for place in (1, 2):
+        os.dup2(log, place)
+    os.close(log)
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
     code, error = _run(worker_group, options, launcher)
     worker_group.finish()
@@ -176,7 +160,6 @@ def _run_workers(
 
 
 def _run(worker_group: WorkerGroup, options: list[str], launcher: Launcher) -> tuple[int, str | None]:
-    """Return the status, and what went wrong in the agent itself."""
     from fsdplaunch.agent import elastic_agent  # a signal during this import just ends the process
 
     try:
@@ -191,7 +174,7 @@ def _run(worker_group: WorkerGroup, options: list[str], launcher: Launcher) -> t
         if worker_group.stop.number is not None:  # the other nodes end as well: that they have gone is not news
             return _stop_status(worker_group), None
         status = EXIT_MACHINE if isinstance(error, elastic_agent.RendezvousError) else EXIT_FAILED
-        return status, f"{type(error).__name__}: {error}"
+        return status, str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     return 0, None
 
 
@@ -201,17 +184,14 @@ def _failure_status(worker_group: WorkerGroup) -> int:
 
 
 def _stop_status(worker_group: WorkerGroup) -> int:
-    number = worker_group.stop.number or signal.SIGTERM
     worker_group.finish()
     workers = worker_group.attempts[-1]["workers"] if worker_group.attempts else []
     codes = [None if signal.SIGKILL in worker["sent"] else worker["code"] for worker in workers]
-    status = stop_status(number, codes)
+    status = stop_status(worker_group.stop.number or signal.SIGTERM, codes)
     return _failure_status(worker_group) if status is None else status
 
 
 def _handle_signals(worker_group: WorkerGroup, launcher: Launcher) -> None:
-    """Pass signals on to the workers; torch's agent goes on watching them."""
-
     def handle(number: int, _frame: FrameType | None) -> None:
         if worker_group.is_done:
             worker_group.is_released = True
@@ -228,16 +208,6 @@ def _handle_signals(worker_group: WorkerGroup, launcher: Launcher) -> None:
         number = getattr(signal, name)
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell that starts us in the background
             signal.signal(number, handle)
-
-
-def _take_over_output(log: Path) -> dict[str, int]:
-    """Keep the terminal for the workers' output; what torch has to say, in Python and below, goes to a file."""
-    screens = {"stdout": os.dup(1), "stderr": os.dup(2)}
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    for place in (1, 2):
-        os.dup2(file, place)
-    os.close(file)
-    return screens
 
 
 if __name__ == "__main__":

@@ -44,31 +44,25 @@ class OutputFilter:
     """One stream, taken apart into what the file gets and what the terminal gets."""
 
     def __init__(self) -> None:
-        self._hidden = False
-        self._marks = b""
-        self._line = b""
-        self._in_alarm = False
+        self._hidden = self._in_alarm = False
+        self._marks = self._line = b""
         self._held = bytearray()
 
     def part(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return (for the file, for the terminal).
-
-        Args:
-            data: The next bytes of the stream, in any pieces.
-        """
+        """Return (for the file, for the terminal) of the next bytes of the stream, in any pieces."""
         kept, shown = self._without_marks(data)
-        return kept, self._without_alarms(shown)
+        *lines, rest = (self._line + shown).splitlines(keepends=True) or [b""]
+        if rest.endswith(b"\n"):
+            lines, rest = [*lines, rest], b""
+        shown = b"".join(line for line in lines if not self._is_alarm(line))
+        waits = self._in_alarm or any(rest[: len(start)] == start[: len(rest)] for start in _MAY_BEGIN)
+        self._line = rest if waits else b""
+        return kept, shown if waits else shown + rest
 
     def end(self, *, failed: bool) -> tuple[bytes, bytes]:
-        """Return what is left for each, at the end of the stream.
-
-        Args:
-            failed: The attempt has failed: what was held back may matter.
-        """
-        rest, self._marks = self._marks, b""
-        line, self._line = self._line, b""
-        held, self._held = bytes(self._held), bytearray()
-        return rest, (held if failed else b"") + line + (b"" if self._hidden else rest)
+        """Return what is left for each, at the end of the stream; of a failed attempt also what was held back."""
+        held = bytes(self._held) if failed else b""
+        return self._marks, held + self._line + (b"" if self._hidden else self._marks)
 
     def _without_marks(self, data: bytes) -> tuple[bytes, bytes]:
         data, self._marks = self._marks + data, b""
@@ -76,35 +70,20 @@ class OutputFilter:
         while data:
             mark = END_HIDDEN if self._hidden else BEGIN_HIDDEN
             text, found, data = data.partition(mark)
-            if not found:
-                text, self._marks = _without_start_of(mark, text)
+            if not found:  # its end may be the beginning of a mark
+                sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+                size = next((size for size in sizes if mark.startswith(text[-size:])), 0)
+                text, self._marks = text[: len(text) - size], text[len(text) - size :]
             kept += text
             shown += b"" if self._hidden else text
             self._hidden ^= bool(found)
         return bytes(kept), bytes(shown)
-
-    def _without_alarms(self, data: bytes) -> bytes:
-        *lines, rest = (self._line + data).splitlines(keepends=True) or [b""]
-        if rest.endswith(b"\n"):
-            lines, rest = [*lines, rest], b""
-        shown = b"".join(line for line in lines if not self._is_alarm(line))
-        waits = rest and (self._in_alarm or any(rest[: len(start)] == start[: len(rest)] for start in _MAY_BEGIN))
-        self._line = rest if waits else b""
-        return shown if waits else shown + rest
 
     def _is_alarm(self, line: bytes) -> bool:
         self._in_alarm = bool(_ALARM.match(line)) or (self._in_alarm and line.startswith(_GOES_ON))
         if self._in_alarm:
             self._held += line
         return self._in_alarm
-
-
-def _without_start_of(mark: bytes, text: bytes) -> tuple[bytes, bytes]:
-    """Split a text from an end that could be the beginning of a mark."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
-            return text[:-size], text[-size:]
-    return text, b""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +96,6 @@ class OutputStream:
         screen: Descriptor it is shown on.
         prefix: Put before each line; empty when only one rank is shown, whose bytes then pass untouched.
         is_terminal: `end` is a terminal's, whose size follows the screen's.
-        output_filter: Keeps some of it from the screen; None for a stream that is shown as it is.
     """
 
     end: int
@@ -144,6 +122,26 @@ class OutputRelay:
         self._arrived = 0
         self._failed = True
 
+    def show(self, file: int, stream: str, *, prefix: bytes, is_filtered: bool) -> int:
+        """Return what a rank writes into in place of its log file, which this takes over, so that it is shown.
+
+        Where the screen is a terminal the rank gets one as well: progress bars and colours depend on it.
+        """
+        screen, is_terminal = self.screens[stream], False
+        ours, theirs = os.pipe()
+        if os.isatty(screen):
+            with suppress(OSError):
+                terminal = pty.openpty()
+                os.close(ours)
+                os.close(theirs)
+                (ours, theirs), is_terminal = terminal, True
+                tty.setraw(theirs)  # line ends are translated once, by the real terminal
+                copy_size(screen, ours)
+        source = OutputStream(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal)
+        source.output_filter = OutputFilter() if is_filtered else None
+        self.add(source)
+        return theirs
+
     def add(self, source: OutputStream) -> None:
         """Start to copy a stream."""
         os.set_blocking(source.end, False)
@@ -157,19 +155,16 @@ class OutputRelay:
     def say(self, text: str) -> None:
         """Write a line of our own to the error output, not into the middle of a shown line."""
         with self._lock:
-            self._break_line(None)
+            if self._open_line is not None:
+                write_all(self._open_line.screen, b"\n")
+                self._open_line = None
             write_all(self.screens["stderr"], f"fsdplaunch: {printable(text)}\n".encode())
 
     def drain(self, seconds: float, *, failed: bool, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until every stream has ended, or until nothing has come for `seconds`; then let go of them.
 
         A process that outlives its worker may hold a stream open for as long as it likes. A screen whose reader
-        has stopped to read, a pager's for example, is waited for, as any program would.
-
-        Args:
-            seconds: How long to wait.
-            failed: The attempt has failed.
-            until: Says that whoever waits for the end has lost patience, also with the screen's reader.
+        has stopped to read, a pager's for example, is waited for, as any program would, or until `until`.
         """
         self._failed = failed
         quiet_until = time.monotonic() + seconds
@@ -212,48 +207,39 @@ class OutputRelay:
         self._show(source, shown)
 
     def _show(self, source: OutputStream, data: bytes) -> None:
-        if source.prefix:
-            self._show_lines(source, data)
-        elif data:
-            write_all(source.screen, data)
-            self._open_line = None if data.endswith(b"\n") else source
-
-    def _show_lines(self, source: OutputStream, data: bytes) -> None:
-        """Show whole lines only; a carriage return ends one too, as progress bars mean it."""
+        """Show whole lines only where they get a prefix; a carriage return ends one, too: so do progress bars."""
+        if not source.prefix:
+            if data:
+                write_all(source.screen, data)
+                self._open_line = None if data.endswith(b"\n") else source
+            return
         source.partial += data
         *lines, rest = bytes(source.partial).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         source.partial[:] = rest
         source.since = time.monotonic()
-        text = b"".join(source.prefix + line + b"\n" for line in lines if line)
+        write_all(source.screen, b"".join(source.prefix + line + b"\n" for line in lines if line))
         if len(rest) >= LONGEST_LINE:
-            text += self._take_partial(source)
-        write_all(source.screen, text)
+            self._show_partial(source)
 
-    def _take_partial(self, source: OutputStream) -> bytes:
-        text = source.prefix + bytes(source.partial) + b"\n" if source.partial else b""
-        source.partial.clear()
-        return text
+    def _show_partial(self, source: OutputStream) -> None:
+        if source.partial:
+            write_all(source.screen, source.prefix + bytes(source.partial) + b"\n")
+            source.partial.clear()
 
     def _look_after(self) -> None:
-        """Show unfinished lines that nothing was added to for a while, and pass on the screen's size."""
         now = time.monotonic()
         for source in self._sources:
-            if source.partial and now - source.since > _HELD_SECONDS:
-                write_all(source.screen, self._take_partial(source))
+            if now - source.since > _HELD_SECONDS:
+                self._show_partial(source)
             if source.is_terminal:
                 copy_size(source.screen, source.end)
-
-    def _break_line(self, writer: OutputStream | None) -> None:
-        if self._open_line is not None and self._open_line is not writer:
-            write_all(self._open_line.screen, b"\n")
-            self._open_line = None
 
     def _finish(self, source: OutputStream) -> None:
         if source.output_filter is not None:
             kept, shown = source.output_filter.end(failed=self._failed)
             write_all(source.file, kept)
             self._show(source, shown)
-        write_all(source.screen, self._take_partial(source))
+        self._show_partial(source)
         self._selector.unregister(source.end)
         self._sources.remove(source)
         os.close(source.end)
@@ -276,21 +262,6 @@ def open_log(path: Path) -> int:
     """Open a rank's log file for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-
-
-def open_way(screen: int) -> tuple[int, int, bool]:
-    """Return (our end, the worker's end, whether it is a terminal) for output to be shown on `screen`.
-
-    Where the screen is a terminal the worker gets one, too: progress bars and colours depend on it.
-    """
-    if os.isatty(screen):
-        with suppress(OSError):
-            ours, theirs = pty.openpty()
-            tty.setraw(theirs)  # line ends are translated once, by the real terminal
-            copy_size(screen, ours)
-            return ours, theirs, True
-    ours, theirs = os.pipe()
-    return ours, theirs, False
 
 
 def copy_size(screen: int, terminal: int) -> None:

@@ -9,12 +9,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from fsdplaunch.display_text import listed
 from fsdplaunch.launch.root_cause import is_installed
 from fsdplaunch.run_dir import STACK, STACK_SIGNAL, Heartbeat, rank_folder, read_heartbeat
 
+_NAMED = 4
 ANSWER_SECONDS = 2.0
 """How long the ranks get to write their stacks."""
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
@@ -22,68 +24,42 @@ _WAITING = ("torch/distributed/", "torch/_ops.py", "torch/autograd/graph.py")
 """Where a rank's main thread is while it waits for others: in a collective, or in backward, which makes some."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where a rank is.
-
-    Attributes:
-        rank: Its number.
-        steps: Optimizer steps it has made; None when it keeps no heartbeat.
-        waits: Its main thread is inside a collective.
-        frame: The innermost line outside installed libraries, `train.py:88 in step`; empty when it did not answer.
-    """
+class Position(NamedTuple):
+    """Where a rank is: in which step, if it counts them, whether inside a collective, and at which line."""
 
     rank: int
     steps: int | None
     waits: bool
     frame: str
 
+    def __str__(self) -> str:
+        steps = [f"step {self.steps}"] if self.steps else []
+        return f"rank {self.rank} ({', '.join([*steps, self.frame or 'does not answer'])})"
+
 
 def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
     """Make out where a rank is from the stack its faulthandler has written; the main thread's comes last."""
     main = next((block for block in reversed(dump.split("\n\n")) if block.strip()), "")
     frames = [match.groupdict() for line in main.splitlines() if (match := _FRAME.fullmatch(line))]
-    innermost = frames[0]["file"] if frames else ""
     own = next((frame for frame in frames if not is_installed(frame["file"])), frames[0] if frames else None)
-    return Position(
-        rank=rank,
-        steps=beat.steps if beat is not None else None,
-        waits=any(part in innermost for part in _WAITING),
-        frame=f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else "",
-    )
+    frame = f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else ""
+    waits = bool(frames) and any(part in frames[0]["file"] for part in _WAITING)
+    return Position(rank, beat.steps if beat is not None else None, waits, frame)
 
 
-def find_behind(positions: Sequence[Position]) -> list[Position]:
-    """Return the ranks that the others wait for: those with fewer steps, else those that are not in a collective.
-
-    Empty when all are alike.
-    """
-    steps = {position.steps for position in positions}
-    if len(steps) > 1 and None not in steps:
-        fewest = min(position.steps or 0 for position in positions)
-        return [position for position in positions if position.steps == fewest]
-    late = [position for position in positions if not position.waits]
-    return late if len(late) < len(positions) else []
-
-
-def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: str) -> str:
-    """Return the line the user gets."""
-    behind = find_behind(positions)
-    if behind:
-        names = ", ".join(f"rank {position.rank} ({_where(position)})" for position in behind[:4])
-        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""  # noqa: PLR2004
-        waiting = len(positions) - len(behind)
-        who = f"{waiting} ranks wait" if waiting != 1 else "1 rank waits"
-        found = f"{who} for {names}{more}"
+def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: Path) -> str:
+    """Return the line the user gets: who is behind has fewer steps, or else is in no collective."""
+    steps = [position.steps for position in positions]
+    if None not in steps and len(set(steps)) > 1:
+        behind = [position for position in positions if position.steps == min(step or 0 for step in steps)]
     else:
-        first = positions[0]
-        found = f"all ranks are alike (rank {first.rank}: {_where(first)})"
-    return f"no rank has got on for {seconds:.0f} s: {found}; stacks in {rank_folder(Path(run_dir), '*')}/{STACK}"
-
-
-def _where(position: Position) -> str:
-    steps = [f"step {position.steps}"] if position.steps else []
-    return ", ".join([*steps, position.frame or "does not answer"])
+        behind = [position for position in positions if not position.waits]
+    waiting = len(positions) - len(behind)
+    found = f"all ranks are alike: {positions[0]}"
+    if behind and waiting:
+        who = f"{waiting} ranks wait" if waiting != 1 else "1 rank waits"
+        found = f"{who} for {listed([str(position) for position in behind], _NAMED)}"
+    return f"no rank has got on for {seconds:.0f} s: {found}; stacks in {rank_folder(run_dir, '*')}/{STACK}"
 
 
 class Watchdog:
@@ -91,18 +67,16 @@ class Watchdog:
 
     def __init__(self, run_dir: Path, seconds: float) -> None:
         """Watch for stalls of so many seconds; 0 is never."""
-        self._run_dir = run_dir
-        self._seconds = seconds
-        self._pids: Mapping[int, int] = {}
-        self._seen: object = None
-        self._since = self._next = 0.0
-        self._asked: tuple[float, dict[int, int]] | None = None
-        self._told = False
+        self._run_dir, self._seconds = run_dir, seconds
+        self._next = 0.0
+        self.watch({})
 
     def watch(self, pids: Mapping[int, int]) -> None:
         """Start anew with these processes, by rank."""
-        self._pids, self._seen, self._asked, self._told = dict(pids), None, None, False
-        self._since = time.monotonic()
+        self._folders = {rank: rank_folder(self._run_dir, rank) for rank in pids}
+        self._pids, self._since, self._told = dict(pids), time.monotonic(), False
+        self._seen: object = None
+        self._asked: tuple[float, dict[int, int]] | None = None
 
     def look(self) -> str | None:
         """Return what is to be said, if anything is; costs nothing most of the time."""
@@ -111,50 +85,42 @@ class Watchdog:
             return None
         self._next = now + min(1.0, self._seconds / 4)
         if self._asked is not None:
-            return self._answer(now)
-        seen = [self._traces(rank) for rank in self._pids]
+            asked, before = self._asked
+            return self._answer(before, now) if now - asked >= ANSWER_SECONDS else None
+        seen = []
+        for folder in self._folders.values():
+            beat = read_heartbeat(folder)
+            seen.append((beat.steps if beat else 0, *(_size(file) for file in sorted(folder.glob("std*.log")))))
         if seen != self._seen:
             self._seen, self._since, self._told = seen, now, False
         elif not self._told and now - self._since >= self._seconds:
             self._asked = (now, self._ask())
         return None
 
-    def _traces(self, rank: int) -> tuple[int, ...]:
-        folder = rank_folder(self._run_dir, rank)
-        beat = read_heartbeat(folder)
-        return (beat.steps if beat else 0, *(_size(file) for file in sorted(folder.glob("std*.log"))))
-
     def _ask(self) -> dict[int, int]:
         """Have every rank that can write its stack; return how long their files were before."""
         before = {}
-        for rank, pid in self._pids.items():
-            before[rank] = _size(rank_folder(self._run_dir, rank) / STACK)
-            beat = read_heartbeat(rank_folder(self._run_dir, rank))
-            if beat is not None and beat.pid == pid and STACK_SIGNAL is not None:
+        for rank, folder in self._folders.items():
+            before[rank] = _size(folder / STACK)
+            beat = read_heartbeat(folder)
+            if beat is not None and beat.pid == self._pids[rank] and STACK_SIGNAL is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, STACK_SIGNAL)
+                    os.kill(beat.pid, STACK_SIGNAL)
         return before
 
-    def _answer(self, now: float) -> str | None:
-        asked, before = self._asked or (now, {})
-        if now - asked < ANSWER_SECONDS:
-            return None
+    def _answer(self, before: Mapping[int, int], now: float) -> str:
         self._asked, self._told = None, True
-        positions = [
-            read_position(rank, read_heartbeat(rank_folder(self._run_dir, rank)), self._dump(rank, before[rank]))
-            for rank in sorted(self._pids)
-        ]
-        return describe_stall(positions, now - self._since, run_dir=str(self._run_dir))
-
-    def _dump(self, rank: int, start: int) -> str:
-        with suppress(OSError), (rank_folder(self._run_dir, rank) / STACK).open("rb") as file:
-            file.seek(start)
-            return file.read().decode(errors="replace")
-        return ""
+        positions = []
+        for rank, folder in sorted(self._folders.items()):
+            dump = b""
+            with suppress(OSError), (folder / STACK).open("rb") as file:
+                file.seek(before[rank])
+                dump = file.read()
+            positions.append(read_position(rank, read_heartbeat(folder), dump.decode(errors="replace")))
+        return describe_stall(positions, now - self._since, run_dir=self._run_dir)
 
 
 def _size(file: Path) -> int:
-    try:
+    with suppress(OSError):
         return file.stat().st_size
-    except OSError:
-        return 0
+    return 0

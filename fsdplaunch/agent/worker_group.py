@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 import fsdplaunch
 from fsdplaunch.agent.fork_client import EndedWorker, ForkServer
 from fsdplaunch.agent.fork_server import kill_group, kill_worker
-from fsdplaunch.agent.output import OutputFilter, OutputRelay, OutputStream, open_log, open_way
+from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.watchdog import Watchdog
-from fsdplaunch.agent.worker_spec import WorkerSpec
+from fsdplaunch.agent.worker_spec import WorkerSpec, is_shown
 from fsdplaunch.errors import EXIT_SAVED
 from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, signal_name
 from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_heartbeat, read_tail
@@ -35,6 +35,7 @@ _DRAIN_SECONDS = 1.0
 KILL_SECONDS = 10.0
 """How long a killed worker may take to die; one that hangs in a driver does not die at all."""
 POLL_SECONDS = 0.01
+_STREAMS = ("stdout", "stderr")
 
 
 @dataclass(slots=True)
@@ -80,14 +81,11 @@ class StopRequest:
 
 
 def stop_status(number: int, codes: list[int | None]) -> int | None:
-    """Return the launcher's status after a request to stop.
+    """Return the launcher's status after a request to stop, or None when a worker ended in a way of its own.
 
     Args:
         number: The signal that asked for it.
         codes: How the workers ended (-n for signal n); None for one that had not been started or was killed by us.
-
-    Returns:
-        The status, or None when a worker ended in a way of its own, which then decides.
     """
     if number == signal.SIGINT:
         return 128 + number
@@ -99,12 +97,7 @@ def stop_status(number: int, codes: list[int | None]) -> int | None:
 
 
 def last_words(lines: list[str], most: int = 20) -> list[str]:
-    """Return the last lines of an error output, and of a crash those that describe it: stacks fill the end.
-
-    Args:
-        lines: The end of the error output.
-        most: How many are returned.
-    """
+    """Return the last lines of an error output, and of a crash those that describe it: stacks fill the end."""
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
     if crash is None:
         return lines[-most:]
@@ -142,15 +135,13 @@ class Worker:
                 os.kill(self.pid, number)
 
     def describe(self, run_dir: Path, attempt: int) -> dict[str, Any]:
-        """Return what became of it, as plain data.
-
-        Args:
-            run_dir: The run's folder, with the worker's files.
-            attempt: It belongs to, from 0.
-        """
+        """Return what became of it in an attempt (from 0), as plain data."""
         ended = self.ended
         error = _read_error(error_file(run_dir, self.rank, attempt))
-        bad = ended is not None and ended.code != 0
+        beat = read_heartbeat(rank_folder(run_dir, self.rank))
+        tail = []
+        if ended is not None and ended.code != 0 and error is None:
+            tail = last_words(read_tail(rank_log(run_dir, self.rank, "stderr", attempt), lines=400))
         return {
             "rank": self.rank,
             "local_rank": self.local_rank,
@@ -161,21 +152,13 @@ class Worker:
             "started_ns": self.started_ns,
             "ended_ns": ended.time_ns if ended else None,
             "peak_bytes": ended.peak_bytes if ended else None,
-            "steps": self._steps(run_dir),
+            "steps": beat.steps if beat is not None and beat.pid == self.pid else None,
             "error": error,
-            "tail": self._tail(run_dir, attempt) if bad and error is None else [],
+            "tail": tail,
         }
-
-    def _tail(self, run_dir: Path, attempt: int) -> list[str]:
-        return last_words(read_tail(rank_log(run_dir, self.rank, "stderr", attempt), lines=400))
-
-    def _steps(self, run_dir: Path) -> int | None:
-        beat = read_heartbeat(rank_folder(run_dir, self.rank))
-        return beat.steps if beat is not None and beat.pid == self.pid else None
 
 
 def _read_error(path: Path) -> dict[str, Any] | None:
-    """Read the exception a worker recorded; None when there is no complete record."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -196,70 +179,69 @@ class WorkerGroup:
         self.stop = stop
         self.workers: list[Worker] = []
         self.attempts: list[dict[str, Any]] = []
-        self.relay = relay
-        self._fork_server = fork_server
-        self._attempt = -1
-        self._prefixed = False
-        self._watchdog = Watchdog(spec.run_dir, spec.launch.stall_seconds)
         self.notes: list[str] = []
         self.is_replaced = False
         self.is_released = False  # the run is to end, and nothing of it is left here
+        self._relay = relay
+        self._fork_server = fork_server
+        self._attempt = -1
+        self._watchdog = Watchdog(spec.run_dir, spec.launch.stall_seconds)
         self._open = False
 
     def start(self, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start a worker for each local rank.
-
-        Args:
-            variables: What each local rank gets beside the agent's own variables.
-        """
+        """Start a worker for each local rank, with these variables beside the agent's own."""
         if self.attempts:
-            self.say(self._again())
+            cause = self.attempts[-1]["cause"]
+            failed = sum(attempt["cause"] is not None for attempt in self.attempts)
+            again = "the nodes that take part have changed: all workers start again"
+            if cause is not None:
+                again = f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
+            self.say(again)
         self._attempt += 1
         self.is_replaced = False
         self.workers = []
         self._open = True
-        self._wait_for_fork_server()
-        cold = self.spec.cold or self._fork_server.obstacle is not None
-        self._prefixed = len(self._shown_ranks(variables)) > 1
-        for local_rank in sorted(variables):
-            worker = self._start_one(local_rank, dict(variables[local_rank]), cold)
-            self.workers.append(worker)
-            if self.stop.number is not None and not worker.sent:  # it came while this worker was not yet known
-                worker.send(self.stop.number)
-        self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
-
-    def _wait_for_fork_server(self) -> None:
         if self._attempt == 0:
             self._fork_server.wait_until_ready()
             obstacle = self._fork_server.obstacle
             late = [f"{obstacle}: workers start as fresh interpreters"] if obstacle else []
             for note in (*self._fork_server.notes, *late):
                 self.say(note)
-
-    def _again(self) -> str:
-        """Return why the workers are started anew."""
-        cause = self.attempts[-1]["cause"]
-        if cause is None:
-            return "the nodes that take part have changed: all workers start again"
-        failed = sum(attempt["cause"] is not None for attempt in self.attempts)
-        return f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
+        shown = {  # the terminal has to tell them apart where there are several
+            local_rank
+            for local_rank, own in variables.items()
+            for stream in _STREAMS
+            if is_shown(self.spec.launch, rank=int(own["RANK"]), local_rank=local_rank, stream=stream)
+        }
+        for local_rank in sorted(variables):
+            worker = self._start_one(local_rank, dict(variables[local_rank]), is_prefixed=len(shown) > 1)
+            self.workers.append(worker)
+            if self.stop.number is not None and not worker.sent:  # it came while this worker was not yet known
+                worker.send(self.stop.number)
+        self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 
     def say(self, note: str) -> None:
         """Print something, now and in the record."""
         self.notes.append(note)
-        self.relay.say(note)
+        self._relay.say(note)
 
-    def _start_one(self, local_rank: int, variables: dict[str, str], cold: bool) -> Worker:
-        rank = int(variables["RANK"])
-        errors = error_file(self.spec.run_dir, rank, self._attempt)
+    def _start_one(self, local_rank: int, variables: dict[str, str], *, is_prefixed: bool) -> Worker:
+        spec, rank = self.spec, int(variables["RANK"])
+        errors = error_file(spec.run_dir, rank, self._attempt)
         errors.parent.mkdir(parents=True, exist_ok=True)
-        variables |= {"TORCHELASTIC_ERROR_FILE": str(errors), **self.spec.variables.get(local_rank, {})}
-        variables |= worker_store(os.environ, self._attempt, self.spec.secret)
-        if self.spec.is_reported and self.spec.is_shown(rank, local_rank, "stderr"):
-            variables[MARKED] = "1"
-        files = [self._way(rank, local_rank, stream) for stream in ("stdout", "stderr")]
-        command = self.spec.cold_command if cold else self.spec.command
-        cpus = self.spec.cpus.get(local_rank, ())
+        variables |= {"TORCHELASTIC_ERROR_FILE": str(errors), **spec.variables.get(local_rank, {})}
+        variables |= worker_store(os.environ, self._attempt, spec.secret)
+        files = []
+        for stream in _STREAMS:
+            file = open_log(rank_log(spec.run_dir, rank, stream, self._attempt))
+            if is_shown(spec.launch, rank=rank, local_rank=local_rank, stream=stream):
+                if spec.is_reported and stream == "stderr":
+                    variables[MARKED] = "1"
+                prefix = f"[{rank}] ".encode() if is_prefixed else b""
+                file = self._relay.show(file, stream, prefix=prefix, is_filtered=stream == "stderr")
+            files.append(file)
+        cold = spec.cold or self._fork_server.obstacle is not None
+        command, cpus = spec.cold_command if cold else spec.command, spec.cpus.get(local_rank, ())
         started = time.time_ns()
         try:
             pid = self._fork_server.start_worker(command, variables, cold=cold, files=[0, *files], cpus=cpus)
@@ -268,42 +250,8 @@ class WorkerGroup:
                 os.close(file)
         return Worker(rank=rank, local_rank=local_rank, pid=pid, started_ns=started)
 
-    def _shown_ranks(self, variables: Mapping[int, Mapping[str, str]]) -> set[int]:
-        """Return the local ranks that the terminal has to tell apart."""
-        return {
-            local_rank
-            for local_rank, own in variables.items()
-            for stream in self.relay.screens
-            if self.spec.is_shown(int(own["RANK"]), local_rank, stream)
-        }
-
-    def _way(self, rank: int, local_rank: int, stream: str) -> int:
-        """Return the descriptor a worker writes one of its streams into."""
-        file = open_log(rank_log(self.spec.run_dir, rank, stream, self._attempt))
-        if not self.spec.is_shown(rank, local_rank, stream):
-            return file
-        screen = self.relay.screens[stream]
-        ours, theirs, is_terminal = open_way(screen)
-        prefix = f"[{rank}] ".encode() if self._prefixed else b""
-        output_filter = OutputFilter() if stream == "stderr" else None
-        self.relay.add(
-            OutputStream(
-                end=ours,
-                file=file,
-                screen=screen,
-                prefix=prefix,
-                is_terminal=is_terminal,
-                output_filter=output_filter,
-            )
-        )
-        return theirs
-
     def look(self, seconds: float = 0.0) -> None:
-        """Take note of workers that have ended.
-
-        Args:
-            seconds: How long to wait for one.
-        """
+        """Take note of workers that have ended; wait so many seconds for one."""
         by_pid = {worker.pid: worker for worker in self.workers}
         for ended in self._fork_server.ended(seconds):
             if ended.pid in by_pid:
@@ -332,45 +280,31 @@ class WorkerGroup:
             worker.send(number)
 
     def finish(self, *, number: int = signal.SIGTERM) -> None:
-        """End what still runs, first asking, then killing; drain the output; record the attempt.
-
-        Args:
-            number: How to ask.
-        """
+        """End what still runs, first asking by a signal, then killing; drain the output; record the attempt."""
         if not self._open:
             return
         self._open = False
         self.look()
         unwanted = bool(self.running or self.failed)
-        if self.running:
-            self.send(number)
-            self._wait(self.spec.launch.shutdown_grace_seconds, until=lambda: self.stop.insisted)
-        if self.running:
-            self.send(signal.SIGKILL)
-            self._wait(KILL_SECONDS)
-        if unwanted:
-            self._sweep()
-        self.relay.drain(_DRAIN_SECONDS, failed=unwanted, until=lambda: self.stop.insisted)
-        self.attempts.append(self._record())
-
-    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        end = time.monotonic() + seconds
-        while self.running and time.monotonic() < end and not until():
-            time.sleep(POLL_SECONDS)
-            self.look()
-
-    def _sweep(self) -> None:
-        """Kill what failed workers have left behind, such as their data loaders: they hold memory and GPUs."""
-        for worker in self.workers:
-            kill_group(worker.pid)
-
-    def _record(self) -> dict[str, Any]:
+        for how, seconds in ((number, self.spec.launch.shutdown_grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
+            if self.running:
+                self.send(how)
+            end = time.monotonic() + seconds
+            while self.running and time.monotonic() < end and (how == signal.SIGKILL or not self.stop.insisted):
+                time.sleep(POLL_SECONDS)
+                self.look()
+        if unwanted:  # what failed workers have left behind, such as their data loaders, holds memory and GPUs
+            for worker in self.workers:
+                kill_group(worker.pid)
+        self._relay.drain(_DRAIN_SECONDS, failed=unwanted, until=lambda: self.stop.insisted)
         workers = [worker.describe(self.spec.run_dir, self._attempt) for worker in self.workers]
-        return {
-            "attempt": self._attempt,
-            "started_ns": min((worker.started_ns for worker in self.workers), default=None),
-            "ended_ns": time.time_ns(),
-            "workers": workers,
-            # Workers that make way for others, because nodes have come or gone, have not failed.
-            "cause": None if self.is_replaced else first_failure(workers),
-        }
+        self.attempts.append(
+            {
+                "attempt": self._attempt,
+                "started_ns": min((worker.started_ns for worker in self.workers), default=None),
+                "ended_ns": time.time_ns(),
+                "workers": workers,
+                # Workers that make way for others, because nodes have come or gone, have not failed.
+                "cause": None if self.is_replaced else first_failure(workers),
+            }
+        )

@@ -53,7 +53,7 @@ def launch_script(
     if route or loaded.config.ssh.hosts or loaded.config.ssh.hostfile:
         return _launch_elsewhere(request, route, out)
     hardware, place = read_hardware(os.environ), find_placement(loaded.config, os.environ)
-    if place.is_several:
+    if place.most > 1:
         from fsdplaunch.cli.multi_node import launch_on_node
 
         return launch_on_node(request, place, hardware, out)

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
-from fsdplaunch.agent.rendezvous import AgreedNodes, AgreedRendezvous
+from fsdplaunch.agent.elastic_agent import AgreedRendezvous
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.coordination import network
@@ -82,10 +82,10 @@ def assign_ranks(rank: int, nodes: int, store: Any) -> None:
 
 def agreed(rank: int, nodes: int, ports: list[int], listener: socket.socket | None) -> None:
     """Join as the launchers do, and then meet as the agents do: what `fsdplaunch launch` does for fixed nodes."""
-    probe = network.ReachabilityProbe(HOST)
+    probe = network.listen(HOST, 0)
     info = NodeInfo(
         **{"host": f"host{rank}", "address": HOST, "workers": WORKERS, "config": TEXTS, "rank": rank},
-        **{"command": ("train.py",), "probe": (probe.port, probe.word)},
+        **{"command": ("train.py",), "port": probe.getsockname()[1]},
     )
     progress = JoinProgress(say=silent)
     control: Coordinator | NodeClient
@@ -99,12 +99,11 @@ def agreed(rank: int, nodes: int, ports: list[int], listener: socket.socket | No
         control.connect(progress)
         assignment = control.join(info, progress)
     control.start()
-    ours = AgreedNodes(
-        **{"run_id": "bench", "rank": assignment.rank, "nodes": nodes, "host": HOST, "secret": SECRET},
-        port=int(assignment.store.rpartition(":")[2]),
+    handler = AgreedRendezvous(
+        **{"run_id": "bench", "rank": assignment.rank, "nodes": nodes, "secret": SECRET},
+        place=(HOST, int(assignment.store.rpartition(":")[2])),
         held=assignment.held_port,
     )
-    handler = AgreedRendezvous(ours)
     met = handler.next_rendezvous()
     assign_ranks(met.rank, met.world_size, met.store)
     _kept.extend((probe, control, handler, met))

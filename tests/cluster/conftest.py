@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import lab as machines
-from tests.cluster.programs import ALL_REDUCE, SAVES_ON_TERM, TRAINS, TRAINS_BY_STEPS
+from tests.cluster.programs import ALL_REDUCE, SAVES_ON_TERM, TRAINS
 from tests.cluster.slurm_lab import Slurm
 from tests.cluster.sshd_lab import Sshd
 
@@ -34,7 +34,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "sum.py").write_text(ALL_REDUCE)
     (tmp_path / "saves.py").write_text(SAVES_ON_TERM)
     (tmp_path / "trains.py").write_text(TRAINS)
-    (tmp_path / "trains_by_steps.py").write_text(TRAINS_BY_STEPS)
     return tmp_path
 
 

@@ -49,50 +49,8 @@ dist.destroy_process_group()
 """
 """Counts steps; on a signal all ranks leave at the same step, which rank 0 has saved. EVERY: saves every step."""
 
-TRAINS_BY_STEPS = """
-import os, time, torch, torch.distributed as dist, fsdplaunch
-from torch import nn
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-for parameter in model.parameters():
-    nn.init.eye_(parameter)
-model, optimizer = fsdplaunch.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9))
-state = {"model": model, "optimizer": optimizer}
-try:
-    done = fsdplaunch.load_checkpoint("checkpoints", **state)["step"]
-except FileNotFoundError:
-    done = 0
-say = print if dist.get_rank() == 0 else lambda *_, **__: None
-say("begins after step", done, flush=True)
-for step in range(done + 1, int(os.environ["STEPS"]) + 1):
-    time.sleep(0.15)  # so that there is time to be killed in
-    loss = model(torch.ones(1, 4)).sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step % 5 == 0:
-        fsdplaunch.save_checkpoint("checkpoints", step=step, **state)
-say(f"loss {loss.item():.6f}", flush=True)
-"""
-"""Trains a sharded model with momentum, saves every 5 steps, and goes on from the newest complete checkpoint."""
-
-
-def loss_of_trains(steps: int) -> float:
-    """The loss in the last of so many uninterrupted steps of TRAINS_BY_STEPS: its loss has no minimum.
-
-    Both matrices begin as the identity and get the same gradient in every row or column, so that each is
-    I + c J; with a the sum of such a row, d loss / d entry is a for both.
-    """
-    row, speed, loss = 1.0, 0.0, 0.0
-    for _ in range(steps):
-        loss = 4 * row * row
-        speed = 0.9 * speed + row
-        row -= 0.001 * 4 * speed
-    return loss
-
-
 TRAINS = """
-import sys, time, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 import fsdplaunch
 torch.set_num_threads(1)
 model = torch.nn.Linear(6, 8, bias=False)
@@ -108,7 +66,7 @@ dist.all_reduce(wrong)
 if dist.get_rank() == 0:
     with open("starts", "a") as starts:
         print(step, dist.get_world_size(), wrong.item(), file=starts)
-while not (stop := fsdplaunch.should_stop()):
+while step < int(os.environ.get("STEPS", "100000")) and not fsdplaunch.should_stop():
     time.sleep(0.05)
     optimizer.zero_grad()
     model(torch.ones(1, 6)).sum().backward()

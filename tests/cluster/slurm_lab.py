@@ -124,11 +124,6 @@ class Slurm:
             with suppress(ProcessLookupError):  # it has just ended by itself
                 os.kill(pid, signal.SIGKILL)
 
-    def freeze_launcher(self, machine: int) -> None:
-        """SLURM's daemon on a machine answers, and what it was told to run there does nothing any more."""
-        for pid in self.launchers(machine):
-            os.kill(pid, signal.SIGSTOP)
-
     def kill_daemon(self, machine: int) -> None:
         """slurmd is gone at once; what it started goes on."""
         (pid,) = (pid for pid in self._processes(machine) if _words_of(pid)[0] == b"slurmd")

@@ -15,19 +15,9 @@ from fsdplaunch.launch.schedulers.kubernetes import CONFIG_FOLDER, CONFIG_KEY
 from tests.cluster.lab import Lab, finish
 
 OPTIONS = (
-    *(
-        "--kubernetes",
-        "--dry-run",
-        "--set",
-        "launch.env={HF_TOKEN: t0ken}",
-        "--kubernetes.image",
-        "i",
-        "--num-machines",
-        "2",
-        "--show-ranks",
-        "all",
-    ),
-    *("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu", "--main-process-port", "29700"),
+    *("--kubernetes", "--dry-run", "--set", "launch.env={HF_TOKEN: t0ken}", "--kubernetes.image", "i"),
+    *("--num-machines", "2", "--show-ranks", "all", "--main-process-port", "29700"),
+    *("--distributed-type", "MULTI_CPU", "--nproc-per-node", "1", "--use-cpu"),
 )
 ODD = ["a b", "$(HOME)", "$$", 'it\'s "quoted"', "two\nlines", "*"]
 

@@ -89,11 +89,17 @@ def test_interpreter_that_is_not_there_is_named(sshd: Sshd, folder: Path):
     assert "set ssh.python" in err
 
 
-def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folder: Path):
+def saving(sshd: Sshd, folder: Path, hosts: str, *options: str) -> "subprocess.Popen[str]":
+    """Start a run that saves every step, and wait for its first."""
     state = folder / "state.json"
-    words = (*PLAIN, "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "3", "saves.py")
-    run = launch(sshd, folder, "host1,host2", "--set", f"launch.env.STATE={state}", *_every(words))
+    every = ("--set", f"launch.env.STATE={state}", "--set", "launch.env.EVERY=1")
+    run = launch(sshd, folder, hosts, *every, *PLAIN, *options, "saves.py")
     wait_until(state.exists, 60)
+    return run
+
+
+def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folder: Path):
+    run = saving(sshd, folder, "host1,host2", "--machine-timeout-seconds", "3", "--shutdown-grace-seconds", "3")
     sshd.lab.cut(2)
     try:
         code, _, err = finish(run)
@@ -105,10 +111,7 @@ def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folde
 
 
 def test_interrupt_reaches_every_host_and_saves(sshd: Sshd, folder: Path):
-    state = folder / "state.json"
-    words = (*PLAIN, "saves.py")
-    run = launch(sshd, folder, "host1,host2", "--set", f"launch.env.STATE={state}", *_every(words))
-    wait_until(state.exists, 60)
+    run = saving(sshd, folder, "host1,host2")
     run.send_signal(signal.SIGTERM)
     code, out, err = finish(run)
     assert code == 75, err
@@ -117,18 +120,11 @@ def test_interrupt_reaches_every_host_and_saves(sshd: Sshd, folder: Path):
 
 
 def test_nothing_outlives_a_killed_client(sshd: Sshd, folder: Path):
-    state = folder / "state.json"
-    words = (*PLAIN, "--shutdown-grace-seconds", "1", "saves.py")
-    run = launch(sshd, folder, "host1", "--set", f"launch.env.STATE={state}", *_every(words))
-    wait_until(state.exists, 60)
+    run = saving(sshd, folder, "host1", "--shutdown-grace-seconds", "1")
     assert workers(sshd, 1)
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
     wait_until(lambda: not workers(sshd, 1), 20)
-
-
-def _every(words: tuple[str, ...]) -> tuple[str, ...]:
-    return ("--set", "launch.env.EVERY=1", *words)
 
 
 def workers(sshd: Sshd, machine: int) -> list[str]:

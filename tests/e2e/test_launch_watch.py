@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from fsdplaunch.agent.watchdog import ANSWER_SECONDS
 from tests.e2e.conftest import wait_for
 
 STALL = """
@@ -62,6 +63,7 @@ def run_until_seen(start, folder, *case):
         stack = folder / "runs" / "latest" / "ranks" / "1" / "stack.txt"
         while "load_batch" not in wait_for(stack):  # a slow start may be one, too
             time.sleep(0.05)
+        time.sleep(ANSWER_SECONDS + 1)  # until it is told of
         (folder / "go").touch()
     run.end()
     return run

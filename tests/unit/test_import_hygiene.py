@@ -33,18 +33,15 @@ for words in (["--version"], ["--help"], *([name, "--help"] for name in commands
     assert modules_after(code).isdisjoint(HEAVY)
 
 
-def test_importing_the_package_imports_nothing_of_its_own():
-    loaded = {name for name in modules_after("import fsdplaunch") if name.startswith("fsdplaunch.")}
-    assert loaded == set()
-
-
-def test_worker_side_of_the_config_needs_only_the_standard_library():
-    modules = modules_after("import fsdplaunch.config.environment")
-    assert modules.isdisjoint({*HEAVY, "typer"})
-
-
-def test_merge_imports_no_torch():
-    assert "torch" not in modules_after("import fsdplaunch.checkpoint.merge.merge")
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("fsdplaunch.config.environment", (*HEAVY, "typer")),  # the workers' side of the config
+        ("fsdplaunch.checkpoint.merge.merge", ("torch",)),
+    ],
+)
+def test_modules_that_start_fast_import_nothing_heavy(module, absent):
+    assert modules_after(f"import {module}").isdisjoint(absent)
 
 
 def test_public_names_resolve_to_what_they_name():

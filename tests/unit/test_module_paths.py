@@ -58,11 +58,6 @@ def test_every_name_in_a_text_is_there():
     assert [f"{file} names {name}" for file, name in found if not is_there(name)] == []
 
 
-def test_a_wrong_name_would_be_found():
-    assert not is_there("fsdplaunch" + ".launch.nowhere")
-    assert not is_there("fsdplaunch" + ".runtime.device.nothing")
-
-
 def test_modules_to_start_and_to_look_up_are_modules():
     assert entry_points.AGENT.is_file()
     started = [entry_points.BOOTSTRAP, entry_points.SSH_REMOTE, entry_points.NETWORK_TEST, entry_points.PLAIN_RUN]

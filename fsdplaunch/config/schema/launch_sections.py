@@ -85,8 +85,8 @@ class LaunchSection:
         How long the interpreter that has imported torch, and what preload names, stays when a run has ended. The
         next launch by this user that fits forks its agent and its workers from it. 0 is not at all.""")
     numa_binding: v.NumaName | None = key(v.one_of(v.NumaName), None, follows=("enable_cpu_affinity",))("""
-        Bind each worker to the CPUs near its GPU: to its node, its socket, its share of the node's cores
-        (exclusive), or one core complex. Left out, the system decides.""")
+        Bind each worker to the CPUs near its GPU: to those of its node, or its share of the node's cores
+        (exclusive). Left out, the system decides.""")
     virtual_local_rank: bool = key(v.FLAG, False)("""
         Show each worker only its own GPU, as number 0, and give all of them LOCAL_RANK 0.""")
     signals: tuple[str, ...] = key(

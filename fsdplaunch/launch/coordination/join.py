@@ -1,7 +1,9 @@
 """Before torch starts: have the nodes find each other, and say in plain words why they cannot run together."""
 
 import hashlib
+import os
 import platform
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from fsdplaunch.launch.coordination import network
 from fsdplaunch.launch.coordination.coordinator import Coordinator
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
-from fsdplaunch.launch.coordination.placement import NodePlacement, host_name, is_coordinator
+from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator
 from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl, Tell
 from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
@@ -33,14 +35,10 @@ class NodeSpec:
     """What this node joins with.
 
     Attributes:
-        config: Resolved.
         place: Which node this is, as far as it is known.
-        target: What the workers run.
-        workers: Workers on this node.
         obstacles: What keeps it from starting, each with its hint after a line break.
         run_id: A name for the run; node 0's counts.
         fixed_run_id: The run's name is known to all nodes from elsewhere.
-        secret: Where this node finds the run's secret.
     """
 
     config: Config
@@ -54,16 +52,11 @@ class NodeSpec:
 
 
 def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
-    """Meet the other nodes; returns once all of them are ready to start.
-
-    Raises:
-        MachineError: They cannot run together, or did not come.
-    """
-    place = spec.place
-    if not takes_in_others(place):
+    """Meet the other nodes; returns once all of them are ready to start."""
+    if not takes_in_others(spec.place):
         return _as_node_client(spec, progress, tell)
-    if _is_elsewhere(place.host):
-        tell(f"this is node 0, but {place.host} is not its address: right behind address translation only")
+    if _is_elsewhere(spec.place.host):
+        tell(f"this is node 0, but {spec.place.host} is not its address: right behind address translation only")
     return _as_coordinator(spec, progress, tell)
 
 
@@ -81,30 +74,43 @@ def _is_elsewhere(host: str | None) -> bool:
 
 def own_address(spec: NodeSpec) -> str:
     """Return the address others are to reach this node by, when it is node 0."""
-    configured = _configured_address(spec.config)
-    found = network.own_address_of(spec.place.host) if spec.place.host else None
-    if configured or spec.place.host is None:
+    configured, host = _configured_address(spec.config), spec.place.host
+    if configured or host is None:
         return configured or network.own_address()
-    if found and network.is_loopback(found) and found != spec.place.host:
+    found = network.own_address_of(host)
+    if found and network.is_loopback(found) and found != host:
         return network.own_address()  # Debian gives a node's own name to 127.0.1.1
-    if found:
-        return found
-    return network.address_towards(spec.place.host) or network.own_address()
+    return found or network.address_towards(host) or network.own_address()
+
+
+def listening_host(spec: NodeSpec) -> str:
+    """Return the one address that node 0 listens on; empty for all, where none is known to be right.
+
+    That is so behind address translation, and where node 0's configured name means 127.0.1.1 on node 0 itself.
+    """
+    host = spec.place.host
+    if host is None:
+        return _bindable(own_address(spec))
+    own = network.own_address_of(host) or ""
+    return own if own == host or not network.is_loopback(own) else ""
+
+
+def _bindable(address: str) -> str:
+    """Return where this node can listen: behind address translation, others use an address that is not here."""
+    return address if network.is_own(address) else ""
 
 
 def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     place, launch = spec.place, spec.config.launch
     secret = spec.secret.offer()  # before the others can come
-    host = listening_host(spec)
+    host, configured = listening_host(spec), _configured_address(spec.config) is not None
     try:
         listener = network.listen(host, place.port)
     except OSError as error:
         msg = f"the nodes are to join at port {place.port} of this node: {network.reason(error)}"
         hint = "set main_process_port to a free port on every node, or end the program that has it (ss -ltnp)"
         raise MachineError(msg, hint=hint) from None
-    address, configured = own_address(spec), _configured_address(spec.config) is not None
-    reachability_probe = network.ReachabilityProbe(_bindable(address) if configured or host else "")
-    node_info = _describe_node(spec, 0, address, reachability_probe)
+    address = own_address(spec)
     requirements = JoinRequirements(
         run_id=spec.run_id,
         least=place.least,
@@ -118,29 +124,17 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
         secret=secret,
     )
     make_room(requirements.most)
-    coordinator = Coordinator(listener, node_info, requirements, tell)
-    try:
-        coordinator.gather(progress)
-    except BaseException:
-        coordinator.close()
-        raise
-    finally:
-        reachability_probe.close()
-        if place.least == place.most:  # nobody joins an elastic run without it
-            spec.secret.withdraw()
+    with network.listen(_bindable(address) if configured or host else "", 0) as probe:
+        coordinator = Coordinator(listener, _describe_node(spec, 0, address, probe), requirements, tell)
+        try:
+            coordinator.gather(progress)
+        except BaseException:
+            coordinator.close()
+            raise
+        finally:
+            if place.least == place.most:  # nobody joins an elastic run without it
+                spec.secret.withdraw()
     return coordinator
-
-
-def listening_host(spec: NodeSpec) -> str:
-    """Return the one address that node 0 listens on; empty for all, where none is known to be right.
-
-    That is so behind address translation, and where node 0's configured name means 127.0.1.1 on node 0 itself.
-    """
-    host = spec.place.host
-    if host is None:
-        return _bindable(own_address(spec))
-    own = next((address for address in network.resolve(host) if network.is_own(address)), "")
-    return own if own == host or not network.is_loopback(own) else ""
 
 
 def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
@@ -155,21 +149,19 @@ def _as_node_client(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
     )
     own = client.connect(progress)
     address = _configured_address(spec.config) or own
-    reachability_probe = network.ReachabilityProbe(_bindable(address))
-    node_info = _describe_node(spec, place.rank, address, reachability_probe)
-    try:
+    with network.listen(_bindable(address), 0) as probe:
+        node_info = _describe_node(spec, place.rank, address, probe)
         client.join(node_info, progress, run_id=spec.run_id if spec.fixed_run_id else "")
-    finally:
-        reachability_probe.close()
     return client
 
 
-def _describe_node(
-    spec: NodeSpec, rank: int | None, address: str, reachability_probe: network.ReachabilityProbe
-) -> NodeInfo:
-    version, target = installed_numbers(), spec.target
+def _describe_node(spec: NodeSpec, rank: int | None, address: str, probe: socket.socket) -> NodeInfo:
+    version, target, script = installed_numbers(), spec.target, ""
+    if target.is_python and not target.is_module:
+        with suppress(OSError):
+            script = hashlib.sha256(Path(target.name).read_bytes()).hexdigest()[:16]
     return NodeInfo(
-        host=host_name(),
+        host=os.uname().nodename,
         address=address,
         rank=rank,
         workers=spec.workers,
@@ -180,10 +172,9 @@ def _describe_node(
         },
         config=config_texts(spec.config),
         command=(*(["-m"] if target.is_module else []), target.name, *target.arguments),
-        script=_script_digest(target),
+        script=script,
         obstacles=spec.obstacles,
-        probe=(reachability_probe.port, reachability_probe.word),
-        folder=str(Path.cwd()),
+        port=probe.getsockname()[1],
     )
 
 
@@ -200,26 +191,17 @@ def config_texts(config: Config) -> dict[str, str]:
     return texts
 
 
-def _script_digest(target: LaunchTarget) -> str:
-    if target.is_python and not target.is_module:
-        with suppress(OSError):
-            return hashlib.sha256(Path(target.name).read_bytes()).hexdigest()[:16]
-    return ""
-
-
 def check_interface(config: Config) -> None:
-    """Check that the configured interface and address are this node's.
-
-    Raises:
-        MachineError: They are not.
-    """
+    """Raise a MachineError where the configured interface or address is not this node's."""
     asked, address = config.launch.network_interface, config.launch.local_address
     present = ", ".join(f"{name} ({own})" for name, own in network.interfaces().items())
     if asked is not None and asked not in network.interfaces():
-        msg = f"launch.network_interface is {asked}, but this node ({host_name()}) has {present}"
+        msg = f"launch.network_interface is {asked}, but this node ({os.uname().nodename}) has {present}"
         raise MachineError(msg, hint="name one of these, or leave it out")
     if address is not None and not network.is_own(address) and network.own_address_of(address) is None:
-        msg = f"launch.local_address is {address}, which this node ({host_name()}) does not have: {present}"
+        msg = (
+            f"launch.local_address is {address}, which this node ({os.uname().nodename}) does not have: {present}"
+        )
         raise MachineError(msg, hint="set it to one of these, or leave it out")
 
 
@@ -230,24 +212,11 @@ def _configured_address(config: Config) -> str | None:
     return network.interfaces().get(launch.network_interface) if launch.network_interface else None
 
 
-def _bindable(address: str) -> str:
-    """Return where a probe can listen: behind address translation, others use an address that is not here."""
-    return address if network.is_own(address) else ""
-
-
 def provisional_config(config: Config, place: NodePlacement, *, address: str) -> Config:
-    """Return the configuration with everything that is known before joining, for a dry run and for checks.
-
-    Args:
-        config: Resolved.
-        place: This node's.
-        address: Node 0's, or what stands for it.
-    """
-    store = join_endpoint(place.host or address, place.port)
-    nodes, rank = place.least, place.rank or 0
-    return agreed_config(
-        config, RunAssignment(run_id="", rank=rank, names=(), nodes=nodes, world=0, store=store, address="")
-    )
+    """Return the configuration with all that is known before joining; `address` is node 0's or its stand-in."""
+    store, rank = join_endpoint(place.host or address, place.port), place.rank or 0
+    known = RunAssignment(run_id="", rank=rank, names=(), nodes=place.least, world=0, store=store, address="")
+    return agreed_config(config, known)
 
 
 def agreed_config(config: Config, assignment: RunAssignment) -> Config:

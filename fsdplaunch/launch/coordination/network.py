@@ -3,11 +3,9 @@
 import array
 import fcntl
 import ipaddress
-import secrets
+import os
 import socket
 import struct
-import threading
-import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,11 +16,9 @@ from fsdplaunch.sockets import addresses, connected
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: asking for the way to them sends nothing."""
-ALL_ADDRESSES = "0.0.0.0"  # noqa: S104  (only where the others come to several addresses of this node)
 _BACKLOG = 4096
-_PROBE_SECONDS = 5.0
+_TRY_SECONDS = 5.0
 _GLANCE_SECONDS = 1.0
-_PAUSE_SECONDS = 0.01
 
 
 def interfaces() -> dict[str, str]:
@@ -62,22 +58,18 @@ def address_towards(host: str) -> str | None:
 
 def resolve(host: str) -> list[str]:
     """Return the addresses a name stands for; empty when it is not known."""
-    try:
-        found = addresses(host, None)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(place[0]) for _, place in found))
+    with suppress(OSError):
+        return list(dict.fromkeys(str(place[0]) for _, place in addresses(host, None)))
+    return []
 
 
 def is_own(address: str) -> bool:
     """Return whether this node has an address: only then can something listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as trial:
-            trial.bind((address, 0))
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as trial:
+        trial.bind((address, 0))
+        return True
+    return False
 
 
 def own_address_of(host: str) -> str | None:
@@ -91,92 +83,37 @@ def plain_address(place: Sequence[Any]) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; on every address when `host` is empty.
-
-    Raises:
-        OSError: The port is taken, or the address is not this node's.
-    """
+    """Return a socket that listens; on every address when `host` is empty."""
     family = socket.AF_INET6 if ":" in host or (not host and socket.has_dualstack_ipv6()) else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((host, port))
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-class ReachabilityProbe:
-    """A free port that answers with this node's own word, so that others can see whether they reach it."""
-
-    def __init__(self, address: str) -> None:
-        self.word = secrets.token_hex(8)
-        self._sock = listen(address, 0)
-        self.port = int(self._sock.getsockname()[1])
-        self._is_closed = False
-        threading.Thread(target=self._answer, daemon=True).start()
-
-    def _answer(self) -> None:
-        while not self._is_closed:
-            try:
-                visitor, _ = self._sock.accept()
-                with visitor:
-                    visitor.sendall(self.word.encode())
-            except OSError:  # a visitor that has gone again, or too many open files: the next one is answered
-                time.sleep(_PAUSE_SECONDS)
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._is_closed = True
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._sock.close()
+    dual = family == socket.AF_INET6
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
 def shorten_name_lookups(host: str, environ: MutableMapping[str, str]) -> None:
-    """Have the C library give up a name after a second, where no name has to be found.
+    """Have the C library give up a name after a second, where the store's own address is a number.
 
     Torch's store asks for the names of its peers, to mention them. Where no name server answers, each asking takes
     the library's five seconds.
-
-    Args:
-        host: Where the store is; with a name, lookups stay as they are.
-        environ: This process's variables; what is set there stays.
     """
     with suppress(ValueError):
         ipaddress.ip_address(host)
         environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def reach(address: str, port: int, word: str) -> str | None:
-    """Try to reach another node's probe; return what is wrong, or None.
-
-    Args:
-        address: Where the other node says it is.
-        port: Its probe's.
-        word: What its probe answers.
-    """
+def obstacle_to(address: str, port: int) -> str:
+    """Return what keeps this node from connecting to another; empty for nothing."""
     try:
-        with connected(address, port, _PROBE_SECONDS) as probe:
-            answer = b""
-            while len(answer) < len(word) and (part := probe.recv(64)):
-                answer += part
+        connected(address, port, _TRY_SECONDS).close()
     except OSError as error:
         return reason(error)
-    return None if answer.decode(errors="replace") == word else "another node answers there"
+    return ""
 
 
 def answers(host: str, port: int) -> bool:
     """Return whether anything listens somewhere."""
-    try:
-        with connected(host, port, _GLANCE_SECONDS):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), connected(host, port, _GLANCE_SECONDS):
+        return True
+    return False
 
 
 def reason(error: OSError) -> str:
@@ -185,7 +122,7 @@ def reason(error: OSError) -> str:
         return "the name is not known"
     if isinstance(error, TimeoutError):
         return "no answer"
-    return (error.strerror or str(error) or type(error).__name__).lower()
+    return (os.strerror(error.errno) if error.errno else str(error) or type(error).__name__).lower()
 
 
 def interface_variables(
@@ -194,13 +131,7 @@ def interface_variables(
     """Return the variables that keep gloo, and NCCL where an interface is configured, on the network of the nodes.
 
     By itself gloo takes the address of this node's own name, which Debian maps to 127.0.1.1. A lone node needs no
-    network: there both stay on the loopback interface.
-
-    Args:
-        config: Resolved.
-        address: This node's, as the others reach it.
-        environ: The caller's variables; what is set there stays.
-        alone: There is no other node.
+    network: there both stay on the loopback interface. What the environment has stays.
     """
     asked = config.launch.network_interface
     name = asked or next((name for name, own in interfaces().items() if own == address), None)

@@ -1,16 +1,16 @@
 """Every other node's side: find the coordinator, join, report, hear how the run ended."""
 
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, MachineError
-from fsdplaunch.launch.coordination.network import plain_address, reason
-from fsdplaunch.launch.coordination.node_info import NodeInfo, try_to_reach
+from fsdplaunch.errors import EXIT_MACHINE, MachineError
+from fsdplaunch.launch.coordination.network import obstacle_to, plain_address, reason
+from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.protocol import (
+    MAX_BYTES,
     PROTOCOL,
     TO_NODE,
     Connection,
@@ -18,16 +18,13 @@ from fsdplaunch.launch.coordination.protocol import (
     Message,
     NodeHandshake,
     ProtocolError,
-    VersionError,
     decode,
     text_of_line,
 )
 from fsdplaunch.launch.coordination.run_control import (
-    PAUSE_SECONDS,
     JoinProgress,
-    OwnPause,
-    RunActions,
     RunAssignment,
+    RunControl,
     Tell,
     end_of_run,
     later,
@@ -51,39 +48,24 @@ _HINTS = {
 }
 
 
-class NodeClient:
+class NodeClient(RunControl):
     """The launcher of a node other than node 0."""
+
+    _connection: Connection
 
     def __init__(
         self, host: str, port: int, *, secret: SecretSource, seconds: float, grace: float, tell: Tell
     ) -> None:
-        self.actions = RunActions()
-        self.assignment: RunAssignment
-        self._place = (host, port)
+        super().__init__(tell)
+        self._place, self._address = (host, port), f"{host}:{port}"
         self._seconds, self._grace = seconds, grace
-        self._tell = tell
         self._secret = secret
-        self._connection: Connection
         self._loop = Loop()
-        self._lines: deque[bytes] = deque()
         self._silence = 10.0
-        self._heard = time.monotonic()
-        self._final: Message | None = None
-        self._done = threading.Event()
-        self._closing = False
         self._reported = False
-        self._stopped_by: str | None = None
-
-    @property
-    def _address(self) -> str:
-        return f"{self._place[0]}:{self._place[1]}"
 
     def connect(self, progress: JoinProgress) -> str:
-        """Connect to node 0, however long it takes to start; return this node's address on the way there.
-
-        Raises:
-            MachineError: Nothing answered in time, or what did does not take this node.
-        """
+        """Connect to node 0, however long it takes to start; return this node's address on the way there."""
         why = "no answer"
         try:
             while progress.seconds < self._seconds:
@@ -95,7 +77,7 @@ class NodeClient:
                     progress.show(f"waiting for node 0 at {self._address} ({why})")
                 else:
                     address = plain_address(sock.getsockname())
-                    if self._is_taken(self._connected(sock), progress.seconds):
+                    if self._is_taken(sock, progress.seconds):
                         return address
                     why = "it ended the connection"
                 time.sleep(_RETRY_SECONDS)
@@ -105,67 +87,57 @@ class NodeClient:
         hint = _HINTS.get(why, "is it the right address, and does a firewall let it through?")
         raise MachineError(msg, hint=hint)
 
-    def _connected(self, sock: socket.socket) -> Connection:
-        sock.setblocking(False)
-        made = self._loop.asyncio.create_connection(
-            lambda: Connection(lambda _one: self._loop.notice()), sock=sock
-        )
-        return self._loop.asyncio.run_until_complete(made)[1]
-
-    def _is_taken(self, connection: Connection, waited: float) -> bool:
+    def _is_taken(self, sock: socket.socket, waited: float) -> bool:
         """Prove to node 0 that this node belongs to the run, and have it prove the same; False: try again."""
-        patience = min(ANSWER_SECONDS, 2 * self._seconds)
+        sock.setblocking(False)
+        made = self._loop.asyncio.create_connection(lambda: Connection(lambda _: self._loop.notice()), sock=sock)
+        connection: Connection = self._loop.asyncio.run_until_complete(made)[1]
         try:
-            opening = self._await_line(connection, patience)
+            opening = self._await_line(connection)
             handshake = NodeHandshake(self._secret.wait())
             connection.send_line(handshake.reply(opening or ""))
-            answer = self._await_line(connection, patience)
-            if answer is None:
-                connection.close()
-                return False
-            if handshake.is_accepted(answer):
-                connection.trust()
-                self._connection, self._lines = connection, connection.lines
+            answer = self._await_line(connection)
+            if answer is not None and handshake.is_accepted(answer):
+                connection.limit = MAX_BYTES
+                self._connection = connection
                 return True
-        except VersionError as error:
-            msg = f"node 0 at {self._address} speaks {error}, and this node {PROTOCOL}"
-            raise MachineError(msg, hint="install the same version everywhere") from None
-        except ProtocolError:
+        except ProtocolError as error:
+            if version := str(error):
+                msg = f"node 0 at {self._address} speaks {version}, and this node {PROTOCOL}"
+                raise MachineError(msg, hint="install the same version everywhere") from None
             msg = f"what listens at {self._address} is not fsdplaunch launch"
             hint = "choose another port with main_process_port, the same on every node"
             raise MachineError(msg, hint=hint) from None
         connection.close()
-        if self._secret.may_change(waited):
-            return False
-        raise self._secret.refused(self._address)
+        if answer is not None and not self._secret.may_change(waited):
+            raise self._secret.refused(self._address)
+        return False
 
-    def _await_line(self, connection: Connection, seconds: float) -> str | None:
+    def _await_line(self, connection: Connection) -> str | None:
         """Wait for a line of the handshake; None when the other side says nothing, or has gone."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + min(ANSWER_SECONDS, 2 * self._seconds)
         while not connection.lines and connection.open and (left := end - time.monotonic()) > 0:
             self._loop.turn(left)
         return text_of_line(connection.lines.popleft()) if connection.lines else None
 
     def join(self, node_info: NodeInfo, progress: JoinProgress, *, run_id: str = "") -> RunAssignment:
-        """Present this node and wait until node 0 lets it go.
-
-        Args:
-            node_info: This node.
-            progress: Shows how far the wait has come.
-            run_id: The run it belongs to; empty for any.
-
-        Raises:
-            MachineError: Node 0 refused, or vanished.
-        """
-        self._connection.send(kind="hello", node=node_info.to_message(), time_ns=time.time_ns(), run_id=run_id)
+        """Present this node as one of a run (empty: of any), and wait until node 0 lets it go."""
+        about = {"kind": "hello", "node": asdict(node_info), "run_id": run_id}
+        self._connection.send(**about, time_ns=time.time_ns())
+        has_heard = False
         try:
             while progress.seconds < self._seconds + ANSWER_SECONDS:
                 for message in self._turn():
+                    has_heard = True
                     if (done := self._negotiate(message, node_info, progress)) is not None:
                         self.assignment = done
                         return done
-                if not self._connection.open:
+                if not self._connection.open and has_heard:
                     break
+                if not self._connection.open:  # all were there, and about to start: it says more once they have
+                    time.sleep(_RETRY_SECONDS)
+                    self.connect(progress)
+                    self._connection.send(**about, time_ns=time.time_ns())
         except ProtocolError:
             pass
         finally:
@@ -180,19 +152,13 @@ class NodeClient:
         if kind == "waiting":
             progress.show(f"{message['here']} of {message['of']} nodes here")
         if kind == "try":
-            self._connection.send(kind="reached", failed=try_to_reach(message["nodes"]))
+            self._connection.send(kind="reached", why_not=obstacle_to(message["address"], message["port"]))
         if kind != "go":
             return None
         self._silence = float(message["silence"])
         return RunAssignment.from_message(
             message, store_host=self._place[0], address=node_info.address, secret=self._secret.wait()
         )
-
-    def start(self) -> None:
-        """Go on listening in the background."""
-        self._heard, self._last_ping = time.monotonic(), 0.0
-        self._pause = OwnPause(PAUSE_SECONDS)
-        threading.Thread(target=self._attend, daemon=True).start()
 
     def stop(self, number: int, count: int) -> None:
         """Have every node pass a signal on to its workers."""
@@ -209,40 +175,34 @@ class NodeClient:
         self._loop.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
         # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + _FINAL_SECONDS)
-        attempt = outcome.get("attempt") or {}
         known = {name: outcome[name] for name in ("status", "stopped_by", "error")}
-        return self._final or end_of_run(**known, cause=attempt.get("cause"))
+        return self._final or end_of_run(**known, cause=(outcome.get("attempt") or {}).get("cause"))
 
     def close(self) -> None:
         """Leave."""
         self._closing = True
         self._loop.post(lambda: None)
 
-    def _attend(self) -> None:
-        try:
-            while not self._closing and not self._done.is_set():
-                self._look_after_run()
-        except Exception as error:  # without this thread nobody hears from the others: that is not a success
-            self._final = end_of_run(EXIT_FAILED, error=f"this node lost track of the others: {error!r}")
-            self._done.set()
-            self.actions.end(True)
-        finally:
-            self._connection.close()
-            self._loop.close()
+    def _listen(self) -> None:
+        last_ping, self._heard = 0.0, time.monotonic()
+        while not self._closing and not self._done.is_set():
+            now = time.monotonic()  # what has come by now is read before node 0 counts as silent
+            try:
+                for message in self._turn():
+                    self._obey(message)
+            except ProtocolError:
+                self._connection.close()
+            if now - last_ping > min(2.0, self._silence / 4):
+                last_ping = now
+                self._connection.send(kind="ping")
+            if not self._done.is_set() and now - self._heard > self._silence:
+                self._lose(f"no message for {self._silence:.0f} s")
+            elif not self._done.is_set() and not self._connection.open:
+                self._lose("its launcher has gone")
 
-    def _look_after_run(self) -> None:
-        try:
-            for message in self._turn():
-                self._obey(message)
-        except ProtocolError:
-            self._connection.close()
-        now = time.monotonic()
-        if now - self._last_ping > min(2.0, self._silence / 4):
-            self._last_ping = now
-            self._connection.send(kind="ping")
-        silent = not self._pause.has_just_ended() and now - self._heard > self._silence
-        if (silent or not self._connection.open) and not self._done.is_set():
-            self._lose(f"no message for {self._silence:.0f} s" if silent else "its launcher has gone")
+    def _disconnect(self) -> None:
+        self._connection.close()
+        self._loop.close()
 
     def _lose(self, why: str) -> None:
         """End this node: without the coordinator there is no store, and nothing can go on.
@@ -274,9 +234,10 @@ class NodeClient:
 
     def _turn(self) -> list[Message]:
         """Wait for messages, and for what other threads post; return the messages."""
-        if not self._lines:
+        lines = self._connection.lines
+        if not lines:
             self._loop.turn(TURN_SECONDS)
-        messages = [decode(self._lines.popleft(), TO_NODE) for _ in range(len(self._lines))]
+        messages = [decode(lines.popleft(), TO_NODE) for _ in range(len(lines))]
         if messages:
             self._heard = time.monotonic()
         return messages

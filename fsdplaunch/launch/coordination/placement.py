@@ -1,6 +1,5 @@
 """Which of the run's nodes this is, how many there are, and where they join: from scheduler and configuration."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ _RANK_VARIABLE = "FSDPLAUNCH_NODE_RANK"
 _SPECIAL_STEP = 0xFFFFFF00
 """SLURM's numbers for steps that srun did not start: batch scripts, interactive shells."""
 _FIRST_PORT, _PORT_PAIRS, _STEPS = 20000, 6000, 10
+_SOURCES = {"slurm": "SLURM", "mpi": "mpirun", "kubernetes": "Kubernetes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,6 @@ class NodePlacement:
         most: Nodes it may have.
         rank: This node's number; None when it is to be assigned.
         host: Address of node 0 as this node knows it; None when this node is to be it.
-        port: Where the nodes meet.
         names: The nodes' names by number, where they are known.
         source: Where this comes from, for messages.
     """
@@ -42,18 +41,9 @@ class NodePlacement:
     names: tuple[str, ...] = ()
     source: str = "the configuration"
 
-    @property
-    def is_several(self) -> bool:
-        """Return whether more than this node may take part."""
-        return self.most > 1
-
 
 def assumed_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a scheduler's variables say of keys that nobody else does, as KEY=VALUE.
-
-    Args:
-        environ: The launcher's.
-    """
+    """Return what a scheduler's variables say of keys that nobody else does, as KEY=VALUE."""
     count = _nodes_of(read_cluster(environ), environ)
     return (f"num_machines={count}",) if count is not None and count > 1 else ()
 
@@ -66,22 +56,15 @@ def is_step(environ: Mapping[str, str]) -> bool:
 
 def _nodes_of(cluster: Cluster, environ: Mapping[str, str]) -> int | None:
     """Return nodes on which the scheduler started this launcher, or could."""
-    if cluster.kind == "slurm":
-        if is_step(environ):
-            text = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
-            return int(text)
-        return cluster.num_nodes
-    if cluster.kind == "mpi" and cluster.tasks_on_node == 1:
-        return cluster.num_tasks
-    return cluster.num_nodes if cluster.kind == "kubernetes" else None
+    if cluster.kind == "slurm" and is_step(environ):
+        return int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
+    if cluster.kind == "mpi":
+        return cluster.num_tasks if cluster.tasks_on_node == 1 else None
+    return cluster.num_nodes if cluster.kind in ("slurm", "kubernetes") else None
 
 
 def find_placement(config: Config, environ: Mapping[str, str]) -> NodePlacement:
-    """Return this node's place among the nodes.
-
-    Args:
-        config: Resolved; what it says goes before what a scheduler says.
-        environ: The launcher's.
+    """Return this node's place among the nodes; what the configuration says goes before what a scheduler says.
 
     Raises:
         UsageError: Scheduler and configuration contradict each other, or a launcher per worker was started.
@@ -90,40 +73,29 @@ def find_placement(config: Config, environ: Mapping[str, str]) -> NodePlacement:
     cluster = read_cluster(environ)
     if cluster.kind == "slurm" and not is_step(environ):
         cluster = Cluster()  # the batch script's own shell: this process is alone
+    source = _SOURCES.get(cluster.kind, "the configuration")
     if most > 1 or (cluster.num_nodes or 1) > 1:
-        _check_tasks(cluster)
+        _check_tasks(cluster, source)
     if most == 1:
         return NodePlacement(least=1, most=1)
     count = _nodes_of(cluster, environ)
     if count is not None and not least <= count <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
-        msg = f"the configuration asks for {wanted} nodes, but {_source(cluster)} has {count}"
+        msg = f"the configuration asks for {wanted} nodes, but {source} has {count}"
         raise UsageError(msg, hint="leave num_machines out: the scheduler's number is then taken")
     if count is not None and cluster.kind == "slurm":
         most = least = count
-    host, port = _endpoint(config)
-    names: tuple[str, ...] = ()
-    if cluster.kind == "slurm":
-        names = _slurm_names(environ)
-        host = host or _slurm_address(names[0])
-        port = port or _slurm_port(environ)
-    if cluster.kind == "kubernetes" and host is None:
-        host, port = environ.get("PET_MASTER_ADDR"), port or _decimal(environ.get("PET_MASTER_PORT"))
+    host, port, names = _meeting_place(config, cluster, environ)
     rank = _rank(config, cluster, environ)
-    _check_rank(rank or 0, most, host)
-    source = _source(cluster)
+    if (rank or 0) >= most:
+        msg = f"this is node {rank}, but there are {most}"
+        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {_RANK_VARIABLE}, the scheduler")
+    if host is None and rank:
+        msg = f"this is node {rank}, but nothing says where node 0 is"
+        raise UsageError(msg, hint="set main_process_ip to node 0's address")
     return NodePlacement(
         least=least, most=most, rank=rank, host=host, port=port or DEFAULT_PORT, names=names, source=source
     )
-
-
-def _check_rank(rank: int, most: int, host: str | None) -> None:
-    if rank >= most:
-        msg = f"this is node {rank}, but there are {most}"
-        raise UsageError(msg, hint=f"nodes count from 0: see --machine-rank, {_RANK_VARIABLE}, the scheduler")
-    if host is None and rank > 0:
-        msg = f"this is node {rank}, but nothing says where node 0 is"
-        raise UsageError(msg, hint="set main_process_ip to node 0's address")
 
 
 def is_coordinator(place: NodePlacement) -> bool:
@@ -133,12 +105,26 @@ def is_coordinator(place: NodePlacement) -> bool:
     return place.rank is None and network.own_address_of(place.host) is not None
 
 
-def _endpoint(config: Config) -> tuple[str | None, int | None]:
-    """Return what the configuration says of where nodes meet."""
+def _meeting_place(
+    config: Config, cluster: Cluster, environ: Mapping[str, str]
+) -> tuple[str | None, int | None, tuple[str, ...]]:
+    """Return node 0's address and port, as far as they are known, and the nodes' names where SLURM says them."""
+    host, port = config.main_process_ip, config.main_process_port or None
+    names: tuple[str, ...] = ()
     if config.launch.rendezvous_endpoint:
-        host, _, port = config.launch.rendezvous_endpoint.rpartition(":")
-        return host.removeprefix("[").removesuffix("]"), int(port) or None
-    return config.main_process_ip, config.main_process_port or None
+        host, _, text = config.launch.rendezvous_endpoint.rpartition(":")
+        host, port = host.removeprefix("[").removesuffix("]"), int(text) or None
+    if cluster.kind == "slurm":
+        names = _slurm_names(environ)
+        if host is None:  # where SLURM itself reaches it, which works where its name does not resolve
+            found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", names[0]))
+            host = found[1] if found else names[0]
+        if port is None:  # of the step's own, so that jobs on one node do not meet; the next is torch's store's
+            job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
+            port = _FIRST_PORT + 2 * ((job * _STEPS + step) % _PORT_PAIRS)
+    if cluster.kind == "kubernetes" and host is None:
+        host, port = environ.get("PET_MASTER_ADDR"), port or _decimal(environ.get("PET_MASTER_PORT"))
+    return host, port, names
 
 
 def _rank(config: Config, cluster: Cluster, environ: Mapping[str, str]) -> int | None:
@@ -159,28 +145,19 @@ def _decimal(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip()) else None
 
 
-def _check_tasks(cluster: Cluster) -> None:
+def _check_tasks(cluster: Cluster, source: str) -> None:
     """Refuse several launchers on one node: each would start all of its workers."""
     many = cluster.tasks_on_node or 1
     if cluster.kind == "slurm" and cluster.num_tasks and cluster.num_nodes:
         many = max(many, -(-cluster.num_tasks // cluster.num_nodes))
     if cluster.kind in ("slurm", "mpi") and many > 1:
         flag = "--ntasks-per-node=1" if cluster.kind == "slurm" else "--npernode 1 (Open MPI) or -ppn 1"
-        msg = f"{_source(cluster)} started {many} launchers on each node; each would start every worker"
+        msg = f"{source} started {many} launchers on each node; each would start every worker"
         raise UsageError(msg, hint=f"start one on each node: {flag}")
 
 
-def _source(cluster: Cluster) -> str:
-    names = {"slurm": "SLURM", "mpi": "mpirun", "kubernetes": "Kubernetes"}
-    return names.get(cluster.kind, "the configuration")
-
-
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes of this step, by number, as `scontrol` expands SLURM's list.
-
-    Raises:
-        UsageError: The list cannot be expanded.
-    """
+    """Return the nodes of this step, by number, as `scontrol` expands SLURM's list."""
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     if names := _scontrol("show", "hostnames", text).split():
         return tuple(names)
@@ -190,26 +167,8 @@ def _slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise UsageError(msg, hint="make scontrol available here, or set main_process_ip")
 
 
-def _slurm_address(name: str) -> str:
-    """Return where SLURM itself reaches a node, which works where its name does not resolve; else the name."""
-    found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", "-o", name))
-    return found[1] if found else name
-
-
 def _scontrol(*words: str) -> str:
-    """Return what SLURM's command prints; nothing where there is none, or it fails."""
     if shutil.which("scontrol") is None:
         return ""
     done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
     return "" if done.returncode else done.stdout
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Return a port of the step's own, so that jobs on one node do not meet; the next one is torch's store's."""
-    job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
-    return _FIRST_PORT + 2 * ((job * _STEPS + step) % _PORT_PAIRS)
-
-
-def host_name() -> str:
-    """Return what this node calls itself."""
-    return os.uname().nodename

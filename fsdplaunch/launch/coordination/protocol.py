@@ -1,6 +1,6 @@
 """What the launchers of one run say to each other: first a proof, then one JSON object per line, over TCP.
 
-    coordinator    fsdplaunch-5 NONCE
+    coordinator    fsdplaunch-6 NONCE
     node           NONCE PROOF, or `none` where it has no secret
     coordinator    PROOF, or `no`
 
@@ -24,8 +24,7 @@ from fsdplaunch.files import Maybe, matches
 from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
-_LARGEST = 2**63
-PROTOCOL = "fsdplaunch-5"
+PROTOCOL = "fsdplaunch-6"
 """First word that a coordinator says; another version's launchers are named instead of misread."""
 _LINE_BYTES = 256
 """Longest line before the proof."""
@@ -37,89 +36,48 @@ _WAITING_BYTES = 4 * MAX_BYTES
 """Most that waits to be sent to a side that does not read."""
 
 
-class ProtocolError(Exception):
-    """The other side does not speak this protocol."""
+def _whole(least: int, end: int) -> Callable[[Any], bool]:
+    """Return what tells whole numbers of a range from all else; True and False are none."""
+    return lambda value: type(value) is int and least <= value < end
 
 
-def _is_integer(value: Any) -> bool:
-    return type(value) is int and -_LARGEST <= value < _LARGEST
-
-
-def _is_natural(value: Any) -> bool:
-    return _is_integer(value) and value >= 0
-
-
-def _is_port(value: Any) -> bool:
-    return _is_natural(value) and value < 65536  # noqa: PLR2004  (16 bits)
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_probe(value: Any) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [int, str] and _is_port(value[0])
-
-
-_TEXT, _NUMBER = Maybe(str), Maybe(_is_integer)
+_INTEGER, _NATURAL, _PORT = _whole(-(2**63), 2**63), _whole(0, 2**63), _whole(0, 2**16)
+_TEXT, _NUMBER = Maybe(str), Maybe(_INTEGER)
 _WORKER = {
-    "rank": _is_natural,
-    "local_rank?": _is_natural,
-    "pid?": _is_integer,
-    "code?": _NUMBER,
-    "signal?": _TEXT,
-    "sent?": [_is_integer],
-    "started_ns?": _NUMBER,
-    "ended_ns?": _NUMBER,
-    "peak_bytes?": _NUMBER,
-    "steps?": _NUMBER,
+    **dict.fromkeys(("rank", "local_rank?"), _NATURAL),
+    **dict.fromkeys(("pid?", "node?"), _INTEGER),
+    **dict.fromkeys(("code?", "started_ns?", "ended_ns?", "peak_bytes?", "steps?"), _NUMBER),
+    **{"signal?": _TEXT, "host?": str, "sent?": [_INTEGER], "tail?": [str]},
     "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER}),
-    "tail?": [str],
-    "host?": str,
-    "node?": _is_integer,
 }
-_ATTEMPT = {"workers": [_WORKER], "attempt?": _is_natural, "cause?": Maybe(_WORKER)}
-_OUTCOME = {"status": _is_integer, "stopped_by": _TEXT, "error": _TEXT, "attempt": Maybe(_ATTEMPT)}
-_FINAL = {
-    "status": _is_integer,
-    "stopped_by": _TEXT,
-    "cause": Maybe(_WORKER),
-    "error": _TEXT,
-    "lost": [str],
-    "workers": [_WORKER],
-    "host?": str,
-}
+_ATTEMPT = {"workers": [_WORKER], "attempt?": _NATURAL, "cause?": Maybe(_WORKER)}
+_END = {"status": _INTEGER, "stopped_by": _TEXT, "error": _TEXT}
+_FINAL = {**_END, "cause": Maybe(_WORKER), "lost": [str], "workers": [_WORKER], "host?": str}
 _NODE = {
-    "host": str,
-    "address": str,
-    "rank?": Maybe(_is_natural),
-    "workers?": _is_natural,
-    "versions?": {"*": str},
-    "config?": {"*": str},
-    "command?": [str],
-    "script?": str,
-    "obstacles?": [str],
-    "probe?": _is_probe,
-    "folder?": str,
+    **dict.fromkeys(("host", "address", "script?"), str),
+    **{name: [str] for name in ("command?", "obstacles?")},
+    **{name: {"*": str} for name in ("versions?", "config?")},
+    **{"rank?": Maybe(_NATURAL), "workers?": _NATURAL, "port?": _PORT},
 }
-_TARGET = {"rank": _is_natural, "name": str, "address": str, "port": _is_port, "word": str}
-_MEMBERS = {"change": _is_natural, "place": _is_natural, "nodes": _is_natural}
-_RUN = {"run_id": str, "rank": _is_natural, "names": [str], "world": _is_natural} | _MEMBERS
+_SIGNAL = {"number": _NATURAL, "count": _NATURAL}
+_MEMBERS = {"change": _NATURAL, "place": _NATURAL, "nodes": _NATURAL}
+_RUN = {"run_id": str, "rank": _NATURAL, "names": [str], "world": _NATURAL, **_MEMBERS}
+_SECONDS = {"silence": lambda value: type(value) in (int, float) and 0 < value < math.inf}
 
 TO_COORDINATOR: Mapping[str, Any] = {
-    "hello": {"node": _NODE, "time_ns": _is_natural, "run_id": str},
-    "reached": {"failed": [str]},
-    "stop": {"number": _is_natural, "count": _is_natural},
-    "outcome": {"outcome": _OUTCOME},
+    "hello": {"node": _NODE, "time_ns": _NATURAL, "run_id": str},
+    "reached": {"why_not": str},
+    "stop": _SIGNAL,
+    "outcome": {"outcome": {**_END, "attempt": Maybe(_ATTEMPT)}},
     "ping": {},
 }
 """What a node may send."""
 TO_NODE: Mapping[str, Any] = {
     "refused": {"message": str, "hint": _TEXT},
-    "waiting": {"here": _is_natural, "of": _is_natural},
-    "try": {"nodes": [_TARGET]},
-    "go": {**_RUN, "store_port": _is_port, "silence": _is_time, "notes": [str]},
-    "stop": {"number": _is_natural, "count": _is_natural},
+    "waiting": {"here": _NATURAL, "of": _NATURAL},
+    "try": {"address": str, "port": _PORT},
+    "go": {**_RUN, **_SECONDS, "store_port": _PORT, "notes": [str]},
+    "stop": _SIGNAL,
     "end": {"at_once": bool},
     "members": _MEMBERS,
     "final": {"final": _FINAL},
@@ -128,18 +86,18 @@ TO_NODE: Mapping[str, Any] = {
 """What the coordinator may send."""
 
 
+class ProtocolError(Exception):
+    """The other side does not speak this protocol; its text is the version where it speaks another one."""
+
+
 def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
-    """Read one message.
+    """Read one message of these kinds; a line that is none of them raises a ProtocolError."""
 
-    Args:
-        line: As it arrived, without its end.
-        kinds: `TO_COORDINATOR` or `TO_NODE`.
+    def refuse(word: str) -> None:
+        raise ValueError(word)
 
-    Raises:
-        ProtocolError: It is none of these.
-    """
     try:
-        value = json.loads(line, parse_constant=_refuse_constant)
+        value = json.loads(line, parse_constant=refuse)  # NaN is no JSON
         kind = value.get("kind") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind in kinds and matches(value, kinds[kind]):
             return dict(value)
@@ -148,36 +106,18 @@ def decode(line: bytes, kinds: Mapping[str, Any]) -> Message:
     raise ProtocolError
 
 
-def _refuse_constant(word: str) -> None:
-    msg = f"{word} is not a number"
-    raise ValueError(msg)
-
-
-class VersionError(ProtocolError):
-    """The coordinator speaks another version; its text is that version."""
-
-
 class CoordinatorHandshake:
     """The coordinator's side of one connection."""
 
     def __init__(self, secret: str) -> None:
         self._secret, self._nonce = secret, secrets.token_hex(16)
-
-    @property
-    def opening(self) -> str:
-        """Return the line to send first."""
-        return f"{PROTOCOL} {self._nonce}"
+        self.opening = f"{PROTOCOL} {self._nonce}"
+        """The line to send first."""
 
     def answer(self, line: str) -> tuple[bool, str]:
-        """Return whether a node's line proves that it belongs to the run, and the line to send it.
-
-        Raises:
-            ProtocolError: It is not a node at all.
-        """
-        if line == NONE:
-            return False, REFUSED
+        """Return whether a node's line proves that it belongs to the run, and the line to send it."""
         nonce, _, given = line.partition(" ")
-        if not _NONCE.fullmatch(nonce):
+        if line != NONE and not _NONCE.fullmatch(nonce):
             raise ProtocolError
         if not is_proof(given, self._secret, "node", self._nonce, nonce):
             return False, REFUSED
@@ -191,31 +131,19 @@ class NodeHandshake:
         self._secret, self._own, self._theirs = secret, secrets.token_hex(16), ""
 
     def reply(self, opening: str) -> str:
-        """Return the line to send after the coordinator's first.
-
-        Raises:
-            VersionError: It speaks another version.
-            ProtocolError: It is not a coordinator.
-        """
-        version, _, nonce = opening.partition(" ")
-        if not version.startswith("fsdplaunch-") or not _NONCE.fullmatch(nonce):
+        """Return the line to send after the coordinator's first."""
+        version, _, self._theirs = opening.partition(" ")
+        if not version.startswith("fsdplaunch-") or not _NONCE.fullmatch(self._theirs):
             raise ProtocolError
         if version != PROTOCOL:
-            raise VersionError(version)
-        self._theirs = nonce
-        return f"{self._own} {proof(self._secret, 'node', nonce, self._own)}" if self._secret else NONE
+            raise ProtocolError(version)
+        return f"{self._own} {proof(self._secret, 'node', self._theirs, self._own)}" if self._secret else NONE
 
     def is_accepted(self, line: str) -> bool:
-        """Return whether the coordinator took the proof; False where it refused it.
-
-        Raises:
-            ProtocolError: It does not know the secret itself.
-        """
-        if line == REFUSED:
-            return False
-        if not is_proof(line, self._secret, "coordinator", self._own, self._theirs):
+        """Return whether the coordinator took the proof; a ProtocolError where it has no proof itself."""
+        if line != REFUSED and not is_proof(line, self._secret, "coordinator", self._own, self._theirs):
             raise ProtocolError
-        return True
+        return line != REFUSED
 
 
 class Connection(asyncio.Protocol):
@@ -223,17 +151,13 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         open: It has not ended, and nobody has closed it.
-        limit: Longest line that is read; short until the other side has proven to belong to the run.
+        limit: Longest line that is read: MAX_BYTES once the other side has proven to belong to the run.
         lines: That have come, and that nobody has taken.
         transport: The event loop's side of it.
     """
 
     def __init__(self, changed: Callable[["Connection"], None]) -> None:
-        """Begin before the connection is made.
-
-        Args:
-            changed: Called when it is made, when lines have come, and when it has ended.
-        """
+        """Begin before the connection is made; `changed` hears of that, of lines, and of the end."""
         self.open, self.limit = True, _LINE_BYTES
         self.lines: deque[bytes] = deque()
         self.transport: Any = None
@@ -263,16 +187,12 @@ class Connection(asyncio.Protocol):
             self.close()
         self._changed(self)
 
-    def trust(self) -> None:
-        """Read messages from now on: the other side has proven to belong to the run."""
-        self.limit = MAX_BYTES
-
     def send(self, **message: Any) -> None:
         """Send a message, or as much of it as the network takes now."""
-        self.send_line(encode(message))
+        self.send_line(json.dumps(message))
 
     def send_line(self, line: str) -> None:
-        """Send a line of the handshake, or what `encode` made of a message."""
+        """Send a line of the handshake, or a message's text."""
         if self.open:
             self.transport.write(line.encode() + b"\n")
             if self.waiting_bytes > _WAITING_BYTES:
@@ -291,19 +211,10 @@ class Connection(asyncio.Protocol):
 
 
 def text_of_line(line: bytes) -> str:
-    """Return a line of the handshake.
-
-    Raises:
-        ProtocolError: It is no text.
-    """
+    """Return a line of the handshake, which is ASCII."""
     if not line.isascii():
         raise ProtocolError
     return line.decode("ascii").rstrip("\r")
-
-
-def encode(message: Message) -> str:
-    """Return a message as the line that is sent."""
-    return json.dumps(message)
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -336,13 +247,14 @@ class Loop:
 
     def turn(self, seconds: float) -> None:
         """Handle what comes until something has, or so many seconds are over."""
-        self.asyncio.run_until_complete(self._wait(seconds))
 
-    async def _wait(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._something.wait()
-        self._something.clear()
+        async def wait() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._something.wait()
+            self._something.clear()
+
+        self.asyncio.run_until_complete(wait())
 
     def flush(self, connections: Iterable[Connection], seconds: float = 2.0) -> None:
         """Send what waits before the process goes on."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, EXIT_SAVED
 from fsdplaunch.launch.root_cause import failure_status, first_failure, is_consequence
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
 
-PAUSE_SECONDS = 1.5
-"""A launcher that has not looked after the others for so long was not able to: the machine was busy, or asleep."""
 Tell = Callable[[str], None]
 """Shows one line to the user."""
 Outcome = Mapping[str, Any]
@@ -33,7 +32,7 @@ KILL_SECONDS = 4.0
 
 
 class AgentProcess(Protocol):
-    """A running agent."""
+    """A running agent, as `subprocess.Popen` has it; its workers die with it."""
 
     pid: int
 
@@ -41,14 +40,10 @@ class AgentProcess(Protocol):
         """Signal it, if it is still there."""
 
     def kill(self) -> None:
-        """Kill it, and with it its workers."""
+        """Kill it."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its status; -n for a death by signal n.
-
-        Raises:
-            TimeoutExpired: It has not ended within so many seconds.
-        """
+        """Wait for its end and return its status; -n for a death by signal n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +51,13 @@ class RunAssignment:
     """What holds for the run, the same on every node but for `rank`, `store` and `address`.
 
     Attributes:
-        run_id: The run's name.
-        rank: This node's rank.
         names: Node 0's name; on node 0 every node's, by rank.
-        nodes: How many there are.
         place: This node's place among them, which is its rank unless the run is elastic.
         change: How often nodes have come or gone.
         world: Workers over all nodes.
         store: HOST:PORT of torch's store, as this node reaches it.
         address: This node, as the others reach it.
         notes: What the user of every node is to read.
-        secret: The run's.
         held_port: On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
     """
 
@@ -85,13 +76,7 @@ class RunAssignment:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], *, store_host: str, **own: Any) -> "RunAssignment":
-        """Read the message that starts a node.
-
-        Args:
-            message: As the coordinator sends it.
-            store_host: The coordinator, as this node reaches it.
-            own: What no message says: address, secret, held_port.
-        """
+        """Read the message that starts a node; `own` is what no message says: address, secret, held_port."""
         names = ("run_id", "rank", "names", "nodes", "world", "notes", "place", "change")
         known = {name: message[name] for name in names}
         return cls(**known, store=join_endpoint(store_host, message["store_port"]), **own)
@@ -112,25 +97,6 @@ class RunActions:
     change: Callable[[Mapping[str, int]], None] = lambda _members: None
 
 
-class OwnPause:
-    """Notices that this process itself was stopped for a while: what came meanwhile is read before judging."""
-
-    def __init__(self, seconds: float) -> None:
-        """Begin to look.
-
-        Args:
-            seconds: Looks further apart than this are a pause.
-        """
-        self._seconds, self._looked, self._is_noted = seconds, time.monotonic(), False
-
-    def has_just_ended(self) -> bool:
-        """Return whether there was one before this look; never twice in a row."""
-        now = time.monotonic()
-        self._is_noted = now - self._looked > self._seconds and not self._is_noted
-        self._looked = now
-        return self._is_noted
-
-
 def later(seconds: float, action: Callable[[], None]) -> None:
     """Do something after a while, unless this process has ended by then."""
     timer = threading.Timer(seconds, action)
@@ -138,33 +104,61 @@ def later(seconds: float, action: Callable[[], None]) -> None:
     timer.start()
 
 
-class RunControl(Protocol):
-    """The other nodes, while the run goes on."""
+class RunControl:
+    """The other nodes: joined, then listened to by a thread of its own for as long as the run goes on."""
 
     assignment: RunAssignment
-    actions: RunActions
+
+    def __init__(self, tell: Tell) -> None:
+        self.actions = RunActions()
+        self._tell = tell
+        self._stopped_by: str | None = None
+        self._final: dict[str, Any] | None = None
+        self._done = threading.Event()
+        self._closing = False
 
     def start(self) -> None:
         """Listen to the others from now on."""
+        threading.Thread(target=self._attend, daemon=True).start()
 
+    def _attend(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # without this thread nobody hears from the others: that is not a success
+            self._final = end_of_run(EXIT_FAILED, error=f"this node lost track of the others: {error!r}")
+            self._done.set()
+            self.actions.end(True)
+        finally:
+            self._disconnect()
+
+    @abstractmethod
+    def _listen(self) -> None:
+        """Handle what the others send until `close` is called, or the run is over."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Close all connections, in the thread that owns them."""
+
+    @abstractmethod
     def stop(self, number: int, count: int) -> None:
         """Have every node pass a signal on to its workers."""
 
-    def conclude(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    @abstractmethod
+    def conclude(self, outcome: Outcome) -> dict[str, Any]:
         """Report how this node's workers ended, wait for the others', and return how the run ended."""
 
+    @abstractmethod
     def close(self) -> None:
         """Disconnect from the others."""
 
 
 @dataclass(slots=True)
 class JoinProgress:
-    """How far the wait for the nodes has come: shown live on a terminal, else a line now and then.
+    """How far the wait for the nodes has come: shown live on a terminal, else every some seconds by a line.
 
     Attributes:
         say: Shows a line that stays.
         live: Shows a line that the next one replaces; None where nothing is live.
-        every: Seconds between lines that stay.
     """
 
     say: Tell
@@ -194,15 +188,14 @@ class JoinProgress:
 
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
-    """Return what to report about this node.
-
-    Args:
-        record: The agent's.
-        status: The agent's own exit status.
-    """
-    attempts = record.get("attempts") or [None]
-    known = {name: record.get(name) for name in ("stopped_by", "error")}
-    return {"status": status, **known, "attempt": attempts[-1]}
+    """Return what to report about this node, by the agent's record and exit status."""
+    attempt = (record.get("attempts") or [None])[-1]
+    return {
+        "status": status,
+        "stopped_by": record.get("stopped_by"),
+        "error": record.get("error"),
+        "attempt": attempt,
+    }
 
 
 def has_failed(outcome: Outcome) -> bool:
@@ -210,8 +203,8 @@ def has_failed(outcome: Outcome) -> bool:
     return outcome["status"] != 0 and not outcome["stopped_by"] and not outcome.get("ended")
 
 
-def _attempt(outcome: Outcome) -> Mapping[str, Any]:
-    return outcome.get("attempt") or {}
+def _workers(outcome: Outcome) -> list[dict[str, Any]]:
+    return (outcome.get("attempt") or {}).get("workers") or []
 
 
 def _all_workers(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -219,7 +212,7 @@ def _all_workers(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     found = []
     for outcome in outcomes:
         offset = int(outcome.get("offset_ns") or 0)
-        for worker in _attempt(outcome).get("workers") or ():
+        for worker in _workers(outcome):
             moved = {name: worker[name] + offset for name in ("started_ns", "ended_ns") if worker.get(name)}
             error = worker.get("error")
             if error and error.get("time_ns"):
@@ -247,8 +240,11 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
     failed = [outcome for outcome in outcomes if has_failed(outcome)]
     if lost and (not failed if cause is None else is_consequence(cause)):
         return final | {"status": EXIT_MACHINE, "lost": list(lost)}
-    if stopped_by and not any(_has_own_status(outcome) for outcome in outcomes):
-        return final | {"status": _stop_status(outcomes, stopped_by), "stopped_by": stopped_by}
+    # Workers of a node that was asked to stop may have ended in a way of their own.
+    if stopped_by and not any(one["status"] != EXIT_SAVED and not _lost_others(one) for one in failed):
+        statuses = [_stopped_status(outcome, stopped_by) for outcome in outcomes]
+        status = next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
+        return final | {"status": status, "stopped_by": stopped_by}
     if cause is not None and (failed or stopped_by):
         return final | {"status": failure_status(cause), "cause": cause}
     if failed:
@@ -257,67 +253,38 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
     return final
 
 
-def no_better_than(own: Outcome, final: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the run ended, which is not well where this node's part did not: whatever the others say.
-
-    Args:
-        own: This node's outcome.
-        final: As `merge_outcomes` returns it.
-    """
-    if final["status"] != 0 or own["status"] == 0:
-        return dict(final)
-    cause = _attempt(own).get("cause")
-    return {**final, "status": own["status"], "cause": cause, "error": own["error"]}
-
-
-def _has_own_status(outcome: Outcome) -> bool:
-    """Return whether workers of a node that was asked to stop ended in a way of their own."""
-    return has_failed(outcome) and outcome["status"] != EXIT_SAVED and not _lost_others(outcome)
-
-
 def _lost_others(outcome: Outcome) -> bool:
     """Return whether a node's part ended because others had: in a stopped run, they were only told before it."""
-    cause = first_failure(_attempt(outcome).get("workers") or ())
+    cause = first_failure(_workers(outcome))
     return outcome["status"] == EXIT_MACHINE if cause is None else is_consequence(cause)
-
-
-def _stop_status(outcomes: Sequence[Outcome], stopped_by: str) -> int:
-    """Return 75 when every node's workers ended well, else what the first other node says."""
-    statuses = [_stopped_status(outcome, stopped_by) for outcome in outcomes]
-    return next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
 
 
 def _stopped_status(outcome: Outcome, stopped_by: str) -> int:
     """Return how a node's part ended; where that only followed from the others' end, by what the signal does."""
     if outcome["status"] == 0 or not _lost_others(outcome):
         return int(outcome["status"])
-    workers = _attempt(outcome).get("workers") or ()
-    has_saved = bool(workers) and all(worker["code"] == 0 for worker in workers)
-    return EXIT_SAVED if has_saved else 128 + getattr(signal, stopped_by, signal.SIGTERM)
+    codes = {worker["code"] for worker in _workers(outcome)}
+    return EXIT_SAVED if codes == {0} else 128 + getattr(signal, stopped_by, signal.SIGTERM)
+
+
+def no_better_than(own: Outcome, final: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the run ended, which is not well where this node's part did not: whatever the others say."""
+    if final["status"] != 0 or own["status"] == 0:
+        return dict(final)
+    cause = (own.get("attempt") or {}).get("cause")
+    return {**final, "status": own["status"], "cause": cause, "error": own["error"]}
 
 
 def merged_record(record: Mapping[str, Any], final: Mapping[str, Any], *, all_nodes: bool) -> dict[str, Any]:
-    """Return this node's record with the run's end in place of its own.
-
-    Args:
-        record: The agent's.
-        final: As `merge_outcomes` returns it.
-        all_nodes: Put every node's workers into it.
-    """
+    """Return the agent's record with the run's end in place of its own, and with every node's workers if asked."""
     attempts = [*(record.get("attempts") or [])]
     if attempts:
         workers = final["workers"] if all_nodes and final.get("workers") else attempts[-1]["workers"]
         attempts[-1] = {**attempts[-1], "workers": workers, "cause": final["cause"]}
     elif final["cause"] is not None:  # it had not started any
         attempts = [{"attempt": 0, "started_ns": None, "ended_ns": 0, "workers": [], "cause": final["cause"]}]
-    error = "\n".join(final["lost"]) or final["error"]
-    return {
-        **record,
-        "attempts": attempts,
-        "stopped_by": final["stopped_by"],
-        "error": error,
-        "lost": list(final["lost"]),
-    }
+    known = {"stopped_by": final["stopped_by"], "lost": list(final["lost"])}
+    return {**record, **known, "attempts": attempts, "error": "\n".join(final["lost"]) or final["error"]}
 
 
 class SignalRelay:
@@ -354,20 +321,11 @@ def send(agent: AgentProcess, number: int) -> None:
 
 
 def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Sequence[str]) -> SignalRelay:
-    """Let the other nodes stop this one's agent, or have its workers start again.
-
-    Args:
-        control: The other nodes.
-        agent: This node's agent.
-        run_dir: The folder of this node's part.
-        names: The signals that are passed on.
-    """
+    """Let the other nodes stop this one's agent, with signals of these names, or have its workers start again."""
+    signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def change(members: Mapping[str, int]) -> None:
         write_json(run_dir / MEMBERSHIP, {name: members[name] for name in ("change", "place", "nodes")})
-
-    change({name: getattr(control.assignment, name) for name in ("change", "place", "nodes")})
-    signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
@@ -375,19 +333,14 @@ def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Seque
             later(_INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
+    change({name: getattr(control.assignment, name) for name in ("change", "place", "nodes")})
     control.actions = RunActions(stop=signals.heard, end=end, change=change)
     control.start()
     return signals
 
 
 def conclude_run(control: RunControl, status: int, record: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Report how this node's part ended; return the run's status, and the record with the run's cause.
-
-    Args:
-        control: The other nodes.
-        status: Of this node's agent.
-        record: The agent's.
-    """
+    """Report how this node's part ended; return the run's status, and the agent's record with the run's cause."""
     own = outcome_of(record, status)
     final = no_better_than(own, control.conclude(own))
     control.close()

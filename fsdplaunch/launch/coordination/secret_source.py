@@ -17,8 +17,6 @@ _SHARED_SECONDS = 15.0
 """How long a file system that nodes share may show an older file."""
 _PATIENCE_SECONDS = 3.0
 _LONGEST = 4096
-_NAME = ".join-"
-_HOW = f"use the command that node 0 printed, or set {SECRET}, alike on every node"
 
 
 class SecretSource:
@@ -30,15 +28,13 @@ class SecretSource:
     """
 
     def __init__(self, given: str, shared: Path) -> None:
-        self.is_given = bool(given)
-        self._secret, self._shared = given, shared
+        self._is_given, self._secret, self._shared = bool(given), given, shared
         self._wrote: tuple[int, int] | None = None
 
     def offer(self) -> str:
         """Return the secret, on node 0: the given one, or a new one that nodes with the same folder find."""
-        if not self._secret:
-            self._secret = make_secret()
-        if not self.is_given and self._wrote is None:
+        self._secret = self._secret or make_secret()
+        if not self._is_given and self._wrote is None:
             with suppress(OSError):  # nobody shares what cannot be written
                 self._shared.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_file(self._shared) as part:
@@ -55,7 +51,7 @@ class SecretSource:
 
     def wait(self) -> str:
         """Return the secret, on another node, which has connected to node 0; empty when there is none here."""
-        if self.is_given:
+        if self._is_given:
             return self._secret
         end = time.monotonic() + _PATIENCE_SECONDS
         while not (found := _read_private(self._shared)) and not self._secret and time.monotonic() < end:
@@ -65,7 +61,7 @@ class SecretSource:
 
     def may_change(self, waited: float) -> bool:
         """Return whether another secret may be found in a moment: the folder's, after so many seconds."""
-        return not self.is_given and bool(self._secret) and waited < _SHARED_SECONDS
+        return not self._is_given and bool(self._secret) and waited < _SHARED_SECONDS
 
     def refused(self, address: str) -> MachineError:
         """Return what to say when node 0 did not take this node."""
@@ -73,29 +69,18 @@ class SecretSource:
             msg = f"node 0 at {address} asks for the run's secret, and this node has none"
         else:
             msg = f"node 0 at {address} has another secret than this node: it is not the same run"
-        return MachineError(msg, hint=_HOW)
+        hint = f"use the command that node 0 printed, or set {SECRET}, alike on every node"
+        return MachineError(msg, hint=hint)
 
 
 def find_secret(config: Config, place: NodePlacement, environ: Mapping[str, str], *, address: str) -> SecretSource:
-    """Return where this node finds the secret.
-
-    Args:
-        config: Resolved.
-        place: This node's.
-        environ: The launcher's.
-        address: Node 0's, where the configuration does not say it.
-
-    Raises:
-        UsageError: What is given is not a secret.
-    """
+    """Return where this node finds the secret; `address` is node 0's, where the configuration does not say it."""
+    given = environ.get(SECRET, "")
+    if given and not is_secret(given):
+        msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
+        raise UsageError(msg, hint="make one with: openssl rand -hex 32")
     name = proof("", place.host or address, str(place.port))[:12]
-    shared = Path(config.launch.log_dir).absolute() / f"{_NAME}{name}"
-    if given := environ.get(SECRET):
-        if not is_secret(given):
-            msg = f"{SECRET} is not a run's secret: at least 32 hexadecimal digits"
-            raise UsageError(msg, hint="make one with: openssl rand -hex 32")
-        return SecretSource(given, shared)
-    return SecretSource("", shared)
+    return SecretSource(given, Path(config.launch.log_dir).absolute() / f".join-{name}")
 
 
 def _identity(path: Path) -> tuple[int, int]:

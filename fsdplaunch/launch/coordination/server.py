@@ -1,5 +1,6 @@
 """The coordinator's connections: which nodes have come, what they send and get. One thread owns them."""
 
+import json
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from fsdplaunch.launch.coordination.network import plain_address
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.protocol import (
+    MAX_BYTES,
     NONE,
     TO_COORDINATOR,
     Connection,
@@ -16,7 +18,6 @@ from fsdplaunch.launch.coordination.protocol import (
     Loop,
     Message,
     decode,
-    encode,
     text_of_line,
 )
 
@@ -36,16 +37,14 @@ class JoinRequirements:
     """What the coordinator requires of the nodes that join.
 
     Attributes:
-        run_id: The run's name.
         least: Nodes the run needs.
         most: Nodes it may have.
-        seconds: How long to wait for them.
-        last_call: How long to wait for more once the least are here.
+        seconds: How long to wait for the least.
+        last_call: How long to wait for more after that.
         silence: Seconds without a message after which a node counts as lost.
         grace: Seconds workers get to end.
         expected: The nodes' names by rank, where a scheduler or a list names them.
         address_is_set: This node's address was configured, and is not taken from where the others connected to.
-        secret: What every connection has to know.
     """
 
     run_id: str
@@ -67,11 +66,9 @@ class NodeConnection:
     Attributes:
         handshake: Ours with it, until it has proven to belong to the run.
         came_to: The address of ours that it connected to.
-        since: When it connected, on the monotonic clock.
-        heard: When its last message came, on the monotonic clock.
         node_info: What it said of itself, once it has.
         offset_ns: What to add to its clock to get ours.
-        reached: The nodes it could not reach, once it has tried.
+        reached: Why it could not reach the next node, once it has tried; empty where it could.
         outcome: How its workers ended.
         lost: It has gone without reporting an outcome.
     """
@@ -85,7 +82,7 @@ class NodeConnection:
     node_info: NodeInfo | None = None
     rank: int = -1
     offset_ns: int = 0
-    reached: list[str] | None = None
+    reached: str | None = None
     outcome: dict[str, Any] | None = None
     lost: bool = False
 
@@ -96,12 +93,8 @@ class NodeConnection:
 
     def send(self, **message: Any) -> None:
         """Send a message; nothing happens for the coordinator's own node."""
-        self.send_line(encode(message))
-
-    def send_line(self, line: str) -> None:
-        """Send what `encode` made of a message."""
         if self.connection is not None:
-            self.connection.send_line(line)
+            self.connection.send(**message)
 
     def close(self) -> None:
         """Close the connection, where there is one."""
@@ -120,10 +113,8 @@ class CoordinatorServer:
     Attributes:
         own: The coordinator's own node.
         connections: All there are, in order of arrival, its own first.
-        is_complete: All nodes are here that the run begins with.
         running: The run has begun.
         loop: Carries the messages; other threads have it do something.
-        port: That nodes connect to.
     """
 
     def __init__(
@@ -134,26 +125,16 @@ class CoordinatorServer:
         take: Callable[[NodeConnection, Message], None],
         tell: Callable[[str], None],
     ) -> None:
-        """Listen.
-
-        Args:
-            listener: The socket that nodes connect to.
-            node_info: The coordinator's own node.
-            requirements: What it requires of the others.
-            take: Handles a message. Whatever it raises ends that connection, and nothing else.
-            tell: Shows who came without the secret.
-        """
+        """Listen; whatever `take` raises for a message ends that connection, and nothing else."""
         self.requirements = requirements
         self.own = NodeConnection(connection=None, node_info=node_info)
         self.connections = [self.own]
-        self.is_complete = self.running = False
-        self.store_port = 0
+        self.running = False
         self.loop = Loop()
         self._take, self._tell = take, tell
         self._turned_away: set[str] = set()
         self._served: list[NodeConnection] = []
         self._nodes: dict[Connection, NodeConnection] = {}
-        self._late: list[tuple[NodeConnection, NodeInfo]] = []
         self.port = int(listener.getsockname()[1])
         made = self.loop.asyncio.create_server(lambda: Connection(self._changed), sock=listener, backlog=_BACKLOG)
         self._listening = self.loop.asyncio.run_until_complete(made)
@@ -164,6 +145,11 @@ class CoordinatorServer:
         return [node for node in self.connections if node.node_info is not None and not node.lost]
 
     @property
+    def by_rank(self) -> list[NodeConnection]:
+        """Return the present nodes in the order of their ranks."""
+        return sorted(self.present, key=lambda node: node.rank)
+
+    @property
     def node_infos(self) -> list[NodeInfo]:
         """Return how the present nodes present themselves."""
         return [node.node_info for node in self.present if node.node_info is not None]
@@ -172,18 +158,6 @@ class CoordinatorServer:
     def awaited(self) -> list[NodeConnection]:
         """Return the nodes that have yet to say how they ended; the coordinator's own is not among them."""
         return [node for node in self.present if node.outcome is None and node is not self.own]
-
-    def let_in(self, node: NodeConnection, node_info: NodeInfo) -> None:
-        """Take a node in before the run starts; once all are there, it waits for the run to have started."""
-        if self.is_complete or len(self.present) >= self.requirements.most:
-            self._late.append((node, node_info))
-        else:
-            node.node_info = node_info
-
-    def take_late(self) -> list[tuple[NodeConnection, NodeInfo]]:
-        """Return the nodes that came when all were there, and are still waiting; nobody waits any more."""
-        late, self._late = self._late, []
-        return [(node, node_info) for node, node_info in late if not node.is_closed]
 
     def turn(self, seconds: float = TURN_SECONDS) -> list[NodeConnection]:
         """Wait for something to happen on any connection, and handle it; return those that did it."""
@@ -198,17 +172,14 @@ class CoordinatorServer:
                 for node in self.connections
                 if not node.is_closed or (self.running and node.node_info is not None)
             ]
-        self._close_unproven()
-        return served
-
-    def _close_unproven(self) -> None:
-        """Close connections that prove nothing in time, and the oldest of too many."""
+        # Who proves nothing in time has to go, and the oldest of too many.
         unproven = [node for node in self.connections if node.handshake is not None]
         too_many = len(unproven) - max(UNPROVEN, self.requirements.most)
         late = time.monotonic() - _PROOF_SECONDS
         for place, node in enumerate(unproven):
             if place < too_many or node.since < late:
                 node.close()
+        return served
 
     def _changed(self, connection: Connection) -> None:
         """Handle what a connection does; whatever is wrong with it ends this connection alone."""
@@ -238,28 +209,24 @@ class CoordinatorServer:
         if node.handshake is None:
             self._take(node, decode(line, TO_COORDINATOR))
             return
-        text = text_of_line(line)
+        text, address = text_of_line(line), node.came_from
         accepted, answer = node.handshake.answer(text)
-        if not accepted:
-            self._mention(node.came_from, "without a secret" if text == NONE else "with another secret")
         connection.send_line(answer)
         if accepted:
-            node.handshake = None
-            connection.trust()
-        else:
-            connection.close()
-
-    def _mention(self, address: str, which: str) -> None:
+            node.handshake, connection.limit = None, MAX_BYTES
+            return
+        connection.close()
         if address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
             self._turned_away.add(address)
+            which = "without a secret" if text == NONE else "with another secret"
             self._tell(f"{address} came {which}, and was turned away: it does not belong to this run")
 
     def broadcast(self, *, but: NodeConnection | None = None, **message: Any) -> None:
         """Send a message to every present node, or to all but one."""
-        line = encode(message)
+        line = json.dumps(message)
         for node in self.present:
-            if node is not but:
-                node.send_line(line)
+            if node is not but and node.connection is not None:
+                node.connection.send_line(line)
 
     def flush(self) -> None:
         """Send what waits before the process goes on."""

@@ -9,9 +9,11 @@ import random
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fsdplaunch.errors import MachineError
+from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.protocol import TO_COORDINATOR, TO_NODE, CoordinatorHandshake, NodeHandshake
 from scripts.campaigns.attack_classes.case import Case
 from tests.joining import SECRET, Place, counter, make_client
@@ -31,14 +33,14 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
             "host": "h",
             "address": "127.0.0.1",
             "workers": 1,
-            "probe": [1, "w"],
+            "port": 1,
             "config": {},
             "command": [],
         },
         "time_ns": 1,
         "run_id": "",
     },
-    "reached": {"failed": []},
+    "reached": {"why_not": ""},
     "outcome": {
         "outcome": {
             "status": 1,
@@ -51,7 +53,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "stop": {"number": 15, "count": 1},
     "refused": {"message": "no", "hint": None},
     "waiting": {"here": 1, "of": 2},
-    "try": {"nodes": [{"rank": 0, "name": "n", "address": "127.0.0.1", "port": 1, "word": "w"}]},
+    "try": {"address": "127.0.0.1", "port": 1},
     "go": {
         **{"run_id": "r", "rank": 1, "names": ["a"], "nodes": 2, "world": 2, "place": 1, "change": 0},
         **{"store_port": 1, "silence": 10.0, "notes": []},
@@ -164,9 +166,9 @@ def to_coordinator_during(line: bytes) -> None:
 
 def _join(place: Place) -> socket.socket:
     sock = mad_node(place.port)
-    info = place.node_info(1).to_message()
+    info = asdict(place.node_info(1))
     sock.sendall(json.dumps({"kind": "hello", "node": info, "time_ns": 1, "run_id": ""}).encode() + b"\n")
-    sock.sendall(json.dumps({"kind": "reached", "failed": []}).encode() + b"\n")
+    sock.sendall(json.dumps({"kind": "reached", "why_not": ""}).encode() + b"\n")
     return sock
 
 
@@ -177,13 +179,9 @@ def to_node(line: bytes) -> None:
         node = make_client(listener.getsockname()[1], seconds=0.5)
         try:
             node.connect(counter())
-            node.join(Place.node_info(_Probes(), 0), counter())
+            node.join(NodeInfo(host="h", address="127.0.0.1"), counter())
         except MachineError:
             return
-
-
-class _Probes:
-    reachability_probes = (type("Probe", (), {"port": 1, "word": "w"})(),)
 
 
 def _mad_coordinator(listener: socket.socket, line: bytes) -> None:

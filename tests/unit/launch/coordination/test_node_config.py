@@ -4,67 +4,38 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.cli import multi_node
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
-from fsdplaunch.errors import MachineError
+from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.coordination import join
 from fsdplaunch.launch.coordination.join import agreed_config, provisional_config
 from fsdplaunch.launch.coordination.network import interface_variables
-from fsdplaunch.launch.coordination.placement import NodePlacement, find_placement
+from fsdplaunch.launch.coordination.placement import find_placement
 from fsdplaunch.launch.coordination.run_control import RunAssignment
 from fsdplaunch.launch.coordination.secret_source import SecretSource
-from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, NodeFacts, build_plan
+from fsdplaunch.launch.plan import LaunchTarget, NodeFacts, build_plan
 from fsdplaunch.run_dir import node_folder
 
 
-def assignment(rank: int) -> RunAssignment:
-    return RunAssignment(
-        run_id="r7",
-        rank=rank,
-        names=["a (10.0.0.10)", "b (10.0.0.2)"],
-        nodes=2,
-        world=6,
-        store="10.0.0.10:29501",
-        address=("10.0.0.10", "10.0.0.2")[rank],
-    )
-
-
-def plan_of(rank: int, launch: LaunchSection, *, gpus: int) -> LaunchPlan:
-    config = agreed_config(resolve(Config(num_machines=2, launch=launch)), assignment(rank))
-    machine = NodeFacts(gpus=list(map(str, range(gpus))), cpus=8, python="/usr/bin/python3", environ={})
-    run_dir = node_folder(Path("/runs/r7"), rank)
-    return build_plan(
-        config,
-        node=machine,
+@pytest.mark.parametrize(
+    ("rank", "address", "folder", "gpus"), [(0, "10.0.0.10", "/runs/r7", 4), (1, "10.0.0.2", "/runs/r7/node1", 2)]
+)
+def test_torch_is_told_everything_and_starts_a_worker_for_each_gpu(rank, address, folder, gpus):
+    names, store = ("a (10.0.0.10)", "b (10.0.0.2)"), "10.0.0.10:29501"
+    agreed = RunAssignment(run_id="r7", rank=rank, names=names, nodes=2, world=6, store=store, address=address)
+    launch = LaunchSection(workers_per_node="auto", max_restarts=1)
+    plan = build_plan(
+        agreed_config(resolve(Config(num_machines=2, launch=launch)), agreed),
+        node=NodeFacts(gpus=list(map(str, range(gpus))), cpus=8, python="/usr/bin/python3", environ={}),
         target=LaunchTarget(name="t.py"),
         run_id="r7",
-        run_dir=run_dir,
-        ranks=assignment(rank).world,
+        run_dir=node_folder(Path("/runs/r7"), rank),
+        ranks=6,
     )
-
-
-@pytest.mark.parametrize(("rank", "gpus"), [(0, 4), (1, 2)])
-def test_nodes_with_unequal_gpus_start_one_worker_for_each(rank: int, gpus: int):
-    plan = plan_of(rank, LaunchSection(workers_per_node="auto"), gpus=gpus)
     assert (plan.workers, plan.nodes, plan.world_size) == (gpus, 2, 6)
-    assert f"--nproc-per-node={gpus}" in plan.argv
-
-
-@pytest.mark.parametrize(
-    ("rank", "address", "folder"), [(0, "10.0.0.10", "/runs/r7"), (1, "10.0.0.2", "/runs/r7/node1")]
-)
-def test_torch_is_told_everything_and_guesses_nothing(rank: int, address: str, folder: str):
-    plan = plan_of(rank, LaunchSection(workers_per_node=1, max_restarts=1), gpus=0)
-    conf = next(word for word in plan.argv if word.startswith("--rdzv-conf="))
-    assert {
-        "--rdzv-backend=c10d",
-        "--rdzv-id=r7",
-        "--rdzv-endpoint=10.0.0.10:29501",
-        f"--local-addr={address}",
-        f"--log-dir={folder}",
-    } <= set(plan.argv)
-    assert f"is_host={1 - rank}" in conf
+    told = {"--rdzv-backend=c10d", "--rdzv-id=r7", f"--rdzv-endpoint={store}", f"--local-addr={address}"}
+    assert told | {f"--log-dir={folder}", f"--nproc-per-node={gpus}"} <= set(plan.argv)
+    assert f"is_host={1 - rank}" in next(word for word in plan.argv if word.startswith("--rdzv-conf="))
     assert plan.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
@@ -92,17 +63,10 @@ def node_spec(host: str) -> join.NodeSpec:
     )
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "words"),
-    [
-        (2, 2, "the other node"),
-        (4, 4, "each of the 3 other nodes"),
-        (1, 2, "another node"),
-        (2, 4, "each of up to 3 other nodes"),
-    ],
-)
-def test_node_0_says_how_many_others_there_may_be(least, most, words):
-    assert multi_node.other_nodes(NodePlacement(least=least, most=most)) == words
+def test_launcher_per_worker_is_refused():
+    environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
+    with pytest.raises(UsageError, match=r"(?s)2 launchers on each node.*--ntasks-per-node=1"):
+        find_placement(Config(), environ)
 
 
 def test_dry_run_knows_where_the_nodes_will_meet():

@@ -1,7 +1,6 @@
 """The decoder of messages: what is right passes unchanged, and whatever differs is none."""
 
 import json
-import random
 from contextlib import suppress
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdplaunch.launch.coordination.protocol import TO_COORDINATOR, TO_NODE, ProtocolError, decode
-from scripts.campaigns.attack_classes.messages import EXAMPLES, mutations
+from scripts.campaigns.attack_classes.messages import EXAMPLES
 
 KINDS = [(kind, kinds) for kinds in (TO_COORDINATOR, TO_NODE) for kind in kinds]
 JSON = st.recursive(
@@ -61,7 +60,7 @@ def test_line_that_is_no_message_is_none(line):
         ("outcome", {"outcome": {"status": "0", "stopped_by": None, "error": None, "attempt": None}}),
         ("outcome", {"outcome": {"status": 0, "stopped_by": None, "error": None, "attempt": {"workers": [{}]}}}),
         ("hello", {"time_ns": 1.5}),
-        ("reached", {"failed": [None]}),
+        ("reached", {"why_not": None}),
     ],
 )
 def test_wrong_type_is_none(kind, change):
@@ -74,12 +73,3 @@ def test_any_json_is_a_message_or_none(value):
     for kinds in (TO_COORDINATOR, TO_NODE):
         with suppress(ProtocolError):
             assert decode(json.dumps(value).encode(), kinds)["kind"] in kinds
-
-
-@given(seed=st.integers(0, 2**32))
-def test_mutated_message_is_a_message_or_none(seed):
-    chance = random.Random(seed)
-    kind, kinds = chance.choice(KINDS)
-    line = json.dumps(mutations({"kind": kind, **EXAMPLES[kind]}, chance)).encode()
-    with suppress(ProtocolError):
-        assert decode(line, kinds)["kind"] in kinds

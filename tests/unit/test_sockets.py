@@ -1,4 +1,4 @@
-"""A port that is held: nobody else listens there, and its own server does when it is ready."""
+"""A port that is held until its own server listens; names that no host can have; lookups that cost no time."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.sockets import HELD, held, listening, take_held
+from fsdplaunch.sockets import HELD, addresses, connected, held, listening, take_held
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -23,11 +23,6 @@ def test_nobody_else_listens_at_a_held_port(host, shared):
             socket.create_connection(("127.0.0.1", port), 1)
         assert listening(mine) == ("127.0.0.1", port)
         socket.create_connection(("127.0.0.1", port), 1).close()
-
-
-def test_port_that_is_taken_is_not_held():
-    with network.listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
-        held("127.0.0.1", taken.getsockname()[1])
 
 
 def test_port_of_a_run_that_has_just_ended_can_be_had_again():
@@ -58,3 +53,29 @@ def test_socket_is_taken_out_of_the_variables_and_kept_from_programs():
 @pytest.mark.parametrize("text", ["", "x", "-1", "123456", str(os.open(os.devnull, os.O_RDONLY))])
 def test_variable_that_names_no_socket_means_none(text):
     assert take_held({HELD: text}) is None
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 64, f"{'9' * 200}.example", "\udce4.example"])
+def test_text_that_is_no_host_name_is_a_name_that_is_not_known(name):
+    with pytest.raises(socket.gaierror):
+        connected(name, 1, 1.0)
+    with pytest.raises(OSError, match="host"):
+        held(name, 0)
+    assert network.obstacle_to(name, 1) == "the name is not known"
+    assert (network.resolve(name), network.answers(name, 1), network.address_towards(name)) == ([], False, None)
+
+
+def test_addresses_are_looked_up():
+    assert addresses("127.0.0.1", 80) == [(socket.AF_INET, ("127.0.0.1", 80))]
+
+
+def test_lookups_are_shortened_only_where_no_name_has_to_be_found():
+    for host, before, after in (
+        ("10.0.0.1", {}, {"RES_OPTIONS": "timeout:1 attempts:1"}),
+        ("fd00::1", {}, {"RES_OPTIONS": "timeout:1 attempts:1"}),
+        ("node0.cluster", {}, {}),
+        ("10.0.0.1", {"RES_OPTIONS": "debug"}, {"RES_OPTIONS": "debug"}),
+    ):
+        environ = dict(before)
+        network.shorten_name_lookups(host, environ)
+        assert environ == after
