@@ -376,7 +376,6 @@ def config(
     goal: Annotated[str | None, takes("GOAL", "balanced, fastest, hybrid or biggest")] = None,
     precision: Annotated[str | None, takes("DTYPE", "bf16, fp16 or no")] = None,
     wrap: Annotated[str | None, takes("UNITS", "auto, CLASS,..., size:N or none")] = None,
-    checkpoint_dir: Annotated[str | None, takes("FOLDER", "Folder for checkpoints")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write fsdp.yaml: look at this machine, ask a few questions, show what will be written."""
@@ -437,7 +436,7 @@ def config_presets(
 def config_convert(
     source: Annotated[Path, Argument(metavar="SOURCE", help="File to read")],
     target: Annotated[Path, Argument(metavar="TARGET", help="File to write")],
-    to: Annotated[str, takes("FORMAT", "fsdp2, or accelerate for a file that accelerate launch takes")],
+    to: Annotated[str, takes("FORMAT", "fsdp2")],
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config import docs
-from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate, to_fsdp2
+from fsdplaunch.config.convert import to_fsdp2
 from fsdplaunch.config.layers import file_layer, read_assignments
 from fsdplaunch.config.load import DEFAULT_FILE, LoadedConfig, find_file, load_config, read_file, stack
 from fsdplaunch.config.problems import ConfigError, Problem, in_order
@@ -40,16 +40,12 @@ def write_config(
     **answers: str | None,
 ) -> int:
     """Write a configuration file, asking for what options do not say; each of `answers` is for one question."""
-    from fsdplaunch.wizard.review import closing_words
+    from fsdplaunch.wizard.answers import closing_words
     from fsdplaunch.wizard.run import describe_facts, read_facts, run_wizard
 
     if preset is not None and source is not None:
         msg = "--preset and --from both name where to start"
         raise UsageError(msg, hint="give one of them")
-    if source is not None:
-        read = stack(read_file(source, Path.cwd()), path=source)
-        if keys := keys_ignored_by_accelerate(read):
-            out.note(f"{source}: accelerate launch ignores {', '.join(keys)}; here they take effect")
     forbidden = no_input or as_json or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     facts = read_facts(os.environ)
     out.say(describe_facts(facts))
@@ -220,17 +216,18 @@ def presets(name: str | None, *, as_json: bool, out: Output) -> int:
 def convert(
     source: Path, target: Path | None, *, to: str, overwrite: bool, out: Output, as_json: bool = False
 ) -> int:
-    """Write SOURCE to TARGET as a file for `fsdp2` or `accelerate`, and name every key that changes."""
-    if to not in ("fsdp2", "accelerate"):
+    """Write SOURCE to TARGET as a file for FSDP2, and name every key that changes."""
+    if to != "fsdp2":
         msg = f"{to} is nothing to convert to"
-        raise UsageError(msg, hint="use --to fsdp2 or --to accelerate")
+        raise UsageError(
+            msg, hint="use --to fsdp2; accelerate takes files without sections of our own as they are"
+        )
     target = target or source
     if target.exists() and not overwrite:
         msg = f"{target} exists"
         raise UsageError(msg, hint="name another file, or add --overwrite")
     text = _text_of(source)
-    read = read_text(text, str(source))
-    result = to_fsdp2(text, source=str(source)) if to == "fsdp2" else to_accelerate(stack(read, path=source))
+    result = to_fsdp2(text, source=str(source))
     write_text_atomically(target, result.text)
     if as_json:
         changes = [{"key": c.key, "action": c.action, "message": c.message} for c in result.changes]

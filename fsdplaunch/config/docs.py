@@ -11,7 +11,6 @@ from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
 
 _WIDTH = 100
-_LABEL = 10
 
 
 def keys_named(word: str) -> tuple[KeySpec, ...]:
@@ -63,17 +62,16 @@ def explain(spec: KeySpec, loaded: LoadedConfig | None = None) -> str:
         value = value_at(loaded.config, spec.path)
         shown = "left out" if value is None else flow_text(plain_value(spec, value))
         head += f"    yours: {shown} ({loaded.origins[spec.path].text})"
-    facts = [("values", spec.key.kind.expects), ("env", spec.env)]
-    if len(spec.key.versions) == 1:
-        facts.append(("only", f"FSDP{spec.key.versions[0]}"))
-    if spec.key.aliases:
-        facts.append(("also", ", ".join(spec.key.aliases)))
-    if spec.key.leftover:
-        facts.append(("noted", spec.key.leftover))
+    facts = {
+        "values": spec.key.kind.expects,
+        "env": spec.env,
+        "only": f"FSDP{spec.key.versions[0]}" if len(spec.key.versions) == 1 else "",
+        "also": ", ".join(spec.key.aliases),
+        "noted": spec.key.leftover,
+    }
     lines = [head, *textwrap.wrap(spec.key.text, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
-    for label, text in facts:
-        indent = " " * (_LABEL + 2)
-        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:<{_LABEL}}", subsequent_indent=indent)
+    for label, text in facts.items():
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:<10}", subsequent_indent=" " * 12)
     return "\n".join(lines)
 
 

@@ -18,26 +18,20 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.run_dir import PLAN
 
 # Contract variables, not keys.
-RUN_DIR = "FSDPLAUNCH_RUN_DIR"
-"""The run's folder, where each rank writes its files."""
-DEVICE = "FSDPLAUNCH_DEVICE"
-"""What the plan says that workers compute on: `cuda`, `cpu` or `xla`."""
-ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"
-"""`1` when a script may end without having sharded a model."""
+RUN_DIR = "FSDPLAUNCH_RUN_DIR"  # the run's folder, where each rank writes its files
+DEVICE = "FSDPLAUNCH_DEVICE"  # what the plan says that workers compute on: `cuda`, `cpu` or `xla`
+ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"  # `1` when a script may end without having sharded a model
 REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"
 """End the script after so many optimizer steps and a checkpoint there and back."""
-COMPARED = "FSDPLAUNCH_COMPARED"
-"""Whether this script with this configuration was compared with one process."""
+COMPARED = "FSDPLAUNCH_COMPARED"  # whether this script with this configuration was compared with one process
 COMPARE_DIR = "FSDPLAUNCH_COMPARE_DIR"
 """Where each process of `fsdplaunch check --compare` writes what it computed."""
 COMPARE_CHANGED = "FSDPLAUNCH_COMPARE_CHANGED"
 """`1` where one process of a comparison changes its weights in their last digits."""
 MEASURE_STEPS = "FSDPLAUNCH_MEASURE_STEPS"
 """End the script after so many optimizer steps, and write down what they took."""
-MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"
-"""The folder that a measured script may write to."""
-MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"
-"""The user's folder, in which a measured script writes nothing."""
+MEASURE_SCRATCH = "FSDPLAUNCH_MEASURE_SCRATCH"  # the folder that a measured script may write to
+MEASURE_SOURCE = "FSDPLAUNCH_MEASURE_SOURCE"  # the user's folder, in which a measured script writes nothing
 _CONTRACT = (
     *(RUN_DIR, DEVICE, ALLOW_UNSHARDED, REHEARSAL_STEPS, COMPARED, COMPARE_DIR, COMPARE_CHANGED),
     *(MEASURE_STEPS, MEASURE_SCRATCH, MEASURE_SOURCE),

@@ -42,24 +42,14 @@ class SetValue:
 
 @dataclass(slots=True)
 class Layer:
-    """One source's values.
+    """One source's values."""
 
-    Attributes:
-        name: Which layer it is.
-        values: Canonical values by path.
-        broken: Keys it sets wrongly; rules that look at them stay silent.
-        problems: What is wrong.
-        notes: What is worth a note.
-        aliases: Written name -> canonical name.
-        variables: Single entries of `launch.env`, added to what lower layers set.
-    """
-
-    name: LayerName
-    values: dict[KeyPath, SetValue] = field(default_factory=dict)
-    broken: set[KeyPath] = field(default_factory=set)
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[Problem] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
+    name: LayerName  # which layer it is
+    values: dict[KeyPath, SetValue] = field(default_factory=dict)  # canonical values by path
+    broken: set[KeyPath] = field(default_factory=set)  # keys it sets wrongly; rules that look at them stay silent
+    problems: list[Problem] = field(default_factory=list)  # what is wrong
+    notes: list[Problem] = field(default_factory=list)  # what is worth a note
+    # Single entries of `launch.env`, added to what lower layers set.
     variables: dict[str, str] = field(default_factory=dict)
 
     def reject(self, rule: str, key: str, message: str, place: TextPosition, hint: str | None = None) -> None:
@@ -182,8 +172,11 @@ class _FileReader:
         layer, place = self._layer, entry.place
         dotted = f"{section}.{entry.name}" if section else entry.name
         former = former_places().get((section, entry.name))
-        spec = former[0] if former else self._key_named(section, entry, dotted)
-        if spec is None or (entry.is_null and not former):
+        spec = former[0] if former else find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
+        if isinstance(spec, UnknownKey):
+            layer.reject(spec.id, dotted, spec.message, place, spec.hint)
+            return
+        if entry.is_null and not former:
             return
         try:
             value = self._text.value(entry.node, verbatim=spec.key.kind.verbatim)
@@ -202,18 +195,9 @@ class _FileReader:
         else:
             if former:
                 layer.note("former-place", dotted, f"is read as {spec.dotted}: {shown(value)}", place)
-            elif entry.name != spec.name:
-                layer.aliases[dotted] = spec.name
-                if not (self._bare and key_prefix(section) + entry.name == spec.name):  # so such files write it
-                    layer.note("other-spelling", dotted, f"is read as {spec.name}", place)
+            elif entry.name != spec.name and not (self._bare and key_prefix(section) + entry.name == spec.name):
+                layer.note("other-spelling", dotted, f"is read as {spec.name}", place)  # bare files write it so
             layer.take(spec, value, place)
-
-    def _key_named(self, section: str, entry: YamlEntry, dotted: str) -> KeySpec | None:
-        found = find_key(section, entry.name, guess=len(self._layer.problems) < MOST_SHOWN)
-        if isinstance(found, KeySpec):
-            return found
-        self._layer.reject(found.id, dotted, found.message, entry.place, found.hint)
-        return found.meant
 
     def _say_again(self, spec: KeySpec, value: Any, earlier: SetValue, dotted: str, place: TextPosition) -> None:
         """Judge a key that the file has set in other words: the same value says nothing new."""

@@ -7,10 +7,9 @@ lower ones say there. So a contradiction is only what one layer says twice.
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from fsdplaunch.config.environment import outside_of_run
 from fsdplaunch.config.layers import (
@@ -21,17 +20,18 @@ from fsdplaunch.config.layers import (
     variables_layer,
 )
 from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_order
-from fsdplaunch.config.resolve import keys_of_version_1, resolve
+from fsdplaunch.config.resolve import keys_of_version_1
 from fsdplaunch.config.rules.base import (
     NOTES,
     RULES,
+    Check,
     RuleContext,
     Violation,
     find,
     rule_context,
-    shown_value,
 )
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
+from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.config.yaml_text import MAX_BYTES, YamlText, read_text
 
 DEFAULT_FILE = "fsdp.yaml"
@@ -46,31 +46,21 @@ _POLICY = ("fsdp_config", "fsdp_auto_wrap_policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A configuration that has passed every check.
+    """A configuration that has passed every check."""
 
-    Attributes:
-        config: Resolved.
-        path: The file that was read, or None when there is none.
-        origins: Which layer decided each key.
-        notes: What is set and changes nothing of this run, or is written in another way than the reference does.
-        aliases: Names as the file spells them -> the canonical name, where the two differ.
-    """
-
-    config: Config
-    path: Path | None
-    origins: Mapping[KeyPath, SetValue]
+    config: Config  # resolved
+    path: Path | None  # the file that was read, or None when there is none
+    origins: Mapping[KeyPath, SetValue]  # which layer decided each key
+    # What is set and changes nothing of this run, or is written in another way than the reference does.
     notes: tuple[Problem, ...]
-    aliases: Mapping[str, str]
 
     def note_lines(self) -> list[str]:
         """Return what a launch says of the notes: the first five, and how many more there are."""
         lines = [note.as_note() for note in self.notes[:_NOTES_AT_LAUNCH]]
         more = len(self.notes) - len(lines)
         if more > 0:
-            all_of_them = shlex.join(
-                ["fsdplaunch", "config", "validate", *([str(self.path)] if self.path else [])]
-            )
-            lines.append(f"{more} more {'note' if more == 1 else 'notes'}: {all_of_them}")
+            file = f" {shlex.quote(str(self.path))}" if self.path else ""
+            lines.append(f"{more} more {'note' if more == 1 else 'notes'}: fsdplaunch config validate{file}")
         return lines
 
 
@@ -135,12 +125,12 @@ def stack(
     scheduler = flag_layer(assumed, name="env", source="scheduler")
     layers = [scheduler, theirs, file, variables_layer(environ, own=True), flag_layer(overrides)]
     values, problems, followers = _merge(layers)
-    broken = set().union(*(layer.broken for layer in layers))
+    broken: set[KeyPath] = set().union(*(layer.broken for layer in layers))
     if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_implied(values).items()})
-    context = RuleContext(given=given, config=resolve(given), set_paths=frozenset(values))
+    context = RuleContext(given, frozenset(values))
     notes = (
         *(note for layer in layers for note in layer.notes),
         *_notes_of_followers(followers, context.config),
@@ -148,27 +138,27 @@ def stack(
             Problem(
                 id="variable-of-accelerate",
                 key="",
-                message=f"sets {'.'.join(key)}: {shown_value(one.value)}, which nothing else does",
+                message=f"sets {'.'.join(key)}: {write(one.value)}, which nothing else does",
                 place=one.place,
             )
             for key, one in theirs.values.items()
             if values.get(key) is one
         ),
     )
+
+    def located(rules: Mapping[str, Check]) -> list[Problem]:
+        """Return violations with their places; what is said of a key that is wrong itself is left out."""
+        found = [one for one in find(rules, context) if not broken & {*one[1].about}]
+        return [_problem(rule, violation, values, text) for rule, violation in found]
+
     if not unread:
-        problems += _located(find(RULES, context), values, text, broken)
-        notes = in_order([*notes, *_located(find(NOTES, context), values, text, broken)])
+        problems += located(RULES)
+        notes = in_order([*notes, *located(NOTES)])
         notes = tuple(sorted(notes, key=lambda note: note.id == "written-by-accelerate"))  # in every such file
     if problems:
         raise ConfigError(problems, notes=notes)
     origins = {spec.path: values.get(spec.path, _DEFAULT) for spec in all_keys()}
-    return LoadedConfig(
-        config=context.config,
-        path=path,
-        origins=MappingProxyType(origins),
-        notes=notes,
-        aliases=MappingProxyType(file.aliases),
-    )
+    return LoadedConfig(config=context.config, path=path, origins=origins, notes=notes)
 
 
 def check(config: Config) -> tuple[Problem, ...]:
@@ -227,7 +217,7 @@ def _notes_of_followers(followers: Iterable[_Follower], config: Config) -> Itera
     for path, lost, source, leader in followers:
         if lost.value not in (keys_by_path()[path].default, value_at(config, path)):
             name = ".".join(source)
-            message = f"{shown_value(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
+            message = f"{write(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
             yield Problem(id="follows", key=".".join(path), message=message, place=lost.place)
 
 
@@ -245,20 +235,6 @@ def _with_implied(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
     if xla is not None and xla.value and size is not None and size.value:
         implied[_POLICY] = replace(size, value="SIZE_BASED_WRAP")
     return implied | values
-
-
-def _located(
-    found: Iterable[tuple[str, Violation]],
-    values: Mapping[KeyPath, SetValue],
-    text: YamlText,
-    broken: Collection[KeyPath],
-) -> list[Problem]:
-    """Return violations with their places; what is said of a key that is wrong itself is left out."""
-    return [
-        _problem(rule, violation, values, text)
-        for rule, violation in found
-        if not set(broken) & {*violation.about}
-    ]
 
 
 def _problem(

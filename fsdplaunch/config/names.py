@@ -17,19 +17,11 @@ _CLOSE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownKey:
-    """A name that is not a key.
+    """A name that is not a key."""
 
-    Attributes:
-        id: `unknown-key` or `misplaced-key`.
-        message: What is wrong.
-        hint: What was meant, as far as that can be guessed.
-        meant: The key of this name in another section, or None.
-    """
-
-    id: str
-    message: str
-    hint: str | None
-    meant: KeySpec | None = None
+    id: str  # `unknown-key` or `misplaced-key`
+    message: str  # what is wrong
+    hint: str | None  # what was meant, as far as that can be guessed
 
 
 def key_prefix(section: str) -> str:
@@ -57,22 +49,16 @@ def spellings(section: str) -> dict[str, KeySpec]:
 def find_key(section: str, name: str, *, guess: bool = True) -> KeySpec | UnknownKey:
     """Return the key that `name` means inside `section` ("" for the top level), or what to say of it.
 
-    Args:
-        section: Dotted.
-        name: As written.
-        guess: Look for one that is spelt nearly so, which takes milliseconds.
+    With `guess` one that is spelt nearly so is looked for, which takes milliseconds.
     """
     found = spellings(section).get(name)
     if found is not None:
         return found
     place = f"in {section}" if section else "at the top level"
-    homes = [(home, spec) for home in ("", *section_classes()) if (spec := spellings(home).get(name)) is not None]
+    homes = [home for home in ("", *section_classes()) if name in spellings(home)]
     if homes:
-        belongs = " or ".join(f"under {home}" if home else "at the top level" for home, _ in homes)
-        meant = homes[0][1] if len(homes) == 1 else None
-        return UnknownKey(
-            id="misplaced-key", message=f"has no meaning {place}", hint=f"it belongs {belongs}", meant=meant
-        )
+        belongs = " or ".join(f"under {home}" if home else "at the top level" for home in homes)
+        return UnknownKey(id="misplaced-key", message=f"has no meaning {place}", hint=f"it belongs {belongs}")
     hint = _guess(section, name) if guess else None
     return UnknownKey(id="unknown-key", message=f"is not a key {place}", hint=hint)
 
@@ -89,20 +75,20 @@ def former_places() -> dict[tuple[str, str], tuple[KeySpec, Any]]:
     return found
 
 
-def find_bare(name: str) -> KeySpec | None:
-    """Return the key that `name` means without its section. A test sees to it that there is only one."""
-    exact = [spec for spec in all_keys() if spec.name == name]
-    tables = [spellings(section) for section in ("", *section_classes())]
-    return next(iter(exact or [table[name] for table in tables if name in table]), None)
-
-
 def key_named(dotted: str) -> KeySpec | UnknownKey:
-    """Return the key that `section.key`, or its name alone, means, or what to say of it."""
+    """Return the key that `section.key`, or its name alone, means, or what to say of it.
+
+    A test sees to it that a name alone means one key only.
+    """
     path = path_of(dotted)
-    section = ".".join(path[:-1])
-    bare = find_bare(path[0]) if not section else None
-    if bare is not None or section in ("", *section_classes()):
-        return bare or find_key(section, path[-1])
+    section, name = ".".join(path[:-1]), path[-1]
+    if not section:
+        exact = [spec for spec in all_keys() if spec.name == name]
+        tables = [spellings(home) for home in ("", *section_classes())]
+        bare = exact or [table[name] for table in tables if name in table]
+        return bare[0] if bare else find_key("", name)
+    if section in section_classes():
+        return find_key(section, name)
     return UnknownKey(id="unknown-key", message="is not a key", hint=f"{section} is not a section")
 
 
@@ -122,15 +108,12 @@ def closest(word: str, words: list[str], *, cutoff: float = _CLOSE) -> list[str]
 
 def _guess(section: str, name: str) -> str | None:
     word = name.replace("-", "_").lower()
-    here = closest(word, [*spellings(section), *(section_classes() if not section else ())])
-    if here:
-        spec = spellings(section).get(here[0])
-        return f"did you mean {spec.name if spec else here[0]}?"
-    for home in ("", *section_classes()):
-        near = closest(word, list(spellings(home)))
+    for home in dict.fromkeys((section, "", *section_classes())):
+        near = closest(word, [*spellings(home), *(() if home or section else section_classes())])
         if near:
-            spec = spellings(home)[near[0]]
-            return f"did you mean {spec.name} {f'under {home}' if home else 'at the top level'}?"
+            spec = spellings(home).get(near[0])
+            where = "" if home == section else f" under {home}" if home else " at the top level"
+            return f"did you mean {spec.name if spec else near[0]}{where}?"
     return None
 
 
@@ -141,23 +124,15 @@ def path_of(dotted: str) -> KeyPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignOption:
-    """An option of accelerate's or torchrun's command line that is not a key.
+    """An option of accelerate's or torchrun's command line that is not a key."""
 
-    Attributes:
-        answer: What becomes of it.
-        text: What it comes to; for noted and refused ones the sentence that is printed.
-        sets: What it sets, `KEY=VALUE`; `{}` stands for its value.
-        words: What each word of its value sets, where they are words; "": nothing.
-        has_value: Whether the next word belongs to it.
-        hint: What serves instead of a refused one.
-    """
-
-    answer: Literal["taken", "noted", "refused"]
-    text: str
-    sets: str = ""
+    answer: Literal["taken", "noted", "refused"]  # what becomes of it
+    text: str  # what it comes to; for noted and refused ones the sentence that is printed
+    sets: str = ""  # what it sets, `KEY=VALUE`; `{}` stands for its value
+    # What each word of its value sets, where they are words; "": nothing.
     words: Mapping[str, str] = field(default_factory=dict)
-    has_value: bool = False
-    hint: str = ""
+    has_value: bool = False  # whether the next word belongs to it
+    hint: str = ""  # what serves instead of a refused one
 
 
 def _taken(text: str, **more: Any) -> ForeignOption:

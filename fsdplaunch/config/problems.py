@@ -32,8 +32,7 @@ TEXT_NOTES = {
     "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
 }
 """The ids of notes about a text, a name or an option; those about key combinations are rules."""
-MOST_SHOWN = 100
-"""How many problems a command shows: a file of another kind has thousands."""
+MOST_SHOWN = 100  # how many problems a command shows: a file of another kind has thousands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +49,13 @@ class TextPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a configuration, or one that is worth a note.
+    """One thing that is wrong with a configuration, or one that is worth a note."""
 
-    Attributes:
-        id: The stable name of what was violated, for example `unknown-key`.
-        key: The dotted key, or "" when it is the whole text's.
-        message: What is wrong, with the value; lower case, no full stop.
-        hint: What to do, or None.
-        place: Where; nowhere for a value that is not set.
-    """
-
-    id: str
-    key: str
-    message: str
-    hint: str | None = None
-    place: TextPosition = TextPosition()
+    id: str  # the stable name of what was violated, for example `unknown-key`
+    key: str  # the dotted key, or "" when it is the whole text's
+    message: str  # what is wrong, with the value; lower case, no full stop
+    hint: str | None = None  # what to do, or None
+    place: TextPosition = TextPosition()  # where; nowhere for a value that is not set
 
     def __str__(self) -> str:
         text = f"{self.as_note()} [{self.id}]"

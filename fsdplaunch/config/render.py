@@ -9,7 +9,7 @@ changed safely, such as a value shared through an anchor, is refused, never gues
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,7 @@ _WIDTH = 100
 
 
 def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
-    """Return the text of a file that gives `config` again.
-
-    Args:
-        config: What the file must hold.
-        full: Every key that has a value, instead of what differs from the default.
-        comments: One comment per key and section.
-    """
+    """Return the text of a file that gives `config` again; `full` says every key that has a value."""
     resolved = resolve(config)
     values = values_to_write(resolved)
     if full:
@@ -65,7 +59,21 @@ def render(config: Config, *, full: bool = False, comments: bool = True) -> str:
             and not _idle(resolved, spec)
             and (value != spec.default or not (spec.key.unread or version not in spec.key.versions))
         }
-    return "\n".join([*(_HEAD if comments else ()), *render_values(values, comments=comments)]) + "\n"
+    lines, section = [*_HEAD] if comments else [], ""
+    for path, value in values.items():
+        spec, home = keys_by_path()[path], path[0] if len(path) > 1 else ""
+        if home != section:
+            section, about = home, (section_classes()[home].__doc__ or "").split(". ")[0].rstrip(".")
+            lines += ["", *_comment(about, 0), f"{home}:"] if comments else [f"{home}:"]
+        indent = 2 if home else 0
+        lines += _comment(spec.key.summary, indent) if comments else []
+        lines += block_lines(spec.name, plain_value(spec, value), indent)
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, indent: int) -> list[str]:
+    lead = " " * indent + "# "
+    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=lead)
 
 
 def values_to_write(config: Config) -> dict[KeyPath, Any]:
@@ -97,29 +105,6 @@ def _idle(config: Config, spec: KeySpec) -> bool:
     """Return whether a key says how to shard where nothing is sharded."""
     shards_nothing = not shards_models(config) and not spec.key.leftover
     return shards_nothing and spec.path[0] in ("fsdp_config", "parallelism_config")
-
-
-def render_values(values: Mapping[KeyPath, Any], *, comments: bool = True) -> Iterator[str]:
-    """Yield the lines that say `values`, which must come section by section."""
-    section = ""
-    for path, value in values.items():
-        home = path[0] if len(path) > 1 else ""
-        if home != section:
-            section = home
-            if comments:
-                yield ""
-                yield from _comment((section_classes()[home].__doc__ or "").split(". ")[0].rstrip("."), 0)
-            yield f"{home}:"
-        indent = 2 if home else 0
-        spec = keys_by_path()[path]
-        if comments:
-            yield from _comment(spec.key.summary, indent)
-        yield from block_lines(spec.name, plain_value(spec, value), indent)
-
-
-def _comment(text: str, indent: int) -> list[str]:
-    lead = " " * indent + "# "
-    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=lead)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -204,8 +189,7 @@ def _others(text: str, spec: KeySpec, source: str) -> dict[KeyPath, Any] | None:
     return None if read.problems else {path: one.value for path, one in values.items() if path != spec.path}
 
 
-_Splice = tuple[int, int, str]
-"""Where a text begins and ends that is replaced, and by what."""
+_Splice = tuple[int, int, str]  # where a text begins and ends that is replaced, and by what
 _NOTHING: _Splice = (0, 0, "")
 
 

@@ -62,8 +62,7 @@ def converts_to_bf16(config: Config) -> bool:
     return config.distributed_type == "XLA" and config.mixed_precision == "bf16" and not shards_on_xla(config)
 
 
-REST = -1
-"""A mesh size that means: what the other sizes leave."""
+REST = -1  # a mesh size that means: what the other sizes leave
 _STRATEGIES = get_args(StrategyName)
 KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 """Strategies under which parameters stay gathered from forward to backward."""
@@ -193,8 +192,7 @@ def _precision(config: Config, version: int) -> PrecisionSection:
     )
 
 
-CPU_WORKERS = 2
-"""Workers for `auto` on a node without GPUs: the fewest between which something is sharded."""
+CPU_WORKERS = 2  # workers for `auto` on a node without GPUs: the fewest between which something is sharded
 
 
 def node_range(config: Config) -> tuple[int, int]:
@@ -223,19 +221,12 @@ def world_size(config: Config) -> int | None:
 
 
 class AxisSizes(NamedTuple):
-    """Ranks along each axis of the mesh; -1 for what the others leave.
+    """Ranks along each axis of the mesh; -1 for what the others leave."""
 
-    Attributes:
-        replicas: Replicas of the model.
-        shards: Ranks that read different data and share one replica's shards.
-        context: Ranks that split each sequence; the shards are spread over them, too.
-        tensor: Ranks that split each layer.
-    """
-
-    replicas: int = 1
-    shards: int = REST
-    context: int = 1
-    tensor: int = 1
+    replicas: int = 1  # replicas of the model
+    shards: int = REST  # ranks that read different data and share one replica's shards
+    context: int = 1  # ranks that split each sequence; the shards are spread over them, too
+    tensor: int = 1  # ranks that split each layer
 
     @property
     def world(self) -> int:

@@ -17,28 +17,18 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from fsdplaunch.config.problems import Problem, TextPosition
 from fsdplaunch.config.schema.config import KeySpec
 
-MAX_DEPTH = 32
-
-MAX_VALUES = 20_000
-
+MAX_DEPTH, MAX_VALUES, MAX_BYTES = 32, 20_000, 256 * 1024
 TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True, slots=True)
 class YamlEntry:
-    """One `key: value` of a mapping.
+    """One `key: value` of a mapping."""
 
-    Attributes:
-        name: The key as written.
-        place: Where the key stands.
-        node: The value, for `YamlText.value` and `YamlText.entries`.
-        key_node: The key.
-    """
-
-    name: str
-    place: TextPosition
-    node: Node
-    key_node: Node
+    name: str  # the key as written
+    place: TextPosition  # where the key stands
+    node: Node  # the value, for `YamlText.value` and `YamlText.entries`
+    key_node: Node  # the key
 
     @property
     def is_mapping(self) -> bool:
@@ -57,16 +47,11 @@ class UnreadableValueError(ValueError):
 
 @dataclass(slots=True)
 class YamlText:
-    """One YAML text and what is wrong with it.
+    """One YAML text and what is wrong with it."""
 
-    Attributes:
-        source: The file's name in messages.
-        root: The mapping, or None when the text is empty or cannot be read.
-        problems: Faults of the text found so far; `entries` adds keys that are set twice.
-    """
-
-    source: str
-    root: MappingNode | None = None
+    source: str  # the file's name in messages
+    root: MappingNode | None = None  # the mapping, or None when the text is empty or cannot be read
+    # Faults of the text found so far; `entries` adds keys that are set twice.
     problems: list[Problem] = field(default_factory=list)
     _left: int = MAX_VALUES
 
@@ -99,12 +84,7 @@ class YamlText:
         return list(found.values())
 
     def value(self, node: Node, *, verbatim: bool = False, depth: int = 0) -> Any:
-        """Return a node's value as plain Python data.
-
-        Args:
-            node: From an `YamlEntry`.
-            verbatim: Leave numbers as they are spelled.
-            depth: How far inside of the entry's value it stands.
+        """Return a node's value as plain Python data; with `verbatim`, numbers as they are spelled.
 
         Raises:
             UnreadableValueError: An unknown tag, a number out of range, or more values than any file needs.
@@ -121,11 +101,8 @@ class YamlText:
         if isinstance(node, MappingNode) and node.tag == TAG + "map":
             entries = self.entries(node)
             return {entry.name: self.value(entry.node, verbatim=verbatim, depth=inside) for entry in entries}
-        raise UnreadableValueError(_tag_text(node))
-
-
-def _tag_text(node: Node) -> str:
-    return f"has the tag {node.tag.replace(TAG, '!!')}, which no key takes"
+        msg = f"has the tag {node.tag.replace(TAG, '!!')}, which no key takes"
+        raise UnreadableValueError(msg)
 
 
 def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
@@ -139,7 +116,8 @@ def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
         "float": lambda word: float(word.lower().replace(".inf", "inf").replace(".nan", "nan")),
     }
     if tag not in makers:
-        raise UnreadableValueError(_tag_text(node))
+        msg = f"has the tag {node.tag.replace(TAG, '!!')}, which no key takes"
+        raise UnreadableValueError(msg)
     try:
         return makers[tag](text)
     except ValueError:
@@ -147,7 +125,6 @@ def _scalar(node: ScalarNode, *, verbatim: bool) -> Any:
         raise UnreadableValueError(msg) from None
 
 
-MAX_BYTES = 256 * 1024
 _RESOLVERS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -187,11 +164,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_text(data: str | bytes, source: str) -> YamlText:
-    """Read one YAML (or JSON) document. Never raises for what is wrong with the text: it is in `problems`.
+    """Read one YAML (or JSON) document, UTF-8 with or without a byte order mark; messages call it `source`.
 
-    Args:
-        data: The text, or a file's bytes, which must be UTF-8 with or without a byte order mark.
-        source: What messages call it.
+    Never raises for what is wrong with the text: it is in `problems`.
     """
     text = YamlText(source)
     if len(data) > MAX_BYTES:
@@ -237,9 +212,7 @@ def _syntax(error: yaml.MarkedYAMLError, decoded: str) -> tuple[str, str | None]
 def read_scalar(text: str, *, verbatim: bool = False) -> Any:
     """Return the value that `text` has as the right side of `key:`, for command lines.
 
-    Args:
-        text: The words of the user; blanks around them do not count.
-        verbatim: Take them as they are, unless they begin with a quote or a bracket.
+    With `verbatim` it is taken as it is, unless it begins with a quote or a bracket.
 
     Raises:
         UnreadableValueError: It is not YAML.
@@ -263,8 +236,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write a text; line breaks or control characters are escaped, so that it stays one line."""
-    style = None if text.isprintable() else '"'
+    style = None if text.isprintable() else '"'  # what is escaped stays one line
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -282,7 +254,7 @@ def plain_value(spec: KeySpec, value: Any) -> Any:
 
 
 def _dump(value: Any, *, flow: bool) -> str:
-    shape: dict[str, Any] = {"default_flow_style": flow, "width": float("inf"), "sort_keys": False}
+    shape: Any = {"default_flow_style": flow, "width": float("inf"), "sort_keys": False}
     return str(yaml.dump(value, Dumper=_Dumper, allow_unicode=True, **shape))
 
 

@@ -4,7 +4,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
 from typing import Any
@@ -178,11 +177,6 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
         if one and self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = allocate
 
-    @property
-    def process_group_timeout(self) -> timedelta:
-        """Return how long a collective may wait; read only, since the process group is made with it."""
-        return timedelta(seconds=self._config.launch.process_group_timeout_seconds)
-
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how checkpoints hold the model, the present way when left out, and fit torch's options to it.
 
@@ -226,12 +220,9 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in a dtype, unless a policy is there already.
+        """Compute in a dtype, `bf16` or torch's object, unless a policy is there and `override` is not set.
 
-        Args:
-            mixed_precision: `bf16`, `fp16`, `fp32`, `fp8`, or torch's object.
-            buffer_autocast: Keep buffers in fp32 (FSDP1).
-            override: Replace a policy that is there.
+        With `buffer_autocast` buffers stay in fp32 (FSDP1).
 
         Raises:
             UsageError: It is not a dtype.
@@ -426,8 +417,7 @@ def _offload_policy(given: Any, *, on: bool, one: bool) -> CPUOffload | OffloadP
 
 _OBSOLETE = ("backward_prefetch", "use_orig_params", "limit_all_gathers")
 """Fields of FSDP1 that change nothing under FSDP2; scripts set them for both."""
-_FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}
-"""What FSDP2 always does, by the field that asks FSDP1 for it."""
+_FSDP2_DOES = {"backward_prefetch": "BACKWARD_PRE"}  # what FSDP2 always does, by the field that asks FSDP1 for it
 
 
 def _is_set(field: str) -> bool:

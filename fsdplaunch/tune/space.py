@@ -8,9 +8,9 @@ from typing import Any
 from fsdplaunch.config.layers import read_assignments
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import mesh_sizes
-from fsdplaunch.config.rules.base import shown_value
 from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, keys_by_path, value_at
 from fsdplaunch.config.schema.key import Tunable
+from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import LaunchError, UsageError
 
 _PREFIX = re.compile("^(fsdp_|parallelism_config_|dynamo_)")
@@ -38,7 +38,7 @@ class Candidate:
         specs = [keys_by_path()[path] for path, _ in self.changes]
         implied = {name for spec in specs if spec.key.tunable for name in spec.key.tunable.needs}
         shown = [(path, value) for path, value in self.changes if ".".join(path) not in implied]
-        words = [f"{_PREFIX.sub('', path[-1])}={shown_value(value)}" for path, value in shown]
+        words = [f"{_PREFIX.sub('', path[-1])}={write(value)}" for path, value in shown]
         return ", ".join(words) or "yours"
 
     @property

@@ -1,18 +1,22 @@
-"""From questions to values: answers that need no asking, what all together write, the rules they break."""
+"""From questions to values: answers that need no asking, what all together write, which rules they break."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import unified_diff
 from pathlib import Path as FilePath
 from typing import Any
 
 from fsdplaunch.config.layers import file_layer
-from fsdplaunch.config.load import leaders, read_file
+from fsdplaunch.config.load import DEFAULT_FILE, leaders, read_file
 from fsdplaunch.config.problems import ConfigError
+from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.rules.base import RULES, find, rule_context
-from fsdplaunch.config.schema.config import KeyPath, build_config
+from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
+from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
 from fsdplaunch.wizard.question import KEEP, Question
-from fsdplaunch.wizard.questions import QUESTIONS
+from fsdplaunch.wizard.questions import GOAL, QUESTIONS, memory_words
 from fsdplaunch.wizard.state import VERSION, WizardState
 
 
@@ -103,15 +107,10 @@ def broken_rule(question: Question, state: WizardState) -> str | None:
 
 
 def answer_automatically(question: Question, given: Mapping[str, str], state: WizardState) -> WizardState | None:
-    """Return the state after a question that need not be asked, or None for one that must be.
-
-    Args:
-        question: A question that applies.
-        given: Answers by question name, as typed.
-        state: The answers to earlier questions.
+    """Return the state after a question that applies and need not be asked, or None for one that must be.
 
     Raises:
-        UsageError: Its option gives no answer, or contradicts a key that was set by name.
+        UsageError: Its option, in `given` as typed, gives no answer, or contradicts a key that was set by name.
     """
     by_key = next((path for path in question.keys if path in state.settings), None)
     if question.name in given:
@@ -157,3 +156,100 @@ def answer_all(state: WizardState, given: Mapping[str, str], *, yes: bool) -> Wi
         msg = f"cannot answer without asking: {questions}"
         raise UsageError(msg, hint=f"pass {options}" + (f", or --yes, which takes {taken}" if taken else ""))
     return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WizardResult:
+    """What the wizard came to."""
+
+    path: FilePath  # the file to write; not always the given one, the user may have named another
+    text: str  # its whole text
+    config: Config  # what it says, not resolved
+    answers: Mapping[str, str]  # every answer by question name
+    reasons: Sequence[str]  # each suggested value that was taken, and why
+    notes: tuple[str, ...]  # what the reader should know and no key can say
+    command: str  # the command that writes the same file without questions; "" where it began with another file
+
+
+def conclude(
+    state: WizardState, *, path: FilePath, overwrite: bool = False, edited: str | None = None
+) -> WizardResult:
+    """Return the result of a state with every answer; `edited` is the text that is changed in place, or None."""
+    values, suggestion = compose(state), state.suggestion
+    reasons = []
+    for key, value in suggestion.values.items():
+        if values.get(key) == value:
+            shown, why = flow_text(plain_value(keys_by_path()[key], value)), suggestion.reasons[".".join(key)]
+            reasons.append(f"{'.'.join(key)}: {shown} ({why})")
+    return WizardResult(
+        path=path,
+        text=new_text(state, edited),
+        config=build_config(values),
+        answers=dict(state.answers),
+        reasons=reasons,
+        notes=_notes(state),
+        command=_repeat_command(state, path, overwrite=overwrite),
+    )
+
+
+def new_text(state: WizardState, edited: str | None) -> str:
+    """Return the text to write: the edited file with only its changed keys touched, else a new one."""
+    values = compose(state)
+    changed = [path for path in keys_by_path() if values.get(path) != state.base.get(path)]
+    if edited is not None:
+        try:
+            return set_keys(edited, [(keys_by_path()[path], values.get(path)) for path in changed])
+        except UsageError:
+            pass  # values shared through anchors: the text cannot be kept
+    return render(build_config(values))
+
+
+def preview(old: str | None, new: str, path: FilePath) -> str:
+    """Return the new file, or its differences from the existing one, whose text is `old`."""
+    if old is None:
+        return f"{path} (new)\n" + "".join(f"  {line}\n" for line in new.splitlines())
+    lines = list(unified_diff(old.splitlines(), new.splitlines(), f"{path} (now)", str(path), n=2, lineterm=""))
+    return "\n".join(lines) + "\n" if lines else f"{path}: nothing changes\n"
+
+
+def remarks(state: WizardState) -> list[str]:
+    """Return what to print below the text: the estimate, and what no key can say."""
+    goal = state.answers.get(GOAL.name)
+    words, _ = memory_words(goal, state) if goal and goal != KEEP else ("", None)
+    model = state.run_facts.model
+    more = f"; fsdplaunch estimate {shlex.quote(str(model.folder))} says more" if model and model.folder else ""
+    lines = [f"Estimate: {words}, before activations{more}."] if words else []
+    return [*lines, *(f"Note: {note}" for note in _notes(state))]
+
+
+def _notes(state: WizardState) -> tuple[str, ...]:
+    return tuple(note for note in state.suggestion.notes if note not in state.facts.hardware.notes)
+
+
+def closing_words(path: FilePath, command: str) -> str:
+    """Return what to print once the file is written; `command` writes it again."""
+    option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
+    lines = [
+        f"Wrote {path}",
+        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing",
+        f"        fsdplaunch launch{option} train.py",
+        f"        fsdplaunch tune{option} train.py    measures which configuration is fastest",
+        *(("Same again without questions:", f"        {command}") if command else ()),
+    ]
+    return "\n".join(lines)
+
+
+def _repeat_command(state: WizardState, file: FilePath, *, overwrite: bool) -> str:
+    """Return the command that writes the same file without questions; "" where it began with another file."""
+    if state.editing:
+        return ""
+    words = ["fsdplaunch", "config"]
+    for question in QUESTIONS:
+        by_key = state.settings.keys() & {*question.keys}  # an option and a key that decide the same are refused
+        if state.answers.get(question.name) and not by_key:
+            words += [question.flag, state.answers[question.name]]
+    for path, value in state.settings.items():
+        spec = keys_by_path()[path]
+        words.append(f"--set={spec.dotted}={'' if value is None else flow_text(plain_value(spec, value))}")
+    words += ["--output", str(file)] if str(file) != DEFAULT_FILE else []
+    return shlex.join([*words, *(["--overwrite"] if overwrite else []), "--yes"])

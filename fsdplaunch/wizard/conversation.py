@@ -28,16 +28,20 @@ from fsdplaunch.display_text import one_line, printable
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_files import describe_model, find_model
 from fsdplaunch.wizard.answers import (
+    WizardResult,
     answer_automatically,
     broken_rule,
     compose,
+    conclude,
     drop_stale_answers,
     earlier,
+    new_text,
+    preview,
     read_source,
+    remarks,
 )
 from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, UserMessages
 from fsdplaunch.wizard.questions import MODEL, QUESTIONS
-from fsdplaunch.wizard.review import WizardResult, conclude, new_text, preview, remarks
 from fsdplaunch.wizard.state import VERSION, WizardState
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
@@ -168,25 +172,15 @@ class Prompts:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """One conversation, about one file in the end.
+    """One conversation, about one file in the end."""
 
-    Attributes:
-        state: Facts, what was set by key, and the answers so far.
-        given: Answers that options gave, as typed; these are not asked.
-        path: The file to be written.
-        overwrite: Whether to start over when it exists, without asking.
-        out: Where words go that are not a prompt.
-        prompts: Who asks; a terminal when left out.
-        edited: The text that is changed in place, or None for a new text.
-    """
-
-    state: WizardState
-    given: Mapping[str, str]
-    path: FilePath
-    overwrite: bool
-    out: UserMessages
-    prompts: Prompts = field(default_factory=Prompts)
-    edited: str | None = None
+    state: WizardState  # facts, what was set by key, and the answers so far
+    given: Mapping[str, str]  # answers that options gave, as typed; these are not asked
+    path: FilePath  # the file to be written
+    overwrite: bool  # whether to start over when it exists, without asking
+    out: UserMessages  # where words go that are not a prompt
+    prompts: Prompts = field(default_factory=Prompts)  # who asks; a terminal when left out
+    edited: str | None = None  # the text that is changed in place, or None for a new text
 
     def run(self) -> WizardResult:
         """Hold the conversation, until the user says to write.

@@ -8,10 +8,8 @@ from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.wizard.state import WizardState
 
-KEEP = "keep"
-"""The answer that leaves a question's keys as the existing file says them."""
-TYPE_IT = "..."
-"""The choice that opens a line to type an answer in."""
+KEEP = "keep"  # the answer that leaves a question's keys as the existing file says them
+TYPE_IT = "..."  # the choice that opens a line to type an answer in
 
 
 class UserMessages(Protocol):
@@ -23,55 +21,38 @@ class UserMessages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to choose.
+    """One answer to choose."""
 
-    Attributes:
-        value: The answer as a flag gives it.
-        title: The answer in words.
-        consequence: What it costs or brings here, in a few words; shown beside the title.
-        detail: More about it; shown below the list while the cursor is on it.
-        disabled: Why it cannot be chosen here, or None.
-    """
-
-    value: str
-    title: str
-    consequence: str = ""
-    detail: str = ""
-    disabled: str | None = None
+    value: str  # the answer as a flag gives it
+    title: str  # the answer in words
+    consequence: str = ""  # what it costs or brings here, in a few words; shown beside the title
+    detail: str = ""  # more about it; shown below the list while the cursor is on it
+    disabled: str | None = None  # why it cannot be chosen here, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question. What it does not say itself comes from the schema of its first key.
+    """One question. What it does not say itself comes from the schema of its first key."""
 
-    Attributes:
-        name: Of the answer, and of the flag: `--name`.
-        help: One sentence for the flag's help and for `?`.
-        metavar: What the flag takes, for its help.
-        keys: The configuration keys it decides; no other part of the wizard writes them.
-        text: What is asked.
-        write: The keys' values for an answer.
-        read: The answer that a configuration holds; None when no answer says it.
-        check: Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
-        applies: Whether the answer matters.
-        asked: Whether it is asked when it matters; otherwise the suggestion is taken.
-        choices: What can be chosen; none for a line of text.
-        remark: Shown behind a line of text.
-        certain: Whether the suggestion may be taken without anybody having seen it.
-    """
-
-    name: str
-    help: str
-    metavar: str
-    keys: tuple[KeyPath, ...]
-    text: str = ""
-    write: Callable[[str, WizardState], Mapping[KeyPath, Any]] | None = None
+    name: str  # of the answer, and of the flag: `--name`
+    help: str  # one sentence for the flag's help and for `?`
+    metavar: str  # what the flag takes, for its help
+    keys: tuple[KeyPath, ...]  # the configuration keys it decides; no other part of the wizard writes them
+    text: str = ""  # what is asked
+    write: Callable[[str, WizardState], Mapping[KeyPath, Any]] | None = None  # the keys' values for an answer
+    # The answer that a configuration holds; None when no answer says it.
     read: Callable[[Config, WizardState], str | None] | None = None
+    # Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
     check: Callable[[str, WizardState], str] | None = None
+    # Whether the answer matters.
     applies: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
+    # Whether it is asked when it matters; otherwise the suggestion is taken.
     asked: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
+    # What can be chosen; none for a line of text.
     choices: Callable[[WizardState], tuple[Choice, ...]] = lambda state: ()  # noqa: ARG005
+    # Shown behind a line of text.
     remark: Callable[[WizardState], str] = lambda state: ""  # noqa: ARG005
+    # Whether the suggestion may be taken without anybody having seen it.
     certain: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
 
     @property

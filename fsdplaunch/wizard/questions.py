@@ -99,11 +99,6 @@ NODES = Question(
 )
 
 
-def _read_rendezvous(config: Config, _: WizardState) -> str:
-    host = config.main_process_ip or socket.gethostname()
-    return config.launch.rendezvous_endpoint or join_endpoint(host, config.main_process_port or DEFAULT_PORT)
-
-
 def _check_rendezvous(text: str, _: WizardState) -> str:
     """Read HOST, HOST:PORT or [IPV6]:PORT; without a port it is torchrun's usual 29500."""
     has_port = ":" in text and not text.endswith("]")
@@ -129,7 +124,10 @@ RENDEZVOUS = Question(
     metavar="HOST:PORT",
     keys=(_IP, _PORT, ("launch", "rendezvous_endpoint")),
     write=_write_rendezvous,
-    read=_read_rendezvous,
+    read=lambda config, _: (
+        config.launch.rendezvous_endpoint
+        or join_endpoint(config.main_process_ip or socket.gethostname(), config.main_process_port or DEFAULT_PORT)
+    ),
     check=_check_rendezvous,
     applies=lambda state: state.answers.get("where") == "machines",
     certain=lambda state: state.editing,
@@ -165,17 +163,15 @@ def _read_workers(config: Config, state: WizardState) -> str | None:
     return str(per_node) if rest == 0 else None
 
 
-def _write_workers(answer: str, state: WizardState) -> Values:
-    """Write a number as accelerate has it, over all nodes; only auto needs a key of our own."""
-    return {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
-
-
 WORKERS = Question(
     name="workers-per-node",
     help="Worker processes on each node: a number, or auto for one per GPU.",
     metavar="N|auto",
     keys=(_WORKERS, _PROCESSES),
-    write=_write_workers,
+    # A number as accelerate has it, over all nodes; only auto needs a key of our own.
+    write=lambda answer, state: (
+        {_WORKERS: "auto"} if answer == "auto" else {_PROCESSES: int(answer) * state.num_nodes}
+    ),
     read=_read_workers,
     check=_check_workers,
     applies=lambda state: not state.on_tpus,  # PyTorch/XLA has one process per chip or per host
@@ -413,24 +409,5 @@ WRAP = Question(
 )
 
 
-def _check_folder(text: str, _: WizardState) -> str:
-    if not text or "\0" in text:
-        msg = "must be a folder's name"
-        raise ValueError(msg)
-    if FilePath(text).expanduser().is_file():
-        msg = f"{text} is a file"
-        raise ValueError(msg)
-    return text
-
-
-CHECKPOINTS = Question(
-    name="checkpoint-dir",
-    text="Where do checkpoints go?",
-    help="Folder for checkpoints when the script names none.",
-    metavar="FOLDER",
-    keys=(("checkpoint", "dir"),),
-    check=_check_folder,
-)
-
-QUESTIONS = (WHERE, NODES, RENDEZVOUS, WORKERS, MODEL, GOAL, PRECISION, WRAP, CHECKPOINTS)
+QUESTIONS = (WHERE, NODES, RENDEZVOUS, WORKERS, MODEL, GOAL, PRECISION, WRAP)
 """Everything that may be asked, besides one for all further keys."""

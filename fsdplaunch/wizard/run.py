@@ -11,9 +11,8 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
 from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
-from fsdplaunch.wizard.answers import answer_all, compose, read_source
+from fsdplaunch.wizard.answers import WizardResult, answer_all, compose, conclude, read_source
 from fsdplaunch.wizard.question import UserMessages
-from fsdplaunch.wizard.review import WizardResult, conclude
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
 

@@ -14,27 +14,19 @@ from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.probe.model_files import ModelFacts, hub_folder, is_hub_name, parse_count, read_model, sized_model
 from fsdplaunch.probe.scheduler import Cluster
 
-SPARE = 0.8
-"""Share of a GPU's memory that a plan may fill; the rest is for activations."""
+SPARE = 0.8  # share of a GPU's memory that a plan may fill; the rest is for activations
 _HOST_SPARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestionFacts:
-    """What is known before the first question.
+    """What is known before the first question."""
 
-    Attributes:
-        hardware: This machine.
-        cluster: The job it runs in.
-        model: The model, when a folder or a size was named.
-        on_tpus: Whether PyTorch/XLA is to shard, on TPUs.
-        elsewhere: Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
-    """
-
-    hardware: Hardware
-    cluster: Cluster
-    model: ModelFacts | None = None
-    on_tpus: bool = False
+    hardware: Hardware  # this machine
+    cluster: Cluster  # the job it runs in
+    model: ModelFacts | None = None  # the model, when a folder or a size was named
+    on_tpus: bool = False  # whether PyTorch/XLA is to shard, on TPUs
+    # Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
     elsewhere: bool = False
 
     @property
@@ -50,17 +42,11 @@ class SuggestionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A configuration for a run.
+    """A configuration for a run."""
 
-    Attributes:
-        values: What to write, by path, whether or not it equals the default.
-        reasons: Why, by dotted key.
-        notes: What the reader should know and no key can say.
-    """
-
-    values: Mapping[KeyPath, Any]
-    reasons: Mapping[str, str]
-    notes: tuple[str, ...] = ()
+    values: Mapping[KeyPath, Any]  # what to write, by path, whether or not it equals the default
+    reasons: Mapping[str, str]  # why, by dotted key
+    notes: tuple[str, ...] = ()  # what the reader should know and no key can say
 
     @property
     def config(self) -> Config:
@@ -68,8 +54,7 @@ class Suggestion:
         return build_config(self.values)
 
 
-_Reasoned = dict[KeyPath, tuple[Any, str]]
-"""Values, each with its reason."""
+_Reasoned = dict[KeyPath, tuple[Any, str]]  # values, each with its reason
 
 
 def suggest_for(facts: SuggestionFacts) -> Suggestion:
@@ -166,20 +151,14 @@ VERSION: KeyPath = ("fsdp_config", "fsdp_version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WizardState:
-    """Everything a question may depend on.
+    """Everything a question may depend on."""
 
-    Attributes:
-        facts: What was found on this machine.
-        answers: Canonical answers so far, by question name.
-        base: Values of the file that is edited, by path; empty for a new file.
-        editing: Whether `base` is a file's.
-        settings: Values set by key, which no question may change; None takes a key back.
-    """
-
-    facts: SuggestionFacts
-    answers: Mapping[str, str] = field(default_factory=dict)
+    facts: SuggestionFacts  # what was found on this machine
+    answers: Mapping[str, str] = field(default_factory=dict)  # canonical answers so far, by question name
+    # Values of the file that is edited, by path; empty for a new file.
     base: Mapping[KeyPath, Any] = field(default_factory=dict)
-    editing: bool = False
+    editing: bool = False  # whether `base` is a file's
+    # Values set by key, which no question may change; None takes a key back.
     settings: Mapping[KeyPath, Any] = field(default_factory=dict)
 
     def answering(self, name: str, answer: str) -> "WizardState":

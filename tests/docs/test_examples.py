@@ -33,6 +33,7 @@ ELSEWHERE = {
     "test": "tests/e2e/test_check.py",
     "tune": "tests/e2e/test_tune.py",
     "doctor --network": "tests/e2e/test_check.py",
+    "estimate --exact": "tests/distributed/test_estimate.py",
 }
 """What takes many seconds, or several processes, and the tests that run it."""
 ASKS = "tests/cli/test_wizard_pty.py"

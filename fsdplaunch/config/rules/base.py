@@ -6,52 +6,22 @@ and the run is as accelerate and torch would have it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdplaunch.config.resolve import AxisSizes, configured_axes, resolve, uses_xla
+from fsdplaunch.config.resolve import configured_axes, resolve, uses_xla
 from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, keys_by_path, value_at
-from fsdplaunch.config.schema.sharding_sections import FsdpConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may look at.
+    """What a rule may look at: a Config as configured, None where a key is not set, and which keys are set."""
 
-    Attributes:
-        given: As configured; None where a key is not set.
-        config: The same, resolved.
-        set_paths: The keys that are set.
-    """
-
-    given: Config
-    config: Config
-    set_paths: frozenset[KeyPath]
-
-    @property
-    def fsdp(self) -> FsdpConfig:
-        """Return fsdp_config, resolved."""
-        return self.config.fsdp_config
-
-    @property
-    def version(self) -> int:
-        """Return the FSDP version that would run."""
-        return self.fsdp.fsdp_version or 2
-
-    @property
-    def strategy(self) -> str:
-        """Return the sharding strategy, resolved."""
-        return self.fsdp.fsdp_sharding_strategy or ""
-
-    @property
-    def axes(self) -> AxisSizes:
-        """Return the mesh's sizes as configured."""
-        return configured_axes(self.config)
-
-    @property
-    def shards(self) -> bool:
-        """Return whether torch's FSDP is configured at all."""
-        return self.config.distributed_type == "FSDP" and not uses_xla(self.config)
+    def __init__(self, given: Config, set_paths: frozenset[KeyPath]) -> None:
+        self.given, self.set_paths, self.config = given, set_paths, resolve(given)
+        self.fsdp = self.config.fsdp_config  # resolved
+        self.version = self.fsdp.fsdp_version or 2  # the one that would run
+        self.strategy = self.fsdp.fsdp_sharding_strategy or ""
+        self.axes = configured_axes(self.config)
+        self.shards = self.config.distributed_type == "FSDP" and not uses_xla(self.config)  # torch's FSDP
 
     def sets(self, path: KeyPath) -> bool:
         """Return whether a key is set to another value than its default."""
@@ -63,17 +33,11 @@ class RuleContext:
 
 
 class Violation(NamedTuple):
-    """A rule that a configuration breaks, or what a note is about.
+    """A rule that a configuration breaks, or what a note is about."""
 
-    Attributes:
-        about: The keys it is about; the first one that is set is where it is reported.
-        message: What is wrong, with the value; in a note, what happens instead.
-        hint: What to do.
-    """
-
-    about: tuple[KeyPath, ...]
-    message: str
-    hint: str | None = None
+    about: tuple[KeyPath, ...]  # the keys it is about; the first one that is set is where it is reported
+    message: str  # what is wrong, with the value; in a note, what happens instead
+    hint: str | None = None  # what to do
 
 
 Check = Callable[[RuleContext], Iterator[Violation]]
@@ -98,7 +62,7 @@ def rule(rule_id: str, table: dict[str, Check] = RULES) -> Callable[[Check], Che
 def rule_context(config: Config) -> RuleContext:
     """Return the context of a Config that was built in code: set is what differs from the default."""
     set_paths = frozenset(spec.path for spec in all_keys() if value_at(config, spec.path) != spec.default)
-    return RuleContext(given=config, config=resolve(config), set_paths=set_paths)
+    return RuleContext(config, set_paths)
 
 
 def fsdp(name: str) -> KeyPath:
@@ -109,11 +73,6 @@ def fsdp(name: str) -> KeyPath:
 def mesh(name: str) -> KeyPath:
     """Return the path of a key of parallelism_config, without its prefix."""
     return ("parallelism_config", f"parallelism_config_{name}_size")
-
-
-def shown_value(value: Any) -> str:
-    """Return a canonical value as a message quotes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def find(rules: Mapping[str, Check], context: RuleContext) -> Iterator[tuple[str, Violation]]:

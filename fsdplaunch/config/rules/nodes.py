@@ -1,9 +1,18 @@
-"""Rules about nodes, workers and how they meet."""
+"""Rules about nodes, workers and how they meet, and about keys that no run of this kind reads."""
 
 from collections.abc import Iterator
 
-from fsdplaunch.config.resolve import REST, node_range, workers_per_node, world_size
-from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule
+from fsdplaunch.config.resolve import (
+    REST,
+    converts_to_bf16,
+    node_range,
+    shards_on_xla,
+    uses_xla,
+    workers_per_node,
+    world_size,
+)
+from fsdplaunch.config.rules.base import NOTES, SHARDING_SECTIONS, RuleContext, Violation, fsdp, mesh, rule
+from fsdplaunch.config.rules.sharding import first_set, leaves_float8_to_script
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys
 from fsdplaunch.display_text import counted
 
@@ -189,3 +198,45 @@ def _one_node(context: RuleContext) -> Iterator[Violation]:
     for path in () if _may_be_several(context) else _FOR_SEVERAL:
         if context.sets(path):
             yield Violation((path, _MACHINES), "is not used: this run has one node")
+
+
+@rule("other-engine", NOTES)
+def _other_engine(context: RuleContext) -> Iterator[Violation]:
+    """Name a key of an engine or a library that this run does not use."""
+    for spec in context.keys_set(lambda spec: spec.key.leftover):
+        refused = spec.path == ("mpirun_config",) and starts_by_mpirun(context.config)
+        passed = spec.path[0] == "fp8_config" and leaves_float8_to_script(context.config)
+        if not refused and not passed:
+            yield Violation((spec.path, _TYPE), spec.key.leftover)
+
+
+@rule("nothing-sharded", NOTES)
+def _nothing_sharded(context: RuleContext) -> Iterator[Violation]:
+    """Name keys of fsdp_config, sharding or parallelism_config without distributed_type: FSDP."""
+    for section in () if context.shards or shards_on_xla(context.config) else SHARDING_SECTIONS:
+        first, kind = first_set(context, section), context.config.distributed_type
+        # Under MULTI_GPU accelerate's variables of the mesh are set, too.
+        by_script = section == "parallelism_config" and kind == "MULTI_GPU"
+        unused = f"only a script with Accelerator uses {section}" if by_script else f"{section} is not used"
+        if first:
+            yield Violation((first, _TYPE), f"{unused}: distributed_type {kind} shards nothing")
+
+
+@rule("one-worker", NOTES)
+def _one_worker(context: RuleContext) -> Iterator[Violation]:
+    """Name num_processes of more than one under distributed_type: NO, which starts one worker."""
+    given = context.given
+    if given.distributed_type == "NO" and given.num_processes not in ("auto", 1) and given.num_machines == 1:
+        message = f"{given.num_processes} is left out: distributed_type NO starts one worker"
+        yield Violation((("num_processes",), _TYPE), message)
+
+
+@rule("written-by-accelerate", NOTES)
+def _noise(context: RuleContext) -> Iterator[Violation]:
+    """Name keys that accelerate writes for other hardware than this, or reads nowhere; all in one note."""
+    taken = {("downcast_bf16",)} if converts_to_bf16(context.config) else set()
+    taken |= {("main_training_function",)} if uses_xla(context.config) else set()
+    noise = [spec for spec in all_keys() if spec.key.noise and spec.path in context.set_paths - taken]
+    if noise:
+        others = ", ".join(spec.name for spec in noise[1:])
+        yield Violation((noise[0].path,), "has no effect here" + (f", nor have {others}" if others else ""))

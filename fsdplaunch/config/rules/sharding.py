@@ -15,8 +15,9 @@ from fsdplaunch.config.resolve import (
     uses_xla,
     world_size,
 )
-from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule, shown_value
+from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, value_at
+from fsdplaunch.config.schema.kinds import write
 
 _PRECISION: KeyPath = ("mixed_precision",)
 _TYPE: KeyPath = ("distributed_type",)
@@ -26,9 +27,8 @@ _STRATEGY, _RESHARD, _STATE_DICT = (
     fsdp("reshard_after_forward"),
     fsdp("state_dict_type"),
 )
-_RECOMPUTE = fsdp("activation_checkpointing")
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""The mesh's axes, as parallelism_config names them."""
+_POLICY, _RECOMPUTE = fsdp("auto_wrap_policy"), fsdp("activation_checkpointing")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # the mesh's axes, as parallelism_config names them
 
 
 @rule("needs-another-key")
@@ -69,7 +69,7 @@ def _reshard_value(context: RuleContext) -> Iterator[Violation]:
         message = f"{reshard} is a strategy of FSDP1; FSDP2 needs true, false or a number of ranks"
         yield Violation(about, message, f"write fsdp_sharding_strategy: {reshard}, or true or false here")
     if context.version == 1 and not isinstance(reshard, bool | None) and strategy_named(reshard) is None:
-        message = f"{shown_value(reshard)} is not a sharding strategy, which FSDP1 needs here"
+        message = f"{write(reshard)} is not a sharding strategy, which FSDP1 needs here"
         yield Violation(about, message, "name one, as in fsdp_sharding_strategy; or use fsdp_version: 2")
 
 
@@ -86,7 +86,7 @@ def _strategy_against_reshard(context: RuleContext) -> Iterator[Violation]:
         if named not in (None, strategy):
             message = f"means {named}, but fsdp_sharding_strategy is {strategy}"
     elif isinstance(reshard, bool) and strategy != "NO_SHARD" and reshard is (strategy in KEEPS_GATHERED):
-        message = f"{shown_value(reshard)} contradicts fsdp_sharding_strategy {strategy}"
+        message = f"{write(reshard)} contradicts fsdp_sharding_strategy {strategy}"
     if message:
         yield Violation((_RESHARD, _STRATEGY, _VERSION), message, "keep one of the two")
 
@@ -206,7 +206,7 @@ def _wrong_version(context: RuleContext) -> Iterator[Violation]:
     """Refuse a value of a key of one FSDP version that would be lost under the other."""
     for spec in context.keys_set(lambda spec: context.version not in spec.key.versions):
         if spec.path not in LEFT_OVER:
-            value = shown_value(value_at(context.given, spec.path))
+            value = write(value_at(context.given, spec.path))
             message = f"{value} has no meaning under FSDP{context.version}"
             yield Violation((spec.path, _VERSION), message, _INSTEAD.get(spec.path))
 
@@ -217,11 +217,11 @@ def _other_version(context: RuleContext) -> Iterator[Violation]:
     for path, what in LEFT_OVER.items():
         value = value_at(context.given, path)
         if context.version != 1 and path in context.set_paths and value is not None:
-            yield Violation((path, _VERSION), f"{shown_value(value)} is left out: {what}")
+            yield Violation((path, _VERSION), f"{write(value)} is left out: {what}")
     reshard = context.given.fsdp_config.fsdp_reshard_after_forward
     if context.version == 1 and isinstance(reshard, bool):
         goes_by = f"FSDP1 goes by fsdp_sharding_strategy, here {context.strategy}"
-        yield Violation((_RESHARD, _VERSION), f"{shown_value(reshard)} is left out: {goes_by}")
+        yield Violation((_RESHARD, _VERSION), f"{write(reshard)} is left out: {goes_by}")
 
 
 _XLA: KeyPath = ("fsdp_config", "xla")
@@ -321,3 +321,65 @@ def _processes(context: RuleContext) -> Iterator[Violation]:
     if runs_spmd(context.config):
         message = f"{number} is for the devices of a CPU only: PyTorch/XLA has one process per host"
     yield Violation((("num_processes",), _XLA), message)
+
+
+def first_set(context: RuleContext, section: str) -> KeyPath | None:
+    """Return the first key of a section that is set to another value than its default."""
+    found = context.keys_set(lambda spec: spec.path[0] == section and not spec.key.leftover)
+    return found[0].path if found else None
+
+
+@rule("one-replica", NOTES)
+def _one_replica(context: RuleContext) -> Iterator[Violation]:
+    """Name HYBRID_SHARD or HYBRID_SHARD_ZERO2 where there is one replica only."""
+    sizes, strategy = context.config.parallelism_config, context.strategy
+    alone = context.config.num_machines == 1 and sizes.parallelism_config_dp_replicate_size == 1
+    if strategy.startswith("HYBRID") and alone and sizes.parallelism_config_dp_shard_size in (None, -1):
+        inside = "SHARD_GRAD_OP" if strategy.endswith("ZERO2") else "FULL_SHARD"
+        message = f"{strategy} on one node shards over the node's workers, one replica, as {inside} does"
+        about = (fsdp("sharding_strategy"), fsdp("reshard_after_forward"), mesh("dp_replicate"), ("num_machines",))
+        yield Violation(about, message)
+
+
+@rule("unused-context-parallel", NOTES)
+def _unused_context(context: RuleContext) -> Iterator[Violation]:
+    """Name cp_comm_strategy without cp_size."""
+    path = ("parallelism_config", "parallelism_config_cp_comm_strategy")
+    if context.sets(path) and context.axes.context == 1:
+        yield Violation((path, mesh("cp")), "is not used: nothing splits the sequence in this run")
+
+
+@rule("unused-unit-keys", NOTES)
+def _unused_unit_keys(context: RuleContext) -> Iterator[Violation]:
+    """Name block names or fsdp_min_num_params under a wrap policy that does not look at them, or 0, no units."""
+    names, size, given = fsdp("transformer_layer_cls_to_wrap"), fsdp("min_num_params"), context.given.fsdp_config
+    policy, least = given.fsdp_auto_wrap_policy, given.fsdp_min_num_params
+    if not shards_models(context.config):
+        return
+    if context.sets(names) and policy != "TRANSFORMER_BASED_WRAP":
+        message = f"is not used: fsdp_auto_wrap_policy {policy} does not look at names"
+        yield Violation((names, _POLICY), message)
+    if policy == "SIZE_BASED_WRAP" and not least:
+        yield Violation((size, _POLICY), "0 makes no units: the whole model is one, as under NO_WRAP")
+    elif policy != "SIZE_BASED_WRAP" and least and context.sets(size):
+        message = f"{least} is not used: fsdp_auto_wrap_policy {policy} does not look at sizes"
+        yield Violation((size, _POLICY), message)
+
+
+@rule("unused-fp8", NOTES)
+def _unused_fp8(context: RuleContext) -> Iterator[Violation]:
+    """Name keys of fp8_config without mixed_precision: fp8."""
+    first, precision = first_set(context, "fp8_config"), context.config.mixed_precision
+    if first and precision != "fp8":
+        yield Violation((first, ("mixed_precision",)), f"fp8_config is not used: mixed_precision is {precision}")
+
+
+@rule("unused-compile", NOTES)
+def _unused_compile(context: RuleContext) -> Iterator[Violation]:
+    """Name keys of dynamo_config without a backend."""
+    first = first_set(context, "dynamo_config")
+    if first and context.config.dynamo_config.dynamo_backend == "NO":
+        message = "dynamo_config is not used: dynamo_backend is NO, nothing is compiled"
+        if uses_xla(context.config) and context.given.dynamo_config.dynamo_backend != "NO":
+            message = "is not used: PyTorch/XLA compiles by itself"
+        yield Violation((first, ("dynamo_config", "dynamo_backend")), message)

@@ -142,17 +142,11 @@ _ACCELERATE_PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """One configuration key, with everything the schema says about it.
+    """One configuration key, with everything the schema says about it."""
 
-    Attributes:
-        path: Where it stands, for example `("fsdp_config", "fsdp_version")`.
-        key: The schema's remarks: kind, text, environment variable, versions.
-        default: The value when nothing says otherwise. None: decided from the rest of the file.
-    """
-
-    path: KeyPath
-    key: Key
-    default: Any
+    path: KeyPath  # where it stands, for example `("fsdp_config", "fsdp_version")`
+    key: Key  # the schema's remarks: kind, text, environment variable, versions
+    default: Any  # the value when nothing says otherwise. None: decided from the rest of the file
 
     @property
     def name(self) -> str:

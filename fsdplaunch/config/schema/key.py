@@ -9,65 +9,47 @@ from fsdplaunch.config.schema.kinds import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunable:
-    """Which values of a key `fsdplaunch tune` measures, and where they make another run.
+    """Which values of a key `fsdplaunch tune` measures, and where they make another run."""
 
-    Attributes:
-        values: Canonical values.
-        divisors: Also the numbers from 2 that divide the workers: `below` their number, or `through` it.
-        versions: The FSDP versions under which they are measured.
-        needs: Other keys, dotted, and the values under which this one changes the run; the first is set with it.
-        idle: Other keys, dotted, and values under which this one changes nothing.
-        follow: Keys, dotted, that say the same in other words: taken back where this one is measured.
-        sharded: Whether it changes nothing where each worker holds a full replica.
-        gpu: Whether it changes nothing on the CPU.
-        when: `precision` and `compile` where that is allowed; `last` when nothing else fits.
-    """
-
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()  # canonical values
+    # Also the numbers from 2 that divide the workers: `below` their number, or `through` it.
     divisors: Literal["", "below", "through"] = ""
-    versions: tuple[int, ...] = (1, 2)
+    versions: tuple[int, ...] = (1, 2)  # the FSDP versions under which they are measured
+    # Other keys, dotted, and the values under which this one changes the run; the first is set with it.
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Other keys, dotted, and values under which this one changes nothing.
     idle: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Keys, dotted, that say the same in other words: taken back where this one is measured.
     follow: tuple[str, ...] = ()
-    sharded: bool = False
-    gpu: bool = False
+    sharded: bool = False  # whether it changes nothing where each worker holds a full replica
+    gpu: bool = False  # whether it changes nothing on the CPU
+    # `precision` and `compile` where that is allowed; `last` when nothing else fits.
     when: Literal["always", "precision", "compile", "last"] = "always"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What the schema says about a key beside its Python type and default.
+    """What the schema says about a key beside its Python type and default."""
 
-    Attributes:
-        kind: How a loose value is read.
-        text: What the key does and when to change it.
-        env: The environment variable that carries it to the workers; "": named after the key's path.
-        versions: The FSDP versions the key has a meaning in.
-        aliases: Other spellings that are honoured and name this one.
-        question: What the wizard asks, or None when it does not ask.
-        former: Other places where older or published files say it, with a note, dotted; and the value that a true
-            flag there stands for, or None where the value itself stands there.
-        noise: Written by accelerate and without any effect on FSDP training; read, and named in one note.
-        leftover: Why it changes nothing of any run here, in the words of its note; "": it does.
-        pinned: The FSDP versions in which every new file says the key, because tools disagree about its default.
-        per_node: Whether the nodes of one run may set it differently.
-        follows: Other keys, dotted, that it is derived from or that say the same in other words. Set on a higher
-            layer, such as the command line, they take back what lower layers say here.
-        tunable: What `fsdplaunch tune` measures of it; None: nothing unless named with `--try`.
-    """
-
-    kind: Kind
-    text: str
-    env: str = ""
-    versions: tuple[int, ...] = (1, 2)
-    aliases: tuple[str, ...] = ()
+    kind: Kind  # how a loose value is read
+    text: str  # what the key does and when to change it
+    env: str = ""  # the environment variable that carries it to the workers; "": named after the key's path
+    versions: tuple[int, ...] = (1, 2)  # the FSDP versions the key has a meaning in
+    aliases: tuple[str, ...] = ()  # other spellings that are honoured and name this one
+    # Other places where older or published files say it, with a note, dotted; and the value that a true flag
+    # there stands for, or None where the value itself stands there.
     former: Mapping[str, Any] = field(default_factory=dict)
-    question: str | None = None
+    question: str | None = None  # what the wizard asks, or None when it does not ask
+    # Written by accelerate and without any effect on FSDP training; read, and named in one note.
     noise: bool = False
-    leftover: str = ""
+    leftover: str = ""  # why it changes nothing of any run here, in the words of its note; "": it does
+    # The FSDP versions in which every new file says the key, because tools disagree about its default.
     pinned: tuple[int, ...] = ()
-    per_node: bool = False
+    per_node: bool = False  # whether the nodes of one run may set it differently
+    # Other keys, dotted, that it is derived from or that say the same in other words. Set on a higher layer,
+    # such as the command line, they take back what lower layers say here.
     follows: tuple[str, ...] = ()
+    # What `fsdplaunch tune` measures of it; None: nothing unless named with `--try`.
     tunable: Tunable | None = None
 
     @property

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
-MOST_SECONDS = 366 * 24 * 3600
-"""A year: more is a slip, and somewhere more than a clock can wait for."""
+MOST_SECONDS = 366 * 24 * 3600  # a year: more is a slip, and somewhere more than a clock can wait for
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
@@ -285,24 +284,18 @@ def join_endpoint(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value.
+    """A kind of value."""
 
-    Attributes:
-        expects: What a value must be, in words that complete "must be ...".
-        parse: Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
-        schema: What JSON Schema says about values an editor should accept.
-        choices: The canonical names, for kinds that have a list of them.
-        write: Turns the canonical value into the text `parse` gives it back from, for an environment variable.
-        verbatim: Numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`).
-        refused: Known values that cannot be honoured, upper case, or `*` for any other, and why.
-    """
-
-    expects: str
+    expects: str  # what a value must be, in words that complete "must be ..."
+    # Turns a loose value into the canonical one; raises ValueError when it is none of this kind.
     parse: Callable[[Any], Any]
+    # What JSON Schema says about values an editor should accept.
     schema: Mapping[str, Any] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the canonical names, for kinds that have a list of them
+    # Turns the canonical value into the text `parse` gives it back from, for an environment variable.
     write: Callable[[Any], str] = write
-    verbatim: bool = False
+    verbatim: bool = False  # numbers of a file are handed to `parse` as they are spelled (`1.10` is not `1.1`)
+    # Known values that cannot be honoured, upper case, or `*` for any other, and why.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, value: Any) -> str | None:
@@ -311,34 +304,21 @@ class Kind:
         return known if isinstance(value, str | int) else None
 
 
-def whole(
-    minimum: int,
-    maximum: int | None = None,
-    *,
-    words: tuple[str, ...] = (),
-    meaning: Mapping[int, Any] | None = None,
-) -> Kind:
-    """Return a whole number within limits, both included.
-
-    Args:
-        minimum: The least.
-        maximum: The most.
-        words: What may stand there instead of a number.
-        meaning: Numbers outside of the limits, and the value that each stands for.
-    """
+def whole(minimum: int, maximum: int | None = None, *, words: tuple[str, ...] = (), minus_one: Any = None) -> Kind:
+    """Return a whole number within limits, both included, or one of some words; -1 may stand for `minus_one`."""
 
     def parse(value: Any) -> Any:
         word = value.strip().lower() if isinstance(value, str) else ""
         if word in words:
             return word
         number = _parse_whole(value)
-        if meaning and number in meaning:
-            return meaning[number]
+        if number == -1 and minus_one is not None:
+            return minus_one
         if number < minimum or (maximum is not None and number > maximum):
             raise ValueError(value)
         return number
 
-    schema: dict[str, Any] = {"type": "integer", "minimum": min((minimum, *(meaning or ())))}
+    schema: dict[str, Any] = {"type": "integer", "minimum": minimum if minus_one is None else -1}
     expects = f"a whole number, at least {minimum}"
     if maximum is not None:
         schema["maximum"] = maximum
@@ -461,9 +441,9 @@ THREE_FLAGS = Kind(
 NODE_RANGE = Kind("MIN:MAX, two whole numbers", _parse_node_range, _NUMBERS_SCHEMA, verbatim=True)
 ENDPOINT = Kind("HOST:PORT", _parse_endpoint, {"type": "string"}, verbatim=True)
 # accelerate writes -1 where it does not know.
-WORKERS = whole(1, words=("auto",), meaning={-1: "auto"})
-LOCAL_WORKERS = whole(1, words=("auto", "gpu", "cpu"), meaning={-1: "auto"})
-MESH_SIZE = replace(whole(1, meaning={-1: -1}), expects="a whole number, at least 1, or -1 for the rest")
+WORKERS = whole(1, words=("auto",), minus_one="auto")
+LOCAL_WORKERS = whole(1, words=("auto", "gpu", "cpu"), minus_one="auto")
+MESH_SIZE = replace(whole(1, minus_one=-1), expects="a whole number, at least 1, or -1 for the rest")
 SETTINGS = Kind(
     "name=value pairs separated by commas, or a mapping",
     _parse_settings,

@@ -5,7 +5,7 @@ names its launcher exports.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
@@ -34,19 +34,12 @@ _FLAGS = (
     "_debug_print",
     "_use_xla_patched_linear",
 )
-_RENAMED = {"mark_step_on_finalization": "sync_on_finalization"}
-"""Names that older releases of PyTorch/XLA have."""
-_FUNCTIONS = {
-    "auto_wrap_policy": "fsdp_auto_wrap_policy chooses the units",
-    "auto_wrapper_callable": "xla_fsdp_grad_ckpt wraps them for checkpointing",
-    "param_init_fn": "build the model with its values",
-}
+_RENAMED = {"mark_step_on_finalization": "sync_on_finalization"}  # names that older releases of PyTorch/XLA have
 
 
 def _dtype(value: Any) -> str:
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[
-        v.DTYPE.parse(str(value).removeprefix("torch."))
-    ]
+    name = v.DTYPE.parse(str(value).removeprefix("torch."))
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[name]
 
 
 def _groups(value: Any) -> list[list[int]]:
@@ -86,21 +79,16 @@ def parse_xla_settings(value: Any) -> dict[str, Any]:
             msg = f"{name} must be {_FIELDS[newest].expects}, got {given}"
         if newest != name and newest in table:
             msg = f"{name} is the former name of {newest}, and both are set"
-        elif name in _FUNCTIONS:
-            msg = f"{name} is a function, which a file cannot hold: {_FUNCTIONS[name]}"
         elif newest not in _FIELDS:
             meant = f" (is {near[0]} meant?)" if near else ""
-            msg = f"{name} is not an argument of XlaFullyShardedDataParallel{meant}"
+            msg = f"{name} is not an argument of XlaFullyShardedDataParallel that a file can hold{meant}"
         if msg:
             raise v.NotedValueError(msg)
     return found
 
 
-XLA_SETTINGS = Kind(
-    "a mapping of arguments of XlaFullyShardedDataParallel",
-    parse_xla_settings,
-    {"type": "object"},
-    write=v.write_json,
+XLA_SETTINGS = replace(
+    v.TABLE, expects="a mapping of arguments of XlaFullyShardedDataParallel", parse=parse_xla_settings
 )
 
 

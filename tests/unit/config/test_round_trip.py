@@ -24,7 +24,7 @@ from fsdplaunch.config.schema.config import (
 )
 from fsdplaunch.config.schema.kinds import MOST_SECONDS
 from fsdplaunch.config.schema.sharding_sections import XLA_SETTINGS
-from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import UsageError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
@@ -103,7 +103,7 @@ def configs(draw):
 
 
 SLOW = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 
 
@@ -149,8 +149,6 @@ def test_keys_set_one_by_one_give_the_same_file(config):
 @SLOW
 @given(config=configs())
 def test_overrides_say_what_a_file_says(config):
-    from fsdplaunch.config.yaml_text import flow_text, plain_value
-
     resolved = resolve(config)
     overrides = [
         f"{'.'.join(path)}={flow_text(plain_value(keys_by_path()[path], value))}"
@@ -174,7 +172,7 @@ def test_a_converted_file_shards_the_same_way(config):
         assert value_at(converted, ("fsdp_config", name)) == value_at(resolved, ("fsdp_config", name))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(spec=st.sampled_from(all_keys()), data=st.data())
 def test_every_value_reaches_the_worker(spec, data):
     """Each allowed value -> environment -> schema in the worker: the same value."""

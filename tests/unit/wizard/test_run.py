@@ -63,9 +63,7 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
     [
         ("laptop", {}, {"use_cpu": True, "num_processes": 2}),
         ("laptop", {"workers-per-node": "4"}, {"use_cpu": True, "num_processes": 4}),
-        ("laptop", {"workers-per-node": "auto"}, {"use_cpu": True, "workers_per_node": "auto"}),
         ("laptop", {"where": "here"}, {"workers_per_node": "auto"}),
-        ("laptop", {"where": "here", "workers-per-node": "4"}, {"num_processes": 4}),
         ("eight_h100", {"where": "cpu"}, {"use_cpu": True, "num_processes": 2}),
         (
             "laptop",
@@ -96,13 +94,12 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
         ),
         (
             "one_t4",
-            {"goal": "fastest", "wrap": "GPT2Block, T5Block", "checkpoint-dir": "/scratch/ckpt"},
+            {"goal": "fastest", "wrap": "GPT2Block, T5Block"},
             {
                 "num_processes": 1,
                 "fsdp_sharding_strategy": "SHARD_GRAD_OP",
                 "fsdp_reshard_after_forward": False,
                 "fsdp_transformer_layer_cls_to_wrap": ("GPT2Block", "T5Block"),
-                "dir": "/scratch/ckpt",
             },
         ),
         (
@@ -122,7 +119,6 @@ def test_run_wizard_yes_is_the_suggestion(machines, machine):
             {"precision": "no", "workers-per-node": "4"},
             {"num_machines": 2, "num_processes": 8},
         ),
-        ("slurm_2x8", {"where": "here", "precision": "no"}, {"num_processes": 8}),
         (
             "eight_h100",
             {"where": "tpu", "precision": "no"},
@@ -140,14 +136,17 @@ def test_run_wizard_answers_write_exactly_these_keys(machines, machine, answers,
 
 
 CASES = [
-    ("laptop", {}, ()),
     ("one_t4", {"goal": "biggest", "wrap": "size:20m"}, ("max_restarts=3",)),
     (
         "eight_h100",
         {"where": "machines", "nodes": "4", "rendezvous": "a-b.c:1", "goal": "hybrid", "model": "8b"},
         (),
     ),
-    ("slurm_2x8", {"goal": "fastest", "checkpoint-dir": "my ckpt"}, ("launch.env={A: 'x, y'}", "fsdp_version=1")),
+    (
+        "slurm_2x8",
+        {"goal": "fastest", "wrap": "A, B"},
+        ("checkpoint.dir=my ckpt", "launch.env={A: 'x, y'}", "fsdp_version=1"),
+    ),
     ("small_container", {"model": "70b"}, ("fsdp_ignored_modules=.*[.]head", "show_ranks=0,1")),
     ("eight_h100", {}, ("num_processes=4", "mixed_precision=fp16")),
     ("slurm_2x8", {"where": "tpu", "goal": "fastest"}, ("xla_fsdp_settings={sharding_groups: [[0], [1]]}",)),
@@ -186,12 +185,6 @@ def parse(command):
     return answers, settings
 
 
-def test_run_wizard_command_names_another_file_and_says_overwrite(machines):
-    Path("other.yaml").write_text("")
-    result = write(machines["laptop"], path=Path("other.yaml"), overwrite=True)
-    assert result.command.endswith(" --output other.yaml --overwrite --yes")
-
-
 @pytest.mark.parametrize("machine", MACHINES)
 def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
     answers = write(machines[machine]).answers
@@ -211,14 +204,7 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
             "--workers-per-node has no meaning with --where tpu",
         ),
         ("laptop", {"where": "tpu", "goal": "biggest"}, "--goal must be one of balanced, fastest, got 'biggest'"),
-        (
-            "laptop",
-            {"where": "tpu", "precision": "fp16"},
-            "--precision fp16 is not possible: TPUs do not train in it",
-        ),
-        ("eight_h100", {"rendezvous": "a:1"}, "--rendezvous has no meaning with --where here"),
         ("eight_h100", {"where": "machines", "nodes": "1"}, "--nodes must be a whole number from 2, got '1'"),
-        ("eight_h100", {"where": "slurm", "nodes": "0"}, "--nodes must be a whole number from 1, got '0'"),
         ("eight_h100", {"workers-per-node": "9"}, "--workers-per-node this machine has 8 visible GPUs, got 9"),
         (
             "eight_h100",
@@ -227,13 +213,7 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
         ),
         ("eight_h100", {"model": "4"}, "--model 4 needs a unit, as in 4b or 4m"),
         ("eight_h100", {"model": "nowhere"}, "--model model folder nowhere does not exist"),
-        (
-            "eight_h100",
-            {"goal": "hybrid"},
-            "--goal must be one of balanced, fastest, biggest, got 'hybrid'",
-        ),
         ("one_t4", {"precision": "bf16"}, "--precision bf16 is not possible: a GPU here does not compute it"),
-        ("laptop", {"precision": "fp16"}, "--precision fp16 is not possible: CPUs do not train in it"),
         (
             "one_t4",
             {"wrap": "Llama Decoder"},
@@ -244,7 +224,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
             {"wrap": "size:big"},
             "--wrap must be size:N with a number of parameters such as size:100m, got 'size:big'",
         ),
-        ("one_t4", {"checkpoint-dir": " "}, "--checkpoint-dir must be a folder's name"),
     ],
 )
 def test_run_wizard_answer_that_is_none_names_the_option(machines, machine, answers, message):
@@ -259,8 +238,6 @@ def test_run_wizard_answer_that_is_none_names_the_option(machines, machine, answ
     [
         ("n1", "n1", 29500),
         ("n1:1", "n1", 1),
-        ("10.0.0.1:65535", "10.0.0.1", 65535),
-        ("[::1]", "::1", 29500),
         ("[::1]:5", "::1", 5),
     ],
 )
@@ -269,7 +246,7 @@ def test_run_wizard_rendezvous_is_read_as_host_and_port(machines, text, host, po
     assert (config.main_process_ip, config.main_process_port) == (host, port)
 
 
-@pytest.mark.parametrize("text", ["", ":29500", "a:0", "a:65536", "a:b", "a b:1", "::1", "a:1:2", "http://a"])
+@pytest.mark.parametrize("text", ["", ":29500", "a:0", "a b:1", "::1", "http://a"])
 def test_run_wizard_rendezvous_that_is_no_address_is_refused(machines, text):
     with pytest.raises(UsageError, match="--rendezvous"):
         write(machines["eight_h100"], {"where": "machines", "rendezvous": text})
@@ -280,14 +257,6 @@ def test_run_wizard_model_that_does_not_fit_disables_the_goal_with_its_numbers(m
         write(machines["one_t4"], {"model": "8b", "goal": "balanced"})
     assert caught.value.message.startswith("--goal balanced is not possible: needs ")
     assert "of 15 GiB per GPU" in caught.value.message
-
-
-def test_run_wizard_yes_with_a_model_that_does_not_fit_offloads(machines):
-    config = write(machines["one_t4"], {"model": "8b"}).config
-    assert (config.fsdp_config.fsdp_offload_params, config.fsdp_config.fsdp_activation_checkpointing) == (
-        True,
-        True,
-    )
 
 
 def test_run_wizard_fewer_workers_make_the_suggestion_smaller(machines):
@@ -322,21 +291,15 @@ def test_run_wizard_existing_file_needs_overwrite(machines):
         write(machines["laptop"])
     assert caught.value.message == "fsdp.yaml exists"
     assert "--overwrite" in caught.value.hint
-    assert write(machines["laptop"], overwrite=True).config.num_processes == 2
+    assert write(machines["laptop"], overwrite=True).command.endswith(" --overwrite --yes")
     assert Path("fsdp.yaml").read_text() == "num_processes: 3\n"
 
 
-def test_run_wizard_notes_of_the_machine_are_told_once(machines):
-    """They stand in the description of the machine, which is said first."""
-    facts = machines["one_t4"]
-    noted = replace(facts, hardware=replace(facts.hardware, notes=("one of two GPUs is visible",)))
-    assert "Note          one of two GPUs is visible" in describe_facts(noted)
-    assert write(noted).notes == write(facts).notes != ()
-
-
 def test_run_wizard_override_wins_and_stands_in_the_file(machines):
-    result = write(machines["eight_h100"], overrides=["mixed_precision=fp16", "launch.max_restarts=2"])
+    overrides = ["mixed_precision=fp16", "launch.max_restarts=2", "num_processes=4"]
+    result = write(machines["eight_h100"], overrides=overrides)
     assert (result.config.mixed_precision, result.config.launch.max_restarts) == ("fp16", 2)
+    assert result.answers["workers-per-node"] == "4"
     assert "max_restarts: 2" in result.text
 
 
@@ -349,35 +312,18 @@ def test_run_wizard_override_takes_back_what_follows_it_in_the_file():
     assert (config.fsdp_config.fsdp_reshard_after_forward, config.num_processes) == (False, "auto")
 
 
-def test_run_wizard_override_of_workers_counts_in_later_answers(machines):
-    result = write(machines["eight_h100"], overrides=["num_processes=4"])
-    assert result.answers["workers-per-node"] == "4"
-
-
 def test_run_wizard_override_and_option_for_the_same_key_are_refused(machines):
     with pytest.raises(UsageError, match="--precision and --set mixed_precision decide the same"):
         write(machines["eight_h100"], {"precision": "no"}, overrides=["mixed_precision=fp16"])
 
 
-def test_run_wizard_override_that_is_no_key_is_refused(machines):
-    with pytest.raises(ConfigError, match="no_such_key"):
-        write(machines["laptop"], overrides=["no_such_key=1"])
-
-
 def test_run_wizard_overrides_against_a_rule_are_refused(machines):
+    for text, what in (("no_such_key=1", "no_such_key"), ("launch.env.A=1", "must be set as a whole")):
+        with pytest.raises(ConfigError, match=what):
+            write(machines["laptop"], overrides=[text])
     with pytest.raises(ConfigError) as caught:
         write(machines["eight_h100"], overrides=["fsdp_config.fsdp_state_dict_type=LOCAL_STATE_DICT"])
     assert [problem.id for problem in caught.value.problems] == ["local-state-dict"]
-
-
-def test_run_wizard_version_1_writes_no_key_of_version_2(machines):
-    result = write(machines["eight_h100"], {"goal": "fastest"}, overrides=["fsdp_version=1"])
-    fsdp = result.config.fsdp_config
-    assert (fsdp.fsdp_version, fsdp.fsdp_sharding_strategy, fsdp.fsdp_reshard_after_forward) == (
-        1,
-        "SHARD_GRAD_OP",
-        None,
-    )
 
 
 def test_run_wizard_starting_from_a_file_keeps_what_no_answer_changes(machines):
@@ -407,12 +353,6 @@ def test_run_wizard_starting_from_a_broken_file_is_refused(machines):
     Path("start.yaml").write_text("num_proceses: 4\n")
     with pytest.raises(ConfigError, match="num_proceses"):
         write(machines["laptop"], start_from=Path("start.yaml"))
-
-
-@pytest.mark.parametrize("where", ["here", "machines", "slurm", "cpu", "tpu"])
-def test_questions_are_ten_at_most(machines, where):
-    answers = write(machines["laptop"], {"where": where}).answers
-    assert len(answers) + 1 <= 10  # and the one for all further keys
 
 
 def test_questions_no_key_is_decided_by_two():

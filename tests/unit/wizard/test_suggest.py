@@ -33,10 +33,6 @@ def suggest(hardware, cluster, model=None):
     return suggest_for(SuggestionFacts(hardware=hardware, cluster=cluster, model=model))
 
 
-def suggest_with(facts, model):
-    return suggest(facts.hardware, facts.cluster, model)
-
-
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
@@ -48,14 +44,10 @@ def suggest_with(facts, model):
     ],
 )
 def test_suggest_machine_gives_exactly_these_keys(machines, machine, expected):
-    assert said(suggest_for(machines[machine]).config) == SHARDED | expected
-
-
-def test_suggest_every_decided_key_is_pinned_with_a_reason(machines):
-    found = suggest_for(machines["laptop"])
+    found = suggest_for(machines[machine])
+    assert said(found.config) == SHARDED | expected
     assert {".".join(path) for path in found.values} == set(found.reasons)
-    assert set(said(found.config)) <= set(found.reasons)
-    assert ("fsdp_config", "fsdp_auto_wrap_policy") in found.values
+    assert any("one GPU" in note for note in found.notes) is (machine == "one_t4")
 
 
 def test_suggest_model_too_big_for_the_gpu_is_offloaded_and_host_memory_is_checked():
@@ -73,15 +65,9 @@ def test_suggest_model_too_big_even_offloaded_is_said():
 
 
 def test_suggest_copies_that_fill_host_memory_are_loaded_once(machines):
-    found = suggest_with(machines["small_container"], LLAMA_8B)
+    found = suggest(machines["small_container"].hardware, Cluster(), LLAMA_8B)
     assert found.config.fsdp_config.fsdp_cpu_ram_efficient_loading
     assert "memory" in found.reasons["fsdp_config.fsdp_cpu_ram_efficient_loading"]
-
-
-def test_suggest_one_gpu_without_bf16_is_not_mixed(machines):
-    found = suggest_for(machines["one_t4"])
-    assert found.config.mixed_precision == "no"
-    assert any("one GPU" in note for note in found.notes)
 
 
 def test_suggest_job_whose_gpus_are_not_seen_here_counts_the_schedulers():

@@ -39,6 +39,8 @@ def only_problem(text):
         ("12:30:45", "12:30:45"),
         ("2024-01-01", "2024-01-01"),
         (".5", 0.5),
+        ("-.INF", float("-inf")),
+        ('{"c": "no"}', {"c": "no"}),
         ("~", None),
         ("", None),
         ("null", None),
@@ -53,15 +55,6 @@ def test_plain_scalars_mean_what_yaml_1_2_says(written, meant):
     got = values(f"key: {written}\n")["key"]
     assert got == meant
     assert type(got) is type(meant)
-
-
-def test_special_floats_are_read():
-    assert values("a: .inf\nb: -.INF\n") == {"a": float("inf"), "b": float("-inf")}
-    assert str(values("a: .nan")["a"]) == "nan"
-
-
-def test_json_text_is_yaml():
-    assert values('{\n  "a": 1,\n  "b": {"c": "no"}\n}\n') == {"a": 1, "b": {"c": "no"}}
 
 
 def test_places_are_lines_and_columns_from_one():
@@ -125,7 +118,6 @@ def test_a_text_that_is_too_large_is_refused_unread():
     "text",
     [
         "[" * (MAX_BYTES - 1),
-        "{a: " * (MAX_BYTES // 8),
         "- " * (MAX_BYTES // 4),
         "a:\n" + "".join(" " * depth + "a:\n" for depth in range(1, 600)),
         "'" + "x" * (MAX_BYTES - 10),
@@ -149,26 +141,23 @@ def test_aliases_that_multiply_are_refused_in_bounded_time():
     assert time.process_time() - started < 2
 
 
-def test_an_alias_of_itself_is_refused():
-    read = read_text("a: &a [*a]\n", "x")
-    with pytest.raises(UnreadableValueError):
-        read.value(read.entries(read.root)[0].node)
-
-
 def test_an_alias_stands_for_its_value():
     assert values("base: &b {x: 1, y: 2}\nsame: *b\n")["same"] == {"x": 1, "y": 2}
 
 
-@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!mine", "!!timestamp", "!!set"])
-def test_a_tag_that_no_key_takes_is_refused(tag):
-    read = read_text(f"a: {tag} {'{x}' if 'set' in tag else '[x]'}\n", "x")
-    with pytest.raises(UnreadableValueError, match="tag"):
-        read.value(read.entries(read.root)[0].node)
-
-
-def test_a_number_that_python_cannot_hold_is_refused():
-    read = read_text(f"a: {'9' * 5000}\n", "x")
-    with pytest.raises(UnreadableValueError, match="not a number"):
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("!!python/object/apply:os.system [x]", "tag"),
+        ("!mine [x]", "tag"),
+        ("!!set {x}", "tag"),
+        ("9" * 5000, "not a number"),
+        ("&a [*a]", "too many values"),
+    ],
+)
+def test_a_value_that_no_key_takes_is_refused(value, why):
+    read = read_text(f"a: {value}\n", "x")
+    with pytest.raises(UnreadableValueError, match=why):
         read.value(read.entries(read.root)[0].node)
 
 

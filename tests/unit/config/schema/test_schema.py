@@ -3,14 +3,10 @@
 import pytest
 
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.names import find_bare, find_key, key_prefix, spellings
+from fsdplaunch.config.names import find_key, key_named, key_prefix, spellings
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import (
-    all_keys,
-    build_config,
-    keys_by_path,
-    section_classes,
-)
+from fsdplaunch.config.schema.config import all_keys, build_config, keys_by_path, section_classes
+from fsdplaunch.config.schema.kinds import PATTERN, alternatives
 
 
 def test_every_key_has_its_own_variable():
@@ -57,7 +53,7 @@ def test_a_name_without_its_section_means_one_key():
             spelled.setdefault(name, []).append(spec)
     for name, specs in spelled.items():
         assert len(specs) == 1 or len([spec for spec in specs if spec.name == name]) == 1, (name, specs)
-        assert find_bare(name) in specs
+        assert key_named(name) in specs
 
 
 def test_every_named_choice_reaches_the_worker():
@@ -85,3 +81,21 @@ def test_every_key_refuses_what_is_no_value_of_it():
         for nonsense in (object(), b"x", {(1,): object()}):
             with pytest.raises(ValueError):
                 spec.key.kind.parse(nonsense)
+
+
+@pytest.mark.parametrize(
+    "patterns", [["a"], ["a", "b"], [r"layers\.\d+\.(a|b)", "head"], ["(a|(b))", "c", "d|e"], ["[)]x", "y"]]
+)
+def test_expressions_of_a_list_are_found_again(patterns: list[str]) -> None:
+    assert alternatives(PATTERN.parse(patterns)) == patterns
+
+
+@pytest.mark.parametrize("pattern", ["a|b", "(?:a)b(?:c)", "(?:a|b)(?:c)", "(?:(?:a)|(?:b))|(?:c)"])
+def test_expression_that_was_written_as_one_stays_one(pattern: str) -> None:
+    assert alternatives(PATTERN.parse(pattern)) == [pattern]
+
+
+@pytest.mark.parametrize("value", [[], ["a", "("], [1.5, None]])
+def test_list_with_what_is_no_expression_is_refused(value: list[object]) -> None:
+    with pytest.raises(ValueError):
+        PATTERN.parse(value)

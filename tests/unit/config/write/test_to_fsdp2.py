@@ -1,14 +1,14 @@
-"""A file for FSDP1 becomes one for FSDP2, any file one for accelerate; nothing is lost silently."""
+"""A file for FSDP1 becomes one for FSDP2; nothing is lost silently."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.convert import keys_ignored_by_accelerate, to_accelerate, to_fsdp2
+from fsdplaunch.config.convert import to_fsdp2
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.resolve import mesh_sizes
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.errors import UsageError
 
 GUIDE = (Path(__file__).parents[3] / "cases" / "transformers_guide.yaml").read_text()
 
@@ -26,14 +26,11 @@ def version_1(strategy, more=""):
     ("strategy", "reshard", "mesh"),
     [
         ("FULL_SHARD", True, (1, 8)),
-        ("1", True, (1, 8)),
         ("SHARD_GRAD_OP", False, (1, 8)),
-        ("2", False, (1, 8)),
         ("NO_SHARD", True, (8, 1)),
         ("3", True, (8, 1)),
         ("HYBRID_SHARD", True, (2, 4)),
         ("hybrid shard zero2", False, (2, 4)),
-        ("5", False, (2, 4)),
     ],
 )
 @pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
@@ -42,6 +39,7 @@ def test_a_strategy_becomes_reshard_and_mesh(strategy, reshard, mesh, key):
     config = load(converted.text).config
     assert config.fsdp_config.fsdp_version == 2
     assert config.fsdp_config.fsdp_reshard_after_forward is reshard
+    assert config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"  # version 1's default
     assert mesh_sizes(config, 8)[:2] == mesh
     assert "fsdp_sharding_strategy:" not in converted.text
 
@@ -85,12 +83,6 @@ def test_comments_and_order_stay():
     assert "fsdp_offload_params: true  # slow\n" in converted.text
 
 
-def test_the_default_checkpoint_format_of_version_1_is_kept():
-    assert (
-        load(to_fsdp2(version_1("FULL_SHARD")).text).config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"
-    )
-
-
 def test_a_file_for_version_2_comes_back_as_it_is():
     text = "# mine\nfsdp_config: {fsdp_version: 2}\n"
     assert to_fsdp2(text).text == text
@@ -114,68 +106,9 @@ def test_keys_that_fsdp2_does_not_have_are_dropped():
 
 
 def test_a_converted_json_file_is_json():
-    import json
-
     text = '{\n  "fsdp_config": {\n    "fsdp_version": 1,\n    "fsdp_sharding_strategy": 2\n  }\n}\n'
     assert json.loads(to_fsdp2(text).text)["fsdp_config"] == {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": False,
         "fsdp_state_dict_type": "FULL_STATE_DICT",
     }
-
-
-def told(text):
-    return {change.key: change.message for change in to_accelerate(load(text)).changes}
-
-
-def test_what_accelerate_cannot_say_is_named():
-    text = (
-        "mixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n  fsdp_forward_prefetch: true\n"
-        "  fsdp_reshard_after_forward: 2\n  fsdp_sync_module_states: true\n"
-        "launch: {max_restarts: 2, log_dir: elsewhere}\nprecision: {reduce: bf16}\ncheckpoint: {dir: here}\n"
-    )
-    assert set(told(text)) == {
-        "num_processes",
-        "fsdp_config.fsdp_reshard_after_forward",
-        "fsdp_config.fsdp_forward_prefetch",
-        "launch.max_restarts",
-        "launch.log_dir",
-        "precision.reduce",
-        "checkpoint.dir",
-        "fsdp_config.fsdp_sync_module_states",
-    }
-    assert told("num_processes: 4\nmixed_precision: bf16\n") == {}
-    hybrid = "num_processes: 8\nfsdp_config: {fsdp_version: 1, sharding_strategy: 4}\n"
-    assert "parallelism_config" in told(hybrid + "parallelism_config: {dp_replicate_size: 2}\n")
-
-
-def test_own_keys_that_accelerate_can_say_are_translated():
-    text = "num_machines: 2\nlaunch: {workers_per_node: 4, rendezvous_endpoint: 'head:29400'}\n"
-    config = load(to_accelerate(load(text)).text).config
-    assert (config.num_processes, config.main_process_ip, config.main_process_port) == (8, "head", 29400)
-    assert told(text) == {}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD}\nnum_processes: 4\n",
-        "parallelism_config: {dp_replicate_size: 2}\n",
-    ],
-)
-def test_what_accelerate_would_run_otherwise_is_refused(text):
-    with pytest.raises(UsageError):
-        to_accelerate(load(text))
-
-
-def test_keys_that_accelerate_ignores_are_named():
-    words = " ".join(keys_ignored_by_accelerate(load(GUIDE)))
-    assert "fsdp_backward_prefetch_policy" in words
-    assert "rdzv_backend" in words
-    assert (
-        keys_ignored_by_accelerate(load("num_processes: 2\nfsdp_config: {version: 2, offload_params: true}\n"))
-        == ()
-    )
-    assert "fsdp_sharding_strategy" in " ".join(
-        keys_ignored_by_accelerate(load("fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: SHARD_GRAD_OP}\n"))
-    )
