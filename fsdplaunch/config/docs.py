@@ -88,14 +88,8 @@ def list_keys(specs: Sequence[KeySpec] | None = None) -> str:
     return "\n".join(lines[1:])
 
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a file.
-
-    Every spelling that is honoured is a property, canonical or not; a null stands for a key that is left out.
-    """
+    """Return the JSON Schema of a file: every honoured spelling is a property, null a key that is left out."""
     properties = _properties("")
     for name, section in section_classes().items():
         properties[name] = {
@@ -105,7 +99,7 @@ def json_schema() -> dict[str, Any]:
             "properties": _properties(name),
         }
     return {
-        "$schema": DIALECT,
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "fsdplaunch configuration",
         "description": "What fsdplaunch launch runs. Files of accelerate are valid too.",
         "type": "object",

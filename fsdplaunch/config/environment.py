@@ -36,8 +36,6 @@ _CONTRACT = (
     *(RUN_DIR, DEVICE, ALLOW_UNSHARDED, REHEARSAL_STEPS, COMPARED, COMPARE_DIR, COMPARE_CHANGED),
     *(MEASURE_STEPS, MEASURE_SCRATCH, MEASURE_SOURCE),
 )
-_WITH_PARALLELISM = ("FSDP", "MULTI_GPU")
-"""Types under which accelerate's launcher hands parallelism_config on to a script's Accelerator."""
 _SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 """What accelerate and transformers look at before they read any other variable."""
 _FLOAT8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
@@ -74,7 +72,8 @@ def _switches(config: Config) -> dict[str, str]:
         return switches
     if config.distributed_type == "FSDP":
         switches[_SWITCHES[0]] = "true"
-    if config.distributed_type in _WITH_PARALLELISM and not has_one_axis(config):
+    # Types under which accelerate's launcher hands parallelism_config on to a script's Accelerator.
+    if config.distributed_type in ("FSDP", "MULTI_GPU") and not has_one_axis(config):
         switches[_SWITCHES[1]] = "true"
     return switches
 

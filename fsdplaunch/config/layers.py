@@ -1,6 +1,6 @@
 """What each source sets: a file, the environment, the command line. Canonical values, with their places."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from fsdplaunch.config.yaml_text import UnreadableValueError, YamlEntry, YamlTex
 LayerName = Literal["default", "file", "env", "flag"]
 _SHOWN = 60
 _PREFIXES = ("FSDP_", "FSDPLAUNCH_", "PARALLELISM_CONFIG_")
-_ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def variables_layer(environ: Mapping[str, str], *, own: bool) -> Layer:
     read = [spec.env for spec in all_keys() if not spec.key.unread]
     known = {spec.env for spec in all_keys()}
     for name in environ:
-        near = closest(name, read, cutoff=_ALIKE) if name.startswith(_PREFIXES) and name not in known else []
+        near = closest(name, read, cutoff=0.9) if name.startswith(_PREFIXES) and name not in known else []
         if near:
             place = TextPosition(source=f"env {name}")
             layer.note("unread-variable", "", f"is not read; did you mean {near[0]}?", place)
@@ -132,84 +131,71 @@ def variables_layer(environ: Mapping[str, str], *, own: bool) -> Layer:
 
 def file_layer(text: YamlText) -> Layer:
     """Read a file's keys. The text's own problems are part of the layer's."""
-    return _FileReader(text).read()
+    layer, entries = Layer("file"), text.entries(text.root)
+    sections = any(entry.is_mapping and entry.name in section_classes() for entry in entries)
+    bare = not sections and is_bare_section(entry.name for entry in entries)
+    if bare:
+        place = TextPosition(source=text.source)
+        layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
+    found: list[tuple[str, YamlEntry]] = []
+    for entry in entries:
+        elsewhere = not entry.is_mapping and ("", entry.name) in former_places()
+        if bare or entry.name not in section_classes() or elsewhere:
+            found.append(("fsdp_config" if bare else "", entry))
+        elif entry.is_mapping:
+            found += ((entry.name, one) for one in text.entries(entry.node, entry.name))
+        elif not entry.is_null:
+            hint = "indent them below it"
+            layer.reject("not-a-mapping", entry.name, "must hold keys of its own", entry.place, hint)
+    # What a key's own place says is known when its former places are read.
+    for section, entry in sorted(found, key=lambda one: (one[0], one[1].name) in former_places()):
+        _read_entry(layer, text, section, entry, bare=bare)
+    layer.problems[:0] = text.problems
+    return layer
 
 
-class _FileReader:
-    """Reads one file's keys into a layer."""
+def _read_entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *, bare: bool) -> None:
+    place, dotted = entry.place, f"{section}.{entry.name}" if section else entry.name
+    former = former_places().get((section, entry.name))
+    spec = former[0] if former else find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
+    if isinstance(spec, UnknownKey):
+        layer.reject(spec.id, dotted, spec.message, place, spec.hint)
+        return
+    if entry.is_null and not former:
+        return
+    try:
+        value = text.value(entry.node, verbatim=spec.key.kind.verbatim)
+        if former and former[1] is not None and value is not None:
+            value = former[1] if parse_flag(value) else None
+    except ValueError as error:  # UnreadableValueError is one
+        layer.broken.add(spec.path)
+        words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
+        layer.reject("wrong-value", dotted, words, place)
+        return
+    if former and value is None:
+        layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", place)
+    elif spec.path in layer.values:
+        _say_again(layer, spec, value, dotted, place)
+    else:
+        if former:
+            layer.note("former-place", dotted, f"is read as {spec.dotted}: {shown(value)}", place)
+        elif entry.name != spec.name and not (bare and key_prefix(section) + entry.name == spec.name):
+            layer.note("other-spelling", dotted, f"is read as {spec.name}", place)  # bare files write it so
+        layer.take(spec, value, place)
 
-    def __init__(self, text: YamlText) -> None:
-        self._text, self._layer = text, Layer("file")
-        self._entries = text.entries(text.root)
-        sections = any(entry.is_mapping and entry.name in section_classes() for entry in self._entries)
-        self._bare = not sections and is_bare_section(entry.name for entry in self._entries)
 
-    def read(self) -> Layer:
-        if self._bare:
-            place = TextPosition(source=self._text.source)
-            self._layer.note("bare-section", "", "all keys of the file are read as fsdp_config", place)
-        found = list(self._placed())
-        # What a key's own place says is known when its former places are read.
-        for section, entry in sorted(found, key=lambda one: (one[0], one[1].name) in former_places()):
-            self._entry(section, entry)
-        self._layer.problems[:0] = self._text.problems
-        return self._layer
-
-    def _placed(self) -> Iterator[tuple[str, YamlEntry]]:
-        """Yield every entry of a file with its section."""
-        home = "fsdp_config" if self._bare else ""
-        for entry in self._entries:
-            elsewhere = not entry.is_mapping and ("", entry.name) in former_places()
-            if home or entry.name not in section_classes() or elsewhere:
-                yield home, entry
-            elif not entry.is_null and not entry.is_mapping:
-                hint = "indent them below it"
-                self._layer.reject("not-a-mapping", entry.name, "must hold keys of its own", entry.place, hint)
-            elif not entry.is_null:
-                yield from ((entry.name, one) for one in self._text.entries(entry.node, entry.name))
-
-    def _entry(self, section: str, entry: YamlEntry) -> None:
-        layer, place = self._layer, entry.place
-        dotted = f"{section}.{entry.name}" if section else entry.name
-        former = former_places().get((section, entry.name))
-        spec = former[0] if former else find_key(section, entry.name, guess=len(layer.problems) < MOST_SHOWN)
-        if isinstance(spec, UnknownKey):
-            layer.reject(spec.id, dotted, spec.message, place, spec.hint)
-            return
-        if entry.is_null and not former:
-            return
-        try:
-            value = self._text.value(entry.node, verbatim=spec.key.kind.verbatim)
-            if former and former[1] is not None and value is not None:
-                value = former[1] if parse_flag(value) else None
-        except ValueError as error:  # UnreadableValueError is one
-            layer.broken.add(spec.path)
-            words = str(error) if isinstance(error, UnreadableValueError) else "must be true or false"
-            layer.reject("wrong-value", dotted, words, place)
-            return
-        earlier = layer.values.get(spec.path)
-        if former and value is None:
-            layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", place)
-        elif earlier is not None:
-            self._say_again(spec, value, earlier, dotted, place)
-        else:
-            if former:
-                layer.note("former-place", dotted, f"is read as {spec.dotted}: {shown(value)}", place)
-            elif entry.name != spec.name and not (self._bare and key_prefix(section) + entry.name == spec.name):
-                layer.note("other-spelling", dotted, f"is read as {spec.name}", place)  # bare files write it so
-            layer.take(spec, value, place)
-
-    def _say_again(self, spec: KeySpec, value: Any, earlier: SetValue, dotted: str, place: TextPosition) -> None:
-        """Judge a key that the file has set in other words: the same value says nothing new."""
-        try:
-            is_same = spec.key.kind.parse(value) == earlier.value
-        except ValueError:
-            is_same = False
-        if is_same:
-            self._layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", place)
-        else:
-            message = f"sets {spec.name} again (first on line {earlier.place.line})"
-            self._layer.reject("duplicate-key", dotted, message, place, "keep one of them")
+def _say_again(layer: Layer, spec: KeySpec, value: Any, dotted: str, place: TextPosition) -> None:
+    """Judge a key that the file has set in other words: the same value says nothing new."""
+    earlier = layer.values[spec.path]
+    try:
+        is_same = spec.key.kind.parse(value) == earlier.value
+    except ValueError:
+        is_same = False
+    if is_same:
+        layer.note("other-spelling", dotted, f"repeats line {earlier.place.line}", place)
+    else:
+        message = f"sets {spec.name} again (first on line {earlier.place.line})"
+        layer.reject("duplicate-key", dotted, message, place, "keep one of them")
 
 
 def flag_layer(overrides: Iterable[str], *, name: LayerName = "flag", source: str = "command line") -> Layer:

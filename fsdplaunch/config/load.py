@@ -28,6 +28,7 @@ from fsdplaunch.config.rules.base import (
     RuleContext,
     Violation,
     find,
+    fsdp,
     rule_context,
 )
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
@@ -36,12 +37,7 @@ from fsdplaunch.config.yaml_text import MAX_BYTES, YamlText, read_text
 
 DEFAULT_FILE = "fsdp.yaml"
 FILE_VARIABLE = "FSDPLAUNCH_CONFIG"
-_NOTES_AT_LAUNCH = 5
 _DEFAULT = SetValue(value=None, layer="default", place=TextPosition(source="default"))
-_TYPE = "distributed_type"
-_VERSION = ("fsdp_config", "fsdp_version")
-_XLA, _SIZE = ("fsdp_config", "xla"), ("fsdp_config", "fsdp_min_num_params")
-_POLICY = ("fsdp_config", "fsdp_auto_wrap_policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class LoadedConfig:
 
     def note_lines(self) -> list[str]:
         """Return what a launch says of the notes: the first five, and how many more there are."""
-        lines = [note.as_note() for note in self.notes[:_NOTES_AT_LAUNCH]]
+        lines = [note.as_note() for note in self.notes[:5]]
         more = len(self.notes) - len(lines)
         if more > 0:
             file = f" {shlex.quote(str(self.path))}" if self.path else ""
@@ -126,7 +122,7 @@ def stack(
     layers = [scheduler, theirs, file, variables_layer(environ, own=True), flag_layer(overrides)]
     values, problems, followers = _merge(layers)
     broken: set[KeyPath] = set().union(*(layer.broken for layer in layers))
-    if any(problem.id == "unsupported-value" and problem.key == _TYPE for problem in problems):
+    if any(problem.id == "unsupported-value" and problem.key == "distributed_type" for problem in problems):
         broken |= {spec.path for spec in all_keys() if len(spec.path) > 1}  # sections of another engine's file
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_implied(values).items()})
@@ -230,10 +226,10 @@ def _with_implied(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:
     implied: dict[KeyPath, SetValue] = {}
     of_fsdp1 = [values[spec.path] for spec in keys_of_version_1() if spec.path in values]
     if of_fsdp1:
-        implied[_VERSION] = replace(of_fsdp1[0], value=1)
-    xla, size = values.get(_XLA), values.get(_SIZE)
+        implied[fsdp("version")] = replace(of_fsdp1[0], value=1)
+    xla, size = values.get(("fsdp_config", "xla")), values.get(fsdp("min_num_params"))
     if xla is not None and xla.value and size is not None and size.value:
-        implied[_POLICY] = replace(size, value="SIZE_BASED_WRAP")
+        implied[fsdp("auto_wrap_policy")] = replace(size, value="SIZE_BASED_WRAP")
     return implied | values
 
 

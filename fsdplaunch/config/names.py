@@ -12,8 +12,6 @@ from typing import Any, Literal, get_args
 from fsdplaunch.config.schema.config import KeyPath, KeySpec, all_keys, own_sections, section_classes
 from fsdplaunch.config.schema.kinds import RUNS_ON, SPLIT_LAYERS, StrategyName
 
-_CLOSE = 0.75
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownKey:
@@ -99,7 +97,7 @@ def is_bare_section(names: Iterable[str]) -> bool:
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
 
 
-def closest(word: str, words: list[str], *, cutoff: float = _CLOSE) -> list[str]:
+def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
     """Return the spellings most like `word`, best first."""
     from difflib import get_close_matches
 

@@ -85,9 +85,10 @@ class ConfigError(LaunchError):
     located = True
 
     def __init__(self, problems: Iterable[Problem], *, notes: tuple[Problem, ...] = ()) -> None:
-        self.problems = in_order(problems)
-        self.notes = notes
-        super().__init__(describe(self.problems))
+        self.problems, self.notes = in_order(problems), notes
+        count = f"{len(self.problems)} problem" + ("" if len(self.problems) == 1 else "s")
+        more = f"; the first {MOST_SHOWN} are shown" if len(self.problems) > MOST_SHOWN else ""
+        super().__init__("\n".join([*map(str, self.problems[:MOST_SHOWN]), count + more]))
 
 
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
@@ -98,11 +99,3 @@ def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
         return place.line is None, place.source, place.line or 0, place.col or 0
 
     return tuple(sorted(problems, key=order))
-
-
-def describe(problems: tuple[Problem, ...]) -> str:
-    """Return one line per problem, hints below, the count at the end; of very many the first."""
-    count = f"{len(problems)} problem" + ("" if len(problems) == 1 else "s")
-    if len(problems) > MOST_SHOWN:
-        count += f"; the first {MOST_SHOWN} are shown"
-    return "\n".join([*(str(problem) for problem in problems[:MOST_SHOWN]), count])

@@ -190,7 +190,6 @@ def _others(text: str, spec: KeySpec, source: str) -> dict[KeyPath, Any] | None:
 
 
 _Splice = tuple[int, int, str]  # where a text begins and ends that is replaced, and by what
-_NOTHING: _Splice = (0, 0, "")
 
 
 def _splice(text: str, spec: KeySpec, value: Any, source: str) -> _Splice:
@@ -210,7 +209,7 @@ def _splice(text: str, spec: KeySpec, value: Any, source: str) -> _Splice:
     if home is None:
         return _in_mapping(text, read, read.root, spec, plain)
     if section is None or section.is_null:
-        return _NOTHING if plain is None else _new_section(text, read.root, section, spec, plain)
+        return (0, 0, "") if plain is None else _new_section(text, read.root, section, spec, plain)
     _refuse_shared(text, section, home)
     if isinstance(section.node, MappingNode) and section.node.flow_style:
         lines = block_lines(section.name, _changed(read, section.node, None, spec, plain), 0)
@@ -256,7 +255,7 @@ def _in_mapping(text: str, read: YamlText, node: Node | None, spec: KeySpec, pla
         colon = text.index(":", entry.key_node.end_mark.index) + 1
         return colon, max(colon, len(text[:end].rstrip())), f" {flow_text(plain)}"
     if plain is None:
-        return _NOTHING
+        return 0, 0, ""
     # A new key of the top level goes below its other keys, not below the last section.
     keys = [entry for entry in entries if section or not entry.is_mapping] or entries
     column = keys[0].key_node.start_mark.column if keys else 0

@@ -5,15 +5,14 @@ A resolved Config says everything that has a meaning; resolving it again changes
 
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from fsdplaunch.config.schema.config import Config, KeySpec, all_keys, value_at
-from fsdplaunch.config.schema.kinds import DtypeName, StrategyName
+from fsdplaunch.config.schema.kinds import STRATEGY, DtypeName
 from fsdplaunch.config.schema.launch_sections import PrecisionSection
 from fsdplaunch.config.schema.sharding_sections import FsdpConfig, ParallelismConfig
 from fsdplaunch.errors import UsageError
 
-_SHARDING = ("sharding", "parallelism_config")
 _READ = frozenset(
     {
         "fsdp_auto_wrap_policy",
@@ -31,7 +30,9 @@ _READ = frozenset(
 
 def is_read_by_xla(path: tuple[str, ...]) -> bool:
     """Return whether the key at a path has a meaning where PyTorch/XLA shards."""
-    return path[0] not in _SHARDING and (not path[-1].startswith("fsdp_") or path[-1] in _READ)
+    return path[0] not in ("sharding", "parallelism_config") and (
+        not path[-1].startswith("fsdp_") or path[-1] in _READ
+    )
 
 
 def uses_xla(config: Config) -> bool:
@@ -63,7 +64,6 @@ def converts_to_bf16(config: Config) -> bool:
 
 
 REST = -1  # a mesh size that means: what the other sizes leave
-_STRATEGIES = get_args(StrategyName)
 KEEPS_GATHERED = {"SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}
 """Strategies under which parameters stay gathered from forward to backward."""
 
@@ -126,9 +126,9 @@ def strategy_named(reshard: bool | int | str | None) -> str | None:
     """Read fsdp_reshard_after_forward as FSDP1 does: a strategy's name or code."""
     if isinstance(reshard, str):
         return reshard
-    if reshard is None or isinstance(reshard, bool) or not 1 <= reshard <= len(_STRATEGIES):
+    if reshard is None or isinstance(reshard, bool) or not 1 <= reshard <= len(STRATEGY.choices):
         return None
-    return str(_STRATEGIES[reshard - 1])
+    return STRATEGY.choices[reshard - 1]
 
 
 def _version_1(fsdp: FsdpConfig) -> dict[str, Any]:

@@ -343,12 +343,7 @@ def _dtype_of(value: Any, what: str) -> torch.dtype | None:
     return DTYPES[parse_value(("precision", "param"), value, what)]
 
 
-_DTYPE_FIELDS = {
-    "param_dtype": "param",
-    "reduce_dtype": "reduce",
-    "output_dtype": "output",
-    "buffer_dtype": "buffer",
-}
+_DTYPE_FIELDS = {f"{kind}_dtype": kind for kind in ("param", "reduce", "output", "buffer")}
 
 
 def _dtypes_from(policy: Any, base: Dtypes) -> Dtypes:

@@ -15,8 +15,7 @@ from fsdplaunch.config.rules.base import RULES, find, rule_context
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
-from fsdplaunch.wizard.question import KEEP, Question
-from fsdplaunch.wizard.questions import GOAL, QUESTIONS, memory_words
+from fsdplaunch.wizard.questions import GOAL, KEEP, QUESTIONS, Question, memory_words
 from fsdplaunch.wizard.state import VERSION, WizardState
 
 

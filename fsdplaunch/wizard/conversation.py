@@ -40,13 +40,11 @@ from fsdplaunch.wizard.answers import (
     read_source,
     remarks,
 )
-from fsdplaunch.wizard.question import KEEP, TYPE_IT, Choice, Question, UserMessages
-from fsdplaunch.wizard.questions import MODEL, QUESTIONS
-from fsdplaunch.wizard.state import VERSION, WizardState
+from fsdplaunch.wizard.questions import KEEP, MODEL, QUESTIONS, TYPE_IT, Choice, Question, UserMessages
+from fsdplaunch.wizard.state import WizardState
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
-_EDGE = 8
-_WIDEST = 100
+_EDGE, _WIDEST = 8, 100
 
 
 class PromptRequest(Enum):
@@ -57,11 +55,7 @@ class PromptRequest(Enum):
 
 
 class Prompts:
-    """Asks on a terminal.
-
-    Args:
-        output: Where to draw; the terminal behind stderr when left out.
-    """
+    """Asks on a terminal, the one behind stderr unless told where to draw."""
 
     def __init__(self, output: Output | None = None) -> None:
         self._output = output or create_output(stdout=sys.stderr)
@@ -279,29 +273,22 @@ class Conversation:
                 return question.accept(answer, before)
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
-        choices = list(question.choices(before))
-        if not choices:
-            return self._line(question, before, question.words, default)
-        if question.can_keep(before):
-            in_file = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
-            choices.insert(0, Choice(KEEP, "As the file says", ", ".join(in_file)))
-        if default not in {choice.value for choice in choices}:
-            # Something that was typed: offered as a choice of its own.
-            choices.insert(0, Choice(default, default))
-        marks = {question.proposed(before): "in the file" if before.editing else "suggested"}
-        answer = self.prompts.select(question.words, choices, default=default, marks=marks)
-        return (
-            self._line(question, before, f"{question.words} {question.metavar}", "")
-            if answer == TYPE_IT
-            else answer
-        )
-
-    def _line(self, question: Question, before: WizardState, text: str, default: str) -> str | PromptRequest:
+        choices, words = list(question.choices(before)), question.words
+        if choices:
+            if question.can_keep(before):
+                in_file = [f"{path[-1]} {before.base[path]}" for path in question.keys if path in before.base]
+                choices.insert(0, Choice(KEEP, "As the file says", ", ".join(in_file)))
+            if default not in {choice.value for choice in choices}:
+                # Something that was typed: offered as a choice of its own.
+                choices.insert(0, Choice(default, default))
+            marks = {question.proposed(before): "in the file" if before.editing else "suggested"}
+            answer = self.prompts.select(words, choices, default=default, marks=marks)
+            if answer != TYPE_IT:
+                return answer
+            words, default = f"{words} {question.metavar}", ""
+        remark = question.remark(before)
         return self.prompts.line(
-            text,
-            default=default,
-            remark=question.remark(before),
-            problem=lambda line: self._problem(question, before, line),
+            words, default=default, remark=remark, problem=lambda line: self._problem(question, before, line)
         )
 
     def _problem(self, question: Question, before: WizardState, line: str) -> str | None:
@@ -326,7 +313,7 @@ class Conversation:
             return None
 
         remark = "(KEY=VALUE; KEY alone explains it; Tab completes; Enter: no)"
-        words = [f"{spec.dotted}=" for spec in further_keys(self.state)]
+        words = [f"{spec.dotted}=" for spec in all_keys() if self.state.version in spec.key.versions]
         while answer := self.prompts.line("Any other setting?", remark=remark, problem=problem, words=words):
             spec = key_named(answer) if isinstance(answer, str) and "=" not in answer else None
             if answer == PromptRequest.BACK:
@@ -390,18 +377,6 @@ def explanation(question: Question) -> str:
     keys = [keys_by_path()[path] for path in question.keys]
     lines = [f"  {question.help}", *(f"  {spec.dotted}: {spec.key.text}" for spec in keys)]
     return "\n".join([*lines, f"  On the command line: {question.flag} {question.metavar}"])
-
-
-def further_keys(state: WizardState) -> tuple[KeySpec, ...]:
-    """Return the keys that no question decides and that have a meaning in the version that is written."""
-    decided = {path for question in QUESTIONS for path in question.keys}
-    return tuple(
-        spec
-        for spec in all_keys()
-        if spec.path not in decided
-        and not spec.key.unread
-        and (state.version in spec.key.versions or spec.path == VERSION)
-    )
 
 
 def _file_problem(text: str) -> str | None:

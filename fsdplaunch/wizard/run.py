@@ -12,7 +12,7 @@ from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_h
 from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
 from fsdplaunch.wizard.answers import WizardResult, answer_all, compose, conclude, read_source
-from fsdplaunch.wizard.question import UserMessages
+from fsdplaunch.wizard.questions import UserMessages
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
 
@@ -28,18 +28,11 @@ def run_wizard(
     yes: bool = False,
     overwrite: bool = False,
 ) -> WizardResult:
-    """Find out what a file shall say. Writes nothing.
+    """Find out what the file at `path` shall say. Writes nothing; words that are not a prompt go to `out`.
 
-    Args:
-        facts: What was found on this machine.
-        out: Where words go that are not a prompt.
-        path: The file to be written.
-        answers: Answers that options gave, by question name; these questions are not asked.
-        overrides: `KEY=VALUE` texts, as `--set` takes them; they win over every answer.
-        start_from: A preset or another file whose values are the first offers.
-        interactive: Whether a person can be asked. Where not, nothing ever prompts.
-        yes: Take every suggestion without asking.
-        overwrite: Whether an existing file may be replaced.
+    Options gave `answers` by question name, and `overrides` win over every answer; `start_from` is a file whose
+    values are the first offers. Where not `interactive`, nothing ever prompts, and `yes` takes every suggestion.
+    An existing file may be replaced with `overwrite` only.
 
     Raises:
         UsageError: An answer is none, has no meaning, or is missing and not safe to guess; or the file exists.

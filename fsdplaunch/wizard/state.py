@@ -14,8 +14,7 @@ from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
 from fsdplaunch.probe.model_files import ModelFacts, hub_folder, is_hub_name, parse_count, read_model, sized_model
 from fsdplaunch.probe.scheduler import Cluster
 
-SPARE = 0.8  # share of a GPU's memory that a plan may fill; the rest is for activations
-_HOST_SPARE = 0.6
+_SPARE, _HOST_SPARE = 0.8, 0.6  # shares of a GPU's and of the host's memory that a plan may fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ def _offloaded(facts: SuggestionFacts) -> MemoryPlan | None:
         return None
     ranks = max(1, facts.gpus_per_node * facts.num_nodes)
     sharding = Sharding(ranks=ranks, compute="bf16" if facts.hardware.all_have_bf16 else "no")
-    if plan_memory(facts.model, sharding).gpu <= SPARE * memory:
+    if plan_memory(facts.model, sharding).gpu <= _SPARE * memory:
         return None
     return plan_memory(facts.model, replace(sharding, offload=True))
 
@@ -138,7 +137,7 @@ def _notes(facts: SuggestionFacts) -> list[str]:
     if facts.gpus_per_node == 1 and facts.num_nodes == 1:
         notes.append("with one GPU nothing is sharded; sharding starts to save memory at two")
     plan, memory, host = _offloaded(facts), facts.hardware.gpu_memory_bytes or 0, facts.hardware.memory_bytes
-    if plan is not None and plan.gpu > SPARE * memory:
+    if plan is not None and plan.gpu > _SPARE * memory:
         notes.append(f"even offloaded, {plan.gpu / GIB:.1f} of {memory / GIB:.0f} GiB per GPU would be in use")
     need = plan.host * facts.gpus_per_node if plan is not None else 0
     if host is not None and need > host:

@@ -14,30 +14,18 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output.vt100 import Vt100_Output
 
-from fsdplaunch.display_text import GIB
-from fsdplaunch.probe.hardware import Gpu, Hardware
-from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.conversation import Conversation, Prompts
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.state import SuggestionFacts, WizardState
+from fsdplaunch.wizard.state import WizardState
+from tests.unit.wizard.conftest import MACHINES
 
 pytestmark = pytest.mark.timeout(30)
 
 ENTER, UP, DOWN, BACK, BACK_TAB = "\r", "\x1b[A", "\x1b[B", "\x02", "\x1b[Z"
 CTRL_C, CTRL_D, CLEAR = "\x03", "\x04", "\x15"
 
-EIGHT = SuggestionFacts(
-    hardware=Hardware(
-        gpus=tuple(
-            Gpu(index=i, name="NVIDIA H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)
-        ),
-        cpu_count=96,
-        memory_bytes=2048 * GIB,
-    ),
-    cluster=Cluster(),
-)
-LAPTOP = SuggestionFacts(hardware=Hardware(cpu_count=2, memory_bytes=24 * GIB), cluster=Cluster())
+EIGHT = MACHINES["eight_h100"]
 
 
 @pytest.fixture(autouse=True)
@@ -122,17 +110,6 @@ def test_wizard_tpus_are_asked_about_no_workers():
     talked = talk(DOWN * 4 + ENTER + ENTER * 7)
     assert "How many workers" not in talked.drawn
     assert "--where tpu --goal balanced" in talked.result.command
-
-
-def test_wizard_one_machine_is_asked_eight_questions_and_whether_to_write():
-    drawn = talk(ENTER * 9).drawn
-    asked = {question.words for question in QUESTIONS if question.words in drawn}
-    assert {question.words for question in QUESTIONS} - asked == {
-        "How many nodes?",
-        "Where do the nodes meet? Address of node 0",
-    }
-    assert "Any other setting?" in drawn
-    assert "Write it?" in drawn
 
 
 def test_wizard_several_machines_are_asked_how_many_and_where():
@@ -237,12 +214,6 @@ def test_wizard_review_changing_the_place_asks_what_it_brings_up():
     assert (config.num_machines, config.num_processes, config.main_process_ip) == (2, 16, "n1")
 
 
-def test_wizard_review_shows_every_key():
-    talked = talk(ENTER * 7 + DOWN * 2 + ENTER + ENTER)
-    assert "rendezvous_timeout_seconds: 300" in talked.words.text
-    assert "rendezvous_timeout_seconds" not in talked.result.text
-
-
 def test_wizard_option_that_the_answers_leave_no_meaning_is_said_and_the_rest_goes_on():
     talked = talk(ENTER * 9, answers={"goal": "hybrid"})
     assert "--goal must be one of balanced, fastest, biggest" in talked.words.text
@@ -298,14 +269,6 @@ def test_wizard_existing_file_start_over_shows_the_difference():
     assert talked.result.config.num_processes == 8
     assert "-num_processes: 4        # half of it" in talked.words.text
     assert talked.result.command.endswith("--overwrite --yes")
-
-
-def test_wizard_existing_file_another_file_must_be_new():
-    Path("fsdp.yaml").write_text(EXISTING)
-    talked = talk(DOWN * 2 + ENTER + "fsdp.yaml" + ENTER, CLEAR + "new.yaml" + ENTER + ENTER * 9)
-    assert "fsdp.yaml exists too" in talked.drawn
-    assert talked.result.path == Path("new.yaml")
-    assert "--output new.yaml" in talked.result.command
 
 
 def test_wizard_existing_file_that_is_broken_cannot_be_edited():

@@ -7,20 +7,11 @@ import pytest
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import resolve
-from fsdplaunch.display_text import GIB
-from fsdplaunch.probe.hardware import Gpu, Hardware
-from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.run import run_wizard
-from fsdplaunch.wizard.state import SuggestionFacts
 from tests.cli.test_accelerate_environment import NEWER, meaning
+from tests.unit.wizard.conftest import MACHINES
 
-EIGHT = SuggestionFacts(
-    hardware=Hardware(
-        gpus=tuple(Gpu(index=i, name="H100", memory_bytes=80 * GIB, compute_capability=(9, 0)) for i in range(8)),
-        cpu_count=96,
-    ),
-    cluster=Cluster(),
-)
+EIGHT = MACHINES["eight_h100"]
 TWO_MACHINES = {"where": "machines", "nodes": "2", "rendezvous": "n1:29400"}
 
 

@@ -80,7 +80,10 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     assert (config.use_cpu, config.num_processes, config.fsdp_config.fsdp_version) == (True, 999, 2)
 
 
-def test_wizard_ctrl_c_leaves_nothing_and_ends_with_130(start):
+def test_wizard_ctrl_c_leaves_nothing_and_no_input_never_prompts(start):
+    child = start("--no-input")
+    child.expect_exact("cannot answer without asking: Where will this run?")
+    assert ended(child) == 2
     child = start()
     child.expect_exact("Where will this run?")
     child.send(ENTER)
@@ -88,11 +91,4 @@ def test_wizard_ctrl_c_leaves_nothing_and_ends_with_130(start):
     child.sendintr()
     child.expect_exact("Nothing was written.")
     assert ended(child) == 130
-    assert list(Path().iterdir()) == []
-
-
-def test_wizard_no_input_on_a_terminal_never_prompts(start):
-    child = start("--no-input")
-    child.expect_exact("cannot answer without asking: Where will this run?")
-    assert ended(child) == 2
     assert list(Path().iterdir()) == []

@@ -67,12 +67,9 @@ def is_key_option(option: str) -> bool:
     return False
 
 
-def test_an_option_that_is_none_is_found():
+def test_options_exist():
     assert not is_key_option("--no-such-key")
     assert is_key_option("--zero_stage")
-
-
-def test_options_exist():
     known = known_options()
     options = {
         word.split("=")[0] for span in every(spans) if span.text.startswith("--") for word in span.text.split()

@@ -13,6 +13,7 @@ from fsdplaunch.cli import output
 from fsdplaunch.cli.app import run
 from fsdplaunch.cli.output import Output
 from fsdplaunch.display_text import one_line, quoted
+from fsdplaunch.wizard.questions import Choice
 
 HOSTILE = "a\x1b]0;title\x07\u202eb\x9b2J[red]<script>alert(1)</script>\ud83d"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
@@ -20,7 +21,6 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 def test_prompts_show_names_without_escapes(monkeypatch):
     prompts = pytest.importorskip("fsdplaunch.wizard.conversation")
-    from fsdplaunch.wizard.question import Choice
 
     shown: dict[str, object] = {}
     monkeypatch.setattr(

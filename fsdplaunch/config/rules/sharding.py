@@ -300,15 +300,9 @@ def _settings(context: RuleContext) -> Iterator[Violation]:
         yield Violation((spec.path, _XLA), "is read under PyTorch/XLA only")
     for spec in context.keys_set(lambda spec: spec.name.startswith("xla_fsdp_") and not context.fsdp.xla):
         yield Violation((spec.path, _XLA), "is read under xla: true only")
-    about, settings = (("fsdp_config", "xla_fsdp_settings"), _XLA), context.fsdp.xla_fsdp_settings
-    alone = sorted({"sharding_rank", "sharding_world_size"} & set(settings))
-    if not settings or not context.fsdp.xla:
-        return
-    if runs_spmd(context.config):
-        yield Violation(about, "is not used: they are of the class that xla_fsdp_v2 replaces")
-    elif alone and "sharding_groups" not in settings:
-        verb = "is" if len(alone) == 1 else "are"
-        yield Violation(about, f"{' and '.join(alone)} {verb} not used: without sharding_groups all shard")
+    if context.fsdp.xla and context.fsdp.xla_fsdp_settings and runs_spmd(context.config):
+        message = "is not used: they are of the class that xla_fsdp_v2 replaces"
+        yield Violation((("fsdp_config", "xla_fsdp_settings"), _XLA), message)
 
 
 @rule("xla-processes", NOTES)

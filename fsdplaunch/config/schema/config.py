@@ -33,11 +33,8 @@ from fsdplaunch.config.schema.sharding_sections import (
 )
 
 _TPU = "Written by accelerate for TPUs; without effect here."
+_UNUSED = "is not used: this run does not use "
 _SAGEMAKER = "Written by accelerate for SageMaker; without effect here."
-
-
-def _unused(engine: str) -> str:
-    return f"is not used: this run does not use {engine}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +92,14 @@ class Config:
     tpu_env: tuple[str, ...] = key(v.LINES, (), noise=True)(_TPU)
     commands: tuple[str, ...] = key(v.LINES, (), noise=True)(_TPU)
     command_file: str | None = key(v.TEXT, None, noise=True)(_TPU)
-    deepspeed_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("DeepSpeed"))("Settings of DeepSpeed.")
-    megatron_lm_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("Megatron-LM"))("""
+    deepspeed_config: dict[str, Any] = key(v.TABLE, {}, leftover=_UNUSED + "DeepSpeed")("Settings of DeepSpeed.")
+    megatron_lm_config: dict[str, Any] = key(v.TABLE, {}, leftover=_UNUSED + "Megatron-LM")("""
         Settings of Megatron-LM.""")
     tp_config: dict[str, Any] = key(v.TABLE, {}, leftover="is not used: parallelism_config_tp_size splits layers")(
         "Settings of distributed_type TP, of accelerate 1.4 to 1.6."
     )
-    mpirun_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("mpirun"))("Settings of mpirun.")
-    ipex_config: dict[str, Any] = key(v.TABLE, {}, leftover=_unused("Intel's extension of torch"))("""
+    mpirun_config: dict[str, Any] = key(v.TABLE, {}, leftover=_UNUSED + "mpirun")("Settings of mpirun.")
+    ipex_config: dict[str, Any] = key(v.TABLE, {}, leftover=_UNUSED + "Intel's extension of torch")("""
         Settings of Intel's extension of torch.""")
     ec2_instance_type: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)
     iam_role_name: str | None = key(v.TEXT, None, noise=True)(_SAGEMAKER)

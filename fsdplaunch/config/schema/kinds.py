@@ -156,14 +156,11 @@ def parse_table(value: Any) -> dict[str, Any]:
     return value
 
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 def _parse_variables(value: Any) -> dict[str, str]:
     """Read environment variables; true and false become lower-case words, an empty text is allowed."""
     variables = {}
     for name, item in parse_table(value).items():
-        if not _VARIABLE.fullmatch(name):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             msg = f"{name} cannot name an environment variable"
             raise NotedValueError(msg)
         try:
@@ -224,26 +221,20 @@ def _parse_node_range(value: Any) -> str:
     return f"{first}:{last}"
 
 
-_SETTING = re.compile(r"[A-Za-z_]\w*=[^,]*")
-
-
 def _parse_settings(value: Any) -> dict[str, str]:
     if isinstance(value, str) and not value.startswith("{"):
         parts = [part.strip() for part in value.split(",")]
-        if not all(_SETTING.fullmatch(part) for part in parts):
+        if not all(re.fullmatch(r"[A-Za-z_]\w*=[^,]*", part) for part in parts):
             raise ValueError(value)
         value = dict(part.split("=", 1) for part in parts)
     return _parse_variables(value)
-
-
-_STREAMS = re.compile(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*")
 
 
 def _parse_streams(value: Any) -> str:
     """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
     text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
     text = text.replace(" ", "")
-    if isinstance(value, bool) or not _STREAMS.fullmatch(text):
+    if isinstance(value, bool) or not re.fullmatch(r"[0-3]|[0-9]{1,6}:[0-3](,[0-9]{1,6}:[0-3])*", text):
         raise ValueError(value)
     return text
 
@@ -359,7 +350,6 @@ def one_of(
 
 
 _TEXT_SCHEMA = {"type": ["string", "number"]}
-_LIST_SCHEMA = {"type": "array", "items": {"type": ["string", "number"]}}
 _FLAG_SCHEMA = {"anyOf": [{"type": "boolean"}, {"enum": ["yes", "no", "on", "off", "true", "false"]}]}
 FLAG = Kind("true or false", parse_flag, _FLAG_SCHEMA)
 WHOLE = whole(0)
@@ -407,7 +397,11 @@ SIGNALS = replace(
     NAMES, expects="signal names separated by commas, or a list of them", parse=_parse_signals, verbatim=False
 )
 LINES = Kind(
-    "a list of texts", _parse_lines, _LIST_SCHEMA, write=lambda value: write_json(list(value)), verbatim=True
+    "a list of texts",
+    _parse_lines,
+    {"type": "array", "items": _TEXT_SCHEMA},
+    write=lambda value: write_json(list(value)),
+    verbatim=True,
 )
 TABLE = Kind("a mapping of names to values", parse_table, {"type": "object"}, write=write_json)
 VARIABLES = Kind(

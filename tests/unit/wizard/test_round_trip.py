@@ -8,6 +8,7 @@ from fsdplaunch.config.load import check
 from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import all_keys, build_config, value_at
+from fsdplaunch.config.schema.kinds import STRATEGY
 from fsdplaunch.wizard.run import run_wizard
 
 VALUES = {
@@ -20,14 +21,7 @@ VALUES = {
     ("use_cpu",): [False, True],
     ("gpu_ids",): [None, "0,1", "all"],
     ("fsdp_config", "fsdp_version"): [1, 2],
-    ("fsdp_config", "fsdp_sharding_strategy"): [
-        None,
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-    ],
+    ("fsdp_config", "fsdp_sharding_strategy"): [None, *STRATEGY.choices],
     ("fsdp_config", "fsdp_reshard_after_forward"): [None, True, False, 2],
     ("fsdp_config", "fsdp_offload_params"): [False, True],
     ("fsdp_config", "fsdp_auto_wrap_policy"): ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"],

@@ -1,6 +1,4 @@
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,14 +183,6 @@ def parse(command):
     return answers, settings
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_run_wizard_answers_it_reports_include_every_question_that_applies(machines, machine):
-    answers = write(machines[machine]).answers
-    several = machine == "slurm_2x8"
-    skipped = {"rendezvous"} | (set() if several else {"nodes"})
-    assert set(answers) == {question.name for question in QUESTIONS} - skipped
-
-
 @pytest.mark.parametrize(
     ("machine", "answers", "message"),
     [
@@ -203,7 +193,6 @@ def test_run_wizard_answers_it_reports_include_every_question_that_applies(machi
             {"where": "tpu", "workers-per-node": "4"},
             "--workers-per-node has no meaning with --where tpu",
         ),
-        ("laptop", {"where": "tpu", "goal": "biggest"}, "--goal must be one of balanced, fastest, got 'biggest'"),
         ("eight_h100", {"where": "machines", "nodes": "1"}, "--nodes must be a whole number from 2, got '1'"),
         ("eight_h100", {"workers-per-node": "9"}, "--workers-per-node this machine has 8 visible GPUs, got 9"),
         (
@@ -233,23 +222,13 @@ def test_run_wizard_answer_that_is_none_names_the_option(machines, machine, answ
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("n1", "n1", 29500),
-        ("n1:1", "n1", 1),
-        ("[::1]:5", "::1", 5),
-    ],
-)
-def test_run_wizard_rendezvous_is_read_as_host_and_port(machines, text, host, port):
-    config = write(machines["eight_h100"], {"where": "machines", "rendezvous": text}).config
-    assert (config.main_process_ip, config.main_process_port) == (host, port)
-
-
-@pytest.mark.parametrize("text", ["", ":29500", "a:0", "a b:1", "::1", "http://a"])
-def test_run_wizard_rendezvous_that_is_no_address_is_refused(machines, text):
-    with pytest.raises(UsageError, match="--rendezvous"):
-        write(machines["eight_h100"], {"where": "machines", "rendezvous": text})
+def test_run_wizard_rendezvous_is_read_as_host_and_port(machines):
+    for text, host, port in (("n1", "n1", 29500), ("n1:1", "n1", 1), ("[::1]:5", "::1", 5)):
+        config = write(machines["eight_h100"], {"where": "machines", "rendezvous": text}).config
+        assert (config.main_process_ip, config.main_process_port) == (host, port)
+    for text in ("", ":29500", "a:0", "a b:1", "::1", "http://a"):
+        with pytest.raises(UsageError, match="--rendezvous"):
+            write(machines["eight_h100"], {"where": "machines", "rendezvous": text})
 
 
 def test_run_wizard_model_that_does_not_fit_disables_the_goal_with_its_numbers(machines):
@@ -266,11 +245,6 @@ def test_run_wizard_fewer_workers_make_the_suggestion_smaller(machines):
     assert write(facts, {"model": "16b", "workers-per-node": "1"}).answers["goal"] == "biggest"
 
 
-def test_run_wizard_not_interactive_takes_what_was_detected(machines):
-    facts = machines["eight_h100"]
-    assert write(facts, yes=False).text == write(facts).text
-
-
 def test_run_wizard_not_interactive_without_a_gpu_asks_for_the_place(machines):
     with pytest.raises(UsageError) as caught:
         write(machines["laptop"], yes=False)
@@ -280,6 +254,8 @@ def test_run_wizard_not_interactive_without_a_gpu_asks_for_the_place(machines):
 
 
 def test_run_wizard_not_interactive_names_every_option_that_is_missing(machines):
+    facts = machines["eight_h100"]
+    assert write(facts, yes=False).text == write(facts).text
     with pytest.raises(UsageError) as caught:
         write(machines["eight_h100"], {"where": "machines"}, yes=False)
     assert "pass --nodes N --rendezvous HOST:PORT, or --yes" in caught.value.hint
@@ -349,12 +325,6 @@ def test_run_wizard_starting_from_an_accelerate_file_stays_version_1(machines):
     assert (result.answers["goal"], result.answers["wrap"]) == ("fastest", "size:1000")
 
 
-def test_run_wizard_starting_from_a_broken_file_is_refused(machines):
-    Path("start.yaml").write_text("num_proceses: 4\n")
-    with pytest.raises(ConfigError, match="num_proceses"):
-        write(machines["laptop"], start_from=Path("start.yaml"))
-
-
 def test_questions_no_key_is_decided_by_two():
     keys = [path for question in QUESTIONS for path in question.keys]
     assert len(keys) == len(set(keys))
@@ -366,15 +336,3 @@ def test_describe_facts_names_machine_and_job(machines):
         "This machine  8 x NVIDIA H100 80GB HBM3 (80 GiB, sm_90)   2048 GiB of memory   96 processors",
         "Job           SLURM job 7   2 nodes   8 GPUs on each   (gpu-[1-2])",
     ]
-
-
-def test_run_wizard_not_interactive_imports_neither_prompts_nor_torch():
-    code = (
-        "import os, sys\n"
-        "from fsdplaunch.wizard.run import read_facts, run_wizard\n"
-        "result = run_wizard(facts=read_facts(os.environ), out=None, interactive=False, yes=True)\n"
-        "print([name for name in ('torch', 'questionary', 'prompt_toolkit', 'rich') if name in sys.modules])\n"
-        "print(len(result.text) > 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "True"]

@@ -25,6 +25,7 @@ def ids(error: ConfigError) -> list[str]:
 
 def test_load_without_any_file_gives_the_defaults(tmp_path):
     loaded = load_config(environ={}, cwd=tmp_path)
+    assert loaded.config == read("num_processes:\nfsdp_config:\n  fsdp_version: ~\nlaunch: null\n").config
     assert loaded.path is None
     assert loaded.config.fsdp_config.fsdp_version == 2
     assert loaded.config.fsdp_config.fsdp_reshard_after_forward is True
@@ -117,16 +118,12 @@ def test_variables_of_a_run_around_this_one_do_not_count_unless_changed_since(tm
     assert (changed.launch.role, changed.launch.max_restarts) == ("inner", 0)
 
 
-@pytest.mark.parametrize(
-    ("given", "policy"),
-    [
-        ("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),  # by its name: it is that
-        ("fsdp_auto_wrap_policy=", "SIZE_BASED_WRAP"),  # of transformers' --fsdp, with a size in the file
-    ],
-)
-def test_a_policy_on_the_command_line_is_what_runs_on_xla(tmp_path, given, policy):
+def test_a_policy_on_the_command_line_is_what_runs_on_xla(tmp_path):
     path = write(tmp_path, "fsdp_config:\n  xla: true\n  fsdp_min_num_params: 5\n")
-    assert load_config(path, environ={}, overrides=[given]).config.fsdp_config.fsdp_auto_wrap_policy == policy
+    name = "TRANSFORMER_BASED_WRAP"
+    # By its name it is that; left empty, of transformers' --fsdp, units are by the size in the file.
+    for given, policy in ((f"fsdp_auto_wrap_policy={name}", name), ("fsdp_auto_wrap_policy=", "SIZE_BASED_WRAP")):
+        assert load_config(path, environ={}, overrides=[given]).config.fsdp_config.fsdp_auto_wrap_policy == policy
 
 
 def test_problems_of_all_layers_are_reported_together(tmp_path):
@@ -247,20 +244,10 @@ def test_spellings_of_published_guides_work_and_name_the_key_once(written, name,
     assert told == f"x.yaml:2:3: fsdp_config.{alias}: is read as {name}"
 
 
-def test_a_null_leaves_the_key_out():
-    loaded = read("num_processes:\nfsdp_config:\n  fsdp_version: ~\nlaunch: null\n")
-    assert loaded.config == read("").config
-    assert loaded.origins["num_processes",].layer == "default"
-
-
-def test_numbers_that_are_texts_stay_as_they_are_spelled():
-    loaded = read("main_process_ip: 10.10\nlaunch:\n  env: {A: 1e-5, B: 010, C: true, D: ''}\ngpu_ids: 0\n")
-    assert loaded.config.main_process_ip == "10.10"
-    assert loaded.config.launch.env == {"A": "1e-5", "B": "010", "C": "true", "D": ""}
-    assert loaded.config.gpu_ids == "0"
-
-
 def test_single_variables_are_added_to_those_of_the_file():
+    said = read("main_process_ip: 10.10\nlaunch:\n  env: {A: 1e-5, B: 010, C: true, D: ''}\n").config
+    assert said.main_process_ip == "10.10"  # texts stay as they are spelled
+    assert said.launch.env == {"A": "1e-5", "B": "010", "C": "true", "D": ""}
     loaded = read("launch: {env: {A: 1}}\n", overrides=["launch.env.B=x=y", "launch.env.A=2"])
     assert loaded.config.launch.env == {"A": "2", "B": "x=y"}
     assert loaded.origins["launch", "env"].text == "command line"

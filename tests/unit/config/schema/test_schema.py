@@ -2,19 +2,14 @@
 
 import pytest
 
-from fsdplaunch.config.environment import decode, encode
 from fsdplaunch.config.names import find_key, key_named, key_prefix, spellings
-from fsdplaunch.config.resolve import resolve
-from fsdplaunch.config.schema.config import all_keys, build_config, keys_by_path, section_classes
+from fsdplaunch.config.schema.config import all_keys, keys_by_path, section_classes
 from fsdplaunch.config.schema.kinds import PATTERN, alternatives
 
 
-def test_every_key_has_its_own_variable():
+def test_every_key_has_its_own_variable_and_a_text_of_sentences():
     variables = [spec.env for spec in all_keys()]
     assert len(set(variables)) == len(variables)
-
-
-def test_every_key_has_a_text_of_sentences():
     for spec in all_keys():
         assert spec.key.text.endswith(".")
         assert "  " not in spec.key.text
@@ -54,16 +49,6 @@ def test_a_name_without_its_section_means_one_key():
     for name, specs in spelled.items():
         assert len(specs) == 1 or len([spec for spec in specs if spec.name == name]) == 1, (name, specs)
         assert key_named(name) in specs
-
-
-def test_every_named_choice_reaches_the_worker():
-    for spec in all_keys():
-        for choice in spec.key.kind.choices:
-            value = spec.key.kind.parse(choice)
-            config = resolve(build_config({spec.path: value}))
-            assert decode(encode(config)) == config
-            if spec.default is not None and value != spec.default:
-                assert encode(config)[spec.env] == spec.key.kind.write(value)
 
 
 def test_names_are_read_in_any_case_and_by_code():

@@ -44,11 +44,6 @@ def test_a_strategy_becomes_reshard_and_mesh(strategy, reshard, mesh, key):
     assert "fsdp_sharding_strategy:" not in converted.text
 
 
-def test_mesh_sizes_that_are_said_stay():
-    text = version_1("HYBRID_SHARD", "parallelism_config:\n  parallelism_config_dp_replicate_size: 4\n")
-    assert mesh_sizes(load(to_fsdp2(text).text).config, 8)[:2] == (4, 2)
-
-
 def test_every_key_of_version_1_is_named_with_its_consequence():
     text = version_1(
         "FULL_SHARD",
@@ -83,7 +78,9 @@ def test_comments_and_order_stay():
     assert "fsdp_offload_params: true  # slow\n" in converted.text
 
 
-def test_a_file_for_version_2_comes_back_as_it_is():
+def test_a_file_for_version_2_comes_back_as_it_is_and_so_do_mesh_sizes():
+    said = version_1("HYBRID_SHARD", "parallelism_config:\n  parallelism_config_dp_replicate_size: 4\n")
+    assert mesh_sizes(load(to_fsdp2(said).text).config, 8)[:2] == (4, 2)
     text = "# mine\nfsdp_config: {fsdp_version: 2}\n"
     assert to_fsdp2(text).text == text
     assert to_fsdp2(text).changes == ()
