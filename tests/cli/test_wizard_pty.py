@@ -66,8 +66,6 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     for question in ("What is sharded?", "Which dtype computes?", "What is one unit?"):
         child.expect_exact(question)
         child.send(ENTER)
-    child.expect_exact("Where do checkpoints go?")
-    child.send(ENTER)
     child.expect_exact("Any other setting?")
     child.send(ENTER)
     child.expect_exact("fsdp.yaml (new)")
