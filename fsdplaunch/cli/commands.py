@@ -185,7 +185,7 @@ def merge_weights(
     app,
     "estimate",
     epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
-    "--seq-len 4096; fsdplaunch estimate train.py:build_model --exact.",
+    "--seq-len 4096; fsdplaunch estimate train.py:build_model.",
 )
 def estimate(
     source: Annotated[
@@ -203,7 +203,6 @@ def estimate(
     batch_size: Annotated[int, whole("--batch-size", 1, 2**24, "Sequences per rank and step")] = 1,
     seq_len: Annotated[int | None, whole("--seq-len", 1, 2**30, "Tokens of each sequence")] = None,
     optimizer: Annotated[str, takes("NAME", "adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")] = "adamw",
-    exact: Annotated[bool, flag("--exact", "Shard the model and trace one step (needs torch)")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits into memory.
@@ -284,7 +283,7 @@ def tune(
         list[str] | None,
         takes("KEY=V1,V2", "Try these values, and only keys that are named so", "--try"),
     ] = None,
-    steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a first launch")] = 10,
+    steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a launch")] = 10,
     limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,
     memory: Annotated[int | None, size("--memory", "What a worker may need [default: the GPU's memory]")] = None,
     precision: Annotated[bool, flag("--allow-precision", "Try other dtypes too")] = False,

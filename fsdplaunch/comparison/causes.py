@@ -18,13 +18,9 @@ class Cause:
 
 
 def find_cause(first: Difference, plain: RunFacts, sharded: RunFacts, dtype: str | None) -> Cause:
-    """Return the cause that fits; the last is one that cannot be excluded.
+    """Return the cause that fits where two runs part; the last is one that cannot be excluded.
 
-    Args:
-        first: Where the runs part.
-        plain: Of one process.
-        sharded: Of the workers.
-        dtype: Of the sharded run's parameters in computation; None for their own.
+    The workers' parameters are in `dtype` in computation; None for their own.
     """
     if first.step == 0:
         return Cause(
@@ -162,12 +158,6 @@ def rounding(first: Difference, plain: RunFacts, sharded: RunFacts, changed: Run
 
     It must have gone as far at every step until the runs part, not only there: something else that is computed
     over workers shows in full at the step that it is in, and rounding grows from nothing.
-
-    Args:
-        first: Where the runs part.
-        plain: Of one process.
-        sharded: Of the workers.
-        changed: Of one process that began with weights changed in their last digits.
     """
     theirs, own = distances(plain, sharded), distances(plain, changed)
     if len(plain.steps) > len(changed.steps):

@@ -28,11 +28,7 @@ _OF_A_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance that nothing or everything meets.
-
-    Raises:
-        UsageError: It is not above 0 and finite.
-    """
+    """Refuse a tolerance that nothing or everything meets."""
     if not (math.isfinite(tolerance) and tolerance > 0):
         msg = f"--tolerance must be a number above 0, got {tolerance}"
         raise UsageError(msg, hint="1e-4 is the default")
@@ -56,11 +52,7 @@ def recording(plan: LaunchPlan) -> Iterator[None]:
 
 
 def run_plain(plan: LaunchPlan, out: Output) -> None:
-    """Run the script in one process, as plain python does, and record it.
-
-    Raises:
-        LaunchError: It failed, or made no step.
-    """
+    """Run the script in one process, as plain python does, and record it."""
     target = plan.target
     out.say(f"  running {target.name} in one process, then over {plan.workers} workers")
     status = _run_alone(plan, {})
@@ -92,11 +84,7 @@ def _no_step(plan: LaunchPlan, where: str) -> LaunchError:
 
 
 def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
-    """Compare both records, say what came of it, and return the exit status.
-
-    Raises:
-        LaunchError: The workers made no step.
-    """
+    """Compare both records, say what came of it, and return the exit status."""
     folder = Path(plan.env[COMPARE_DIR])
     plain, sharded = read_run(folder, 0), read_run(folder, plan.workers)
     if plain is None or sharded is None:

@@ -127,48 +127,35 @@ def _is_shard(tensor: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class Step:
-    """What went before one optimizer step.
+    """What went before one optimizer step."""
 
-    Attributes:
-        losses: The values that backward was called on; each rank's by its part of what a mean is over.
-        line: Of the script, where backward was called last.
-        rows: Rows of the first batch, by the first tensor that a module was given.
-        content: The sum of that tensor.
-        draws: Whether random numbers were drawn between forward and backward.
-        random: A digest of the random generators at the backward: equal where a process has drawn the same so far.
-        gradients: For each parameter the sum of its squared gradient here, and whether others have more of it.
-    """
-
+    # the values that backward was called on; each rank's by its part of what a mean is over
     losses: list[float] = field(default_factory=list)
-    line: str = ""
-    rows: int | None = None
-    content: float = 0.0
-    draws: bool = False
+    line: str = ""  # of the script, where backward was called last
+    rows: int | None = None  # rows of the first batch, by the first tensor that a module was given
+    content: float = 0.0  # the sum of that tensor
+    draws: bool = False  # whether random numbers were drawn between forward and backward
+    # a digest of the random generators at the backward: equal where a process has drawn the same so far
     random: str = ""
+    # for each parameter the sum of its squared gradient here, and whether others have more of it
     gradients: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
 
 class Recorder:
-    """One process's record.
-
-    Attributes:
-        steps: In their order, over all optimizers.
-        start: For each parameter the sum of its squares here before the first step, and whether others have more.
-        layers: Those that computed something else with another batch, at the first step.
-        models: The trained models.
-        count: What to call after a step that no optimizer of torch's makes.
-    """
+    """One process's record."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[Step] = []  # in their order, over all optimizers
+        # Before the first step: each parameter's sum of squares here, and whether others have more; layers that
+        # compute something else with another batch.
         self.start: dict[str, tuple[float, bool]] = {}
         self.layers: list[str] = []
         self.models = NamedModels()
+        self.count: Callable[[Any], None] = lambda _: None  # after a step that no optimizer of torch's makes
         self._now = Step()
         self._state: torch.Tensor | None = None
         self._depth = 0
         self._built = False
-        self.count: Callable[[Any], None] = lambda _: None
 
     def install(self) -> None:
         """Begin to record, until the process ends."""
@@ -259,14 +246,10 @@ class Recorder:
 
 
 class LastDigits:
-    """Changes each parameter of a process once, up or down by the rounding of its dtype, by chance of its own.
-
-    Attributes:
-        changed: The parameters, by id; kept alive, so that no id returns.
-    """
+    """Changes each parameter of a process once, up or down by the rounding of its dtype, by chance of its own."""
 
     def __init__(self) -> None:
-        self.changed: dict[int, nn.Parameter] = {}
+        self.changed: dict[int, nn.Parameter] = {}  # by id; kept alive, so that no id returns
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def before_forward(self, module: nn.Module, _args: tuple[Any, ...]) -> None:

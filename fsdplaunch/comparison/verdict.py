@@ -12,57 +12,35 @@ from fsdplaunch.run_dir import COMPARED_PLAIN, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """One optimizer step of one run.
+    """One optimizer step of one run."""
 
-    Attributes:
-        losses: The values backward was called on; the mean over the workers.
-        totals: The same, summed over the workers.
-        norm: Of all gradients together.
-        norms: Of each parameter's gradient.
-        rows: Rows of the first batch on each process; None where no tensor was seen.
-        contents: The sum of the first batch on each process.
-        draws: Whether random numbers were drawn in the forward pass.
-        random: What each process has drawn so far, as a digest.
-        line: Of the script's backward.
-    """
-
-    losses: tuple[float, ...]
-    totals: tuple[float, ...]
-    norm: float
-    norms: Mapping[str, float]
-    rows: tuple[int | None, ...]
-    contents: tuple[float, ...]
-    draws: bool
-    line: str
-    random: tuple[str, ...] = ()
+    losses: tuple[float, ...]  # the values backward was called on; the mean over the workers
+    totals: tuple[float, ...]  # the same, summed over the workers
+    norm: float  # of all gradients together
+    norms: Mapping[str, float]  # of each parameter's gradient
+    rows: tuple[int | None, ...]  # rows of the first batch on each process; None where no tensor was seen
+    contents: tuple[float, ...]  # the sum of the first batch on each process
+    draws: bool  # whether random numbers were drawn in the forward pass
+    line: str  # of the script's backward
+    random: tuple[str, ...] = ()  # what each process has drawn so far, as a digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What one run computed.
+    """What one run computed."""
 
-    Attributes:
-        steps: In their order.
-        start: The norm of each parameter before the first step.
-        layers: Layers that compute something else with another batch.
-        parameters: How far each final parameter is from the plain run's; None where that has no such parameter.
-        told: What the run said to differ from one process.
-    """
-
-    steps: Sequence[StepFacts]
-    start: Mapping[str, float]
-    layers: Sequence[str]
+    steps: Sequence[StepFacts]  # in their order
+    start: Mapping[str, float]  # the norm of each parameter before the first step
+    layers: Sequence[str]  # layers that compute something else with another batch
+    # how far each final parameter is from the plain run's; None where that has no such parameter
     parameters: Mapping[str, float | None]
-    told: Sequence[str] = ()
+    told: Sequence[str] = ()  # what the run said to differ from one process
 
 
 def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFacts | None:
-    """Return what a run computed; None when not all of its processes wrote a record with a step.
+    """Return what so many workers computed, or 0: one process, into the file `alone`.
 
-    Args:
-        folder: Of the comparison.
-        workers: How many took part; 0 for one plain process.
-        alone: The file of that process.
+    None when not all processes wrote a record with a step.
     """
     names = [f"rank{rank}.json" for rank in range(workers)] or [alone]
     records = [read_json(folder / name) for name in names]
@@ -126,47 +104,29 @@ _NOISE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where two runs part first.
+    """Where two runs part first."""
 
-    Attributes:
-        step: From 1; 0 before the first; None for the final parameters.
-        what: `loss`, `gradient norm`, `number of steps`, or `initial`, `gradient of`, `parameter` and a name.
-        plain: The value in one process.
-        sharded: The value over the workers.
-        by: Relative difference; infinite where there is nothing to compare with.
-    """
-
-    step: int | None
-    what: str
-    plain: float | None
-    sharded: float | None
-    by: float
+    step: int | None  # from 1; 0 before the first; None for the final parameters
+    what: str  # `loss`, `gradient norm`, `number of steps`, or `initial`, `gradient of`, `parameter` and a name
+    plain: float | None  # the value in one process
+    sharded: float | None  # the value over the workers
+    by: float  # relative difference; infinite where there is nothing to compare with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What comparing showed.
+    """What comparing showed."""
 
-    Attributes:
-        first: Where the runs part; None when they are equal.
-        largest: The largest relative difference of a loss or a norm.
-        parameters: How many final parameters were compared, and by how much they differ at most.
-        noise: Parameters left out, because their gradients are rounding.
-    """
-
-    first: Difference | None
-    largest: float
-    parameters: tuple[int, float]
-    noise: tuple[str, ...]
+    first: Difference | None  # where the runs part; None when they are equal
+    largest: float  # the largest relative difference of a loss or a norm
+    parameters: tuple[int, float]  # how many final parameters were compared, and by how much they differ at most
+    noise: tuple[str, ...]  # parameters left out, because their gradients are rounding
 
 
 def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
     """Compare two runs in the order in which they compute: initial weights, then each step, then the end.
 
-    Args:
-        plain: Of one process.
-        sharded: Of the workers.
-        tolerance: Relative; what is farther apart is different.
+    What is farther apart than the relative tolerance is different.
     """
     sharded = added_up(plain, sharded, tolerance)
     noise = tuple(name for name in plain.start if _is_noise(name, plain) and _is_noise(name, sharded))
@@ -193,9 +153,7 @@ def compare(plain: RunFacts, sharded: RunFacts, tolerance: float) -> Verdict:
 def distances(plain: RunFacts, other: RunFacts) -> list[float]:
     """Return how far a run is from the plain one at most, at each step, and last in the final parameters.
 
-    Args:
-        plain: Of one process.
-        other: Of the workers, or of another process; with the sums of their losses where these are `added_up`.
+    The workers' has the sums of their losses where these are `added_up`.
     """
     pairs = zip(plain.steps, other.steps, strict=False)
     far = [max(each.by for each in _of_step(number, *pair)) for number, pair in enumerate(pairs, start=1)]

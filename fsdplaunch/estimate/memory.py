@@ -1,6 +1,6 @@
 """Count the bytes that one rank needs: parameters, gradients, optimizer, gathered units, activations.
 
-Activations are an approximation for the families of `families`; the exact way is to trace the step.
+Activations are an approximation for the families of `families`.
 """
 
 from collections.abc import Mapping
@@ -21,53 +21,29 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """Everything that decides how many bytes a rank needs, beside the model.
+    """Everything that decides how many bytes a rank needs, beside the model."""
 
-    Attributes:
-        strategy: Name of the sharding strategy, for people.
-        world: Ranks over all nodes.
-        per_node: Ranks on each node.
-        shards: Ranks that one replica of the model is sharded over; those that split sequences count, too.
-        tensor: Ranks that split each layer.
-        context: Ranks that split each sequence.
-        keeps: After forward gathered parameters are freed (0), kept (1), or kept split over so many ranks.
-        version: Of FSDP.
-        master: Bytes per element of what is kept; 0 for the model's own.
-        compute: Bytes per element of what is gathered and computed with; 0 for that of what is kept.
-        reduce: Bytes per element of gradients as they are summed; 0 for the dtype of the computation.
-        offload: Whether what is kept lies in host memory.
-        checkpoint_every: Every so many blocks one is computed again in backward; 0 for none.
-        checkpoint_offload: Whether checkpointed inputs wait in host memory.
-        async_save: Whether saves copy what is kept to host memory first.
-        optimizer: Its name.
-        whole: Whether the whole model is one unit.
-        batch_size: Sequences per rank and step.
-        length: Tokens of each.
-        on_gpu: Whether the run computes on GPUs.
-        ram_efficient: Whether only one rank of a node reads weights.
-    """
-
-    strategy: str
-    world: int
-    per_node: int
-    shards: int
-    tensor: int = 1
-    context: int = 1
-    keeps: int = 0
-    version: int = 2
-    master: int = 0
-    compute: int = 0
-    reduce: int = 0
-    offload: bool = False
-    checkpoint_every: int = 0
-    checkpoint_offload: bool = False
-    async_save: bool = False
-    optimizer: str = "adamw"
-    whole: bool = False
-    batch_size: int = 1
-    length: int = LENGTH
-    on_gpu: bool = True
-    ram_efficient: bool = True
+    strategy: str  # name of the sharding strategy, for people
+    world: int  # ranks over all nodes
+    per_node: int  # ranks on each node
+    shards: int  # ranks that one replica of the model is sharded over; those that split sequences count, too
+    tensor: int = 1  # ranks that split each layer
+    context: int = 1  # ranks that split each sequence
+    keeps: int = 0  # after forward gathered parameters are freed (0), kept (1), or kept split over so many ranks
+    version: int = 2  # of FSDP
+    master: int = 0  # bytes per element of what is kept; 0 for the model's own
+    compute: int = 0  # bytes per element of what is gathered and computed with; 0 for that of what is kept
+    reduce: int = 0  # bytes per element of gradients as they are summed; 0 for the dtype of the computation
+    offload: bool = False  # whether what is kept lies in host memory
+    checkpoint_every: int = 0  # every so many blocks one is computed again in backward; 0 for none
+    checkpoint_offload: bool = False  # whether checkpointed inputs wait in host memory
+    async_save: bool = False  # whether saves copy what is kept to host memory first
+    optimizer: str = "adamw"  # its name
+    whole: bool = False  # whether the whole model is one unit
+    batch_size: int = 1  # sequences per rank and step
+    length: int = LENGTH  # tokens of each
+    on_gpu: bool = True  # whether the run computes on GPUs
+    ram_efficient: bool = True  # whether only one rank of a node reads weights
 
     @property
     def replicas(self) -> int:
@@ -79,11 +55,6 @@ class TrainingSetup:
         """Return the most ranks that one replica can be sharded over; those that split layers count once."""
         return max(self.world // self.tensor, 1)
 
-    @property
-    def tokens(self) -> int:
-        """Return the tokens per rank and step."""
-        return self.batch_size * self.length
-
     def widths(self, sizes: ModelSizes) -> tuple[int, int, int]:
         """Return bytes per element of what is kept, computed with, and summed over ranks, for this model."""
         master = self.master or sizes.itemsize
@@ -94,11 +65,7 @@ class TrainingSetup:
 def training_setup(
     config: Config, *, world: int, per_node: int, batch_size: int, length: int, optimizer: str, on_gpu: bool
 ) -> TrainingSetup:
-    """Take from a configuration what memory depends on; the arguments are those of `TrainingSetup`.
-
-    Raises:
-        UsageError: The mesh does not fit the ranks, or the optimizer is not known.
-    """
+    """Take from a configuration what memory depends on; the arguments are those of `TrainingSetup`."""
     if optimizer not in STATES:
         msg = f"the optimizer {optimizer!r} is not known"
         raise UsageError(msg, hint=f"one of {', '.join(STATES)}")
@@ -165,42 +132,29 @@ def alternatives(yours: TrainingSetup) -> list[TrainingSetup]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Attributes:
-        block: Kept by one block that is not checkpointed.
-        kept: Kept by all blocks from forward to backward.
-        logits: Output and loss, at the end of forward.
-        loss: What the loss's backward adds to that.
-    """
-
-    block: int = 0
-    kept: int = 0
-    logits: int = 0
-    loss: int = 0
-
-
-_STEPS_OF_GELU = 5
-"""Tensors that gelu written out (0.5 x (1 + tanh(...))) saves."""
+    block: int = 0  # kept by one block that is not checkpointed
+    kept: int = 0  # kept by all blocks from forward to backward
+    logits: int = 0  # output and loss, at the end of forward
+    loss: int = 0  # what the loss's backward adds to that
 
 
 def activations_of(shape: ActivationShape, setup: TrainingSetup, width: int) -> Activations:
     """Count activations that are computed in `width` bytes per element."""
-    tokens, inside = setup.tokens, setup.tokens // setup.context
+    tokens = setup.batch_size * setup.length
+    inside = tokens // setup.context
     h, q, kv = shape.hidden, shape.heads // setup.tensor, shape.keys // setup.tensor
     in_fp32 = FP32 + width if width < FP32 else 2 * width  # a norm that is computed step by step
-    norm = in_fp32 * h if shape.full_norm else width * h
-    ffn = shape.ffn // setup.tensor * (4 if shape.gated else _STEPS_OF_GELU if shape.composite else 2)
     per_token = (
-        shape.norms * norm
+        shape.norms * in_fp32 * h
         + (in_fp32 * (q + kv) if shape.head_norms else 0)
-        + width * (2 * h + 2 * q + 2 * kv + ffn)
-        + shape.dropout * h * (width + 1)
+        + width * (2 * h + 2 * q + 2 * kv + 4 * (shape.ffn // setup.tensor))
     )
     # Attention weights, where they are kept: scores, softmax, what dropout makes of it.
     eager = shape.eager // (setup.tensor * setup.context)
     each = FP32 + (width if width < FP32 else 0) + 2 * width if shape.capped else width + 2
-    block = round(inside * per_token) + setup.batch_size * eager * setup.length * setup.length * each
+    block = inside * per_token + setup.batch_size * eager * setup.length * setup.length * each
     entry = tokens * h * width
     again = shape.layers // setup.checkpoint_every if setup.checkpoint_every else 0
     kept = (shape.layers - again) * block
@@ -227,25 +181,15 @@ MOMENTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """What a run needs.
+    """What a run needs."""
 
-    Attributes:
-        setup: The run.
-        moments: Bytes on the GPU at each moment, by what they are for.
-        context: Bytes that the GPU's driver and libraries take on top.
-        host: Bytes per rank in host memory while training: what is offloaded, and the copy of an async save.
-        loading: Bytes per node in host memory while weights are read.
-        building: The same where each rank builds the whole model, as a script of its own does.
-        checkpoint: Bytes of one checkpoint, over all files.
-    """
-
-    setup: TrainingSetup
-    moments: Mapping[str, Mapping[str, int]]
-    context: int
-    host: int
-    loading: int
-    building: int
-    checkpoint: int
+    setup: TrainingSetup  # the run
+    moments: Mapping[str, Mapping[str, int]]  # bytes on the GPU at each moment, by what they are for
+    context: int  # bytes that the GPU's driver and libraries take on top
+    host: int  # bytes per rank in host memory while training: what is offloaded, and the copy of an async save
+    loading: int  # bytes per node in host memory while weights are read
+    building: int  # the same where each rank builds the whole model, as a script of its own does
+    checkpoint: int  # bytes of one checkpoint, over all files
 
     @property
     def moment(self) -> str:

@@ -46,17 +46,11 @@ class TensorSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
-    """Tensors that are gathered together, as often as the model repeats them.
+    """Tensors that are gathered together, as often as the model repeats them."""
 
-    Attributes:
-        name: Prefix of the tensors' names; empty for the model itself.
-        count: How many such units there are.
-        tensors: The tensors of one of them, and how many there are of each kind.
-    """
-
-    name: str
-    count: int
-    tensors: tuple[tuple[TensorSize, int], ...]
+    name: str  # prefix of the tensors' names; empty for the model itself
+    count: int  # how many such units there are
+    tensors: tuple[tuple[TensorSize, int], ...]  # the tensors of one of them, and how many there are of each kind
 
     @property
     def parameters(self) -> int:
@@ -82,21 +76,13 @@ class UnitSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """A model.
+    """A model."""
 
-    Attributes:
-        source: Where the sizes come from, in words.
-        root: What belongs to no repeated block: embeddings, head, last norm.
-        blocks: The repeated blocks, one entry per kind.
-        itemsize: Bytes per element of most parameters.
-        names: Every tensor by its full name.
-    """
-
-    source: str
-    root: UnitSize
-    blocks: tuple[UnitSize, ...]
-    itemsize: int
-    names: Mapping[str, TensorSize]
+    source: str  # where the sizes come from, in words
+    root: UnitSize  # what belongs to no repeated block: embeddings, head, last norm
+    blocks: tuple[UnitSize, ...]  # the repeated blocks, one entry per kind
+    itemsize: int  # bytes per element of most parameters
+    names: Mapping[str, TensorSize]  # every tensor by its full name
 
     @property
     def parameters(self) -> int:
@@ -117,16 +103,11 @@ class ModelSizes:
 def model_sizes(
     tensors: Mapping[str, TensorSize], source: str, *, prefixes: tuple[str, ...] | None = None
 ) -> ModelSizes:
-    """Sort tensors into the model's repeated blocks and the rest.
-
-    Args:
-        tensors: By full name.
-        source: Where they come from, in words.
-        prefixes: Names of the blocks; found by repetition when left out.
-    """
+    """Sort tensors into the model's repeated blocks, of these names or found by repetition, and the rest."""
     if prefixes is None:
         groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
-        prefixes = tuple(f"{group.prefix}.{number}" for group in groups for number in range(group.count))
+        names = (f"{group.prefix}.{number}" for group in groups for number in range(group.count))
+        prefixes = tuple(name.lstrip(".") for name in names)  # a model may be a list itself
     members: dict[str, list[TensorSize]] = {prefix: [] for prefix in prefixes}
     root: list[TensorSize] = []
     widths: Counter[int] = Counter()
@@ -209,15 +190,10 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model.
+    """A model."""
 
-    Attributes:
-        sizes: Its tensors.
-        shape: What its activations depend on; None where that is not known.
-    """
-
-    sizes: ModelSizes
-    shape: ActivationShape | None
+    sizes: ModelSizes  # its tensors
+    shape: ActivationShape | None  # what its activations depend on; None where that is not known
 
 
 def describe(config: Mapping[str, Any], *, source: str) -> Model:
@@ -229,15 +205,14 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        msg = f"{source}: the model type {kind!r} is not known to the quick estimate"
-        hint = "use --exact, which builds the model, or name a function that does: script.py:build_model"
+        msg = f"{source}: the model type {kind!r} is not known"
+        hint = "give its folder of weights, or name a function that builds it: script.py:build_model"
         raise UsageError(msg, hint=f"{hint}; known are {', '.join(sorted(FAMILIES))}")
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    head = "none" if name.endswith("Model") and not name.endswith("LMHeadModel") else "lm"
-    head = "classify" if name.endswith("ForSequenceClassification") else head
+    has_head = not name.endswith(("Model", "Classification")) or name.endswith("LMHeadModel")
     try:
-        shapes, shape, lists = family(ConfigNumbers(config, source), head=head)
+        shapes, shape, lists = family(ConfigNumbers(config, source), has_head=has_head)
     except UsageError:
         raise
     except (TypeError, ValueError, ZeroDivisionError) as error:

@@ -17,7 +17,6 @@ from fsdplaunch.estimate.memory import (
     verdict_of,
 )
 from fsdplaunch.estimate.model import Model
-from fsdplaunch.estimate.trace_client import StepTrace
 
 _MOST_RANKS = 65_536
 _LARGEST_BATCH = 1 << 20
@@ -134,7 +133,7 @@ def _first(holds: Callable[[int], bool], limit: int) -> int | None:
     return high
 
 
-def _notes(model: Model, need: MemoryNeed, host_memory: int | None, *, exact: bool) -> Iterator[str]:
+def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[str]:
     """Yield what should be known about the numbers of the configured way to shard."""
     setup, shape = need.setup, model.shape
     if need.context:
@@ -147,54 +146,33 @@ def _notes(model: Model, need: MemoryNeed, host_memory: int | None, *, exact: bo
     if setup.shards > rows and setup.version != 1:
         yield f"no tensor has {setup.shards} rows: some ranks hold nothing"
     if shape is None:
-        why = "the traced step alone has them" if exact else "there is no config.json of a known model type"
-        yield f"activations are not counted in the table: {why}"
+        yield "activations are not counted: there is no config.json of a known model type"
     elif 0 < shape.max_length < setup.length:
         yield f"sequences of {setup.length} are longer than the model's {shape.max_length}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """An estimate.
+    """An estimate."""
 
-    Attributes:
-        title: Model and configuration, in words.
-        words: Parameters, blocks and where they were counted, in words.
-        model: The model.
-        setup: The run as configured.
-        memory: Of one GPU, in bytes; None when it is not known.
-        memory_from: Where that number comes from.
-        host_memory: Of this machine, in bytes; None when unknown or when the run is elsewhere.
-        exact: The traced step, when one was traced.
-        said_first: Notes.
-        needs: Of the ways to shard, the configured one first.
-    """
-
-    title: str
-    words: str
-    model: Model
-    setup: TrainingSetup
-    memory: int | None = None
-    memory_from: str = ""
-    host_memory: int | None = None
-    exact: StepTrace | None = None
-    said_first: Sequence[str] = ()
-    needs: Sequence[MemoryNeed] = field(init=False)
+    title: str  # model and configuration, in words
+    words: str  # parameters, blocks and where they were counted, in words
+    model: Model  # the model
+    setup: TrainingSetup  # the run as configured
+    memory: int | None = None  # of one GPU, in bytes; None when it is not known
+    memory_from: str = ""  # where that number comes from
+    host_memory: int | None = None  # of this machine, in bytes; None when unknown or when the run is elsewhere
+    said_first: Sequence[str] = ()  # notes
+    needs: Sequence[MemoryNeed] = field(init=False)  # of the ways to shard, the configured one first
 
     def __post_init__(self) -> None:
         needs = [memory_need(self.model, setup) for setup in (self.setup, *alternatives(self.setup))]
         object.__setattr__(self, "needs", needs)
 
     @property
-    def gpu(self) -> int:
-        """Return bytes of a GPU in use at the peak of the configured run; what was traced counts more."""
-        need = self.needs[0]
-        return need.gpu if self.exact is None else self.exact.total + need.context
-
-    @property
     def verdict(self) -> Verdict:
         """Return whether the configured run fits."""
-        return verdict_of(self.gpu, self.memory)
+        return verdict_of(self.needs[0].gpu, self.memory)
 
     @property
     def fewest(self) -> int | None:
@@ -208,18 +186,11 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return what should be known about the numbers."""
-        own = _notes(self.model, self.needs[0], self.host_memory, exact=self.exact is not None)
-        return [*self.said_first, *own]
+        return [*self.said_first, *_notes(self.model, self.needs[0], self.host_memory)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, all sizes in bytes; a strategy's `parts` and `context` sum to `gpu`."""
-        sizes, trace = self.model.sizes, self.exact
-        exact = trace and {
-            "allocated": trace.total,
-            "parts": dict(trace.parts),
-            "host_per_rank": trace.host,
-            "seconds": trace.seconds,
-        }
+        sizes = self.model.sizes
         strategies = [
             {
                 "name": name_of(need.setup),
@@ -259,7 +230,6 @@ class Report:
             "largest_batch": self.batch,
             "strategies": strategies,
             "changes": found,
-            "exact": exact,
             "notes": self.notes(),
         }
 
@@ -289,13 +259,6 @@ def text_report(report: Report) -> Iterator[str]:
         verdict = verdict_of(need.gpu, report.memory).replace("unknown", "")
         yield f"{name:<{wide}}{cells}{_gib(need.gpu):>8}  {', '.join(filter(None, (verdict, host)))}"
     yield ""
-    if (trace := report.exact) is not None:
-        calculated = report.needs[0].total
-        apart = 100 * (calculated / max(trace.total, 1) - 1)
-        quick = f"the quick formula says {calculated / GIB:.2f} ({apart:+.0f} %)"
-        yield f"exact: {trace.total / GIB:.2f} GiB per GPU at the peak; {quick}"
-        parts = ", ".join(f"{name} {_gib(amount)}" for name, amount in trace.parts.items() if amount)
-        yield from (f"       {parts}; traced in {trace.seconds:.0f} s", "")
     yield from _answers(report)
     if saving := changes(report.model, report.setup)[:_MOST_CHANGES]:
         yield from ("", "to change                                    saves   then    cost")
@@ -318,9 +281,9 @@ def _answers(report: Report) -> Iterator[str]:
     if memory is None:
         yield "fits?           the GPU's memory is not known here: pass --gpu-memory, for example 80GB"
     else:
-        spare = (memory - report.gpu) / GIB
+        spare = (memory - need.gpu) / GIB
         words = f"{spare:.1f} GiB to spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
-        amounts = f"{report.gpu / GIB:.1f} of {memory / GIB:.1f} GiB per GPU"
+        amounts = f"{need.gpu / GIB:.1f} of {memory / GIB:.1f} GiB per GPU"
         yield f"{report.verdict:<15} {amounts} ({report.memory_from}), {words}"
     yield f"peak            {MOMENTS[need.moment]}"
     if memory is not None:

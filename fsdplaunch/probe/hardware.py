@@ -85,27 +85,17 @@ def _number(path: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU.
+    """One GPU."""
 
-    Attributes:
-        index: Its number in the driver's order (that of the PCI bus), whatever CUDA_VISIBLE_DEVICES says.
-        memory_bytes: Memory it has, used or not; 0 where the driver does not say.
-        compute_capability: For example `(9, 0)`.
-        busy: Processes that use it now: (process id, bytes).
-        bus_id: Its PCI address as the kernel writes it, `0000:3b:00.0`; empty where unknown.
-        bad_memory: Uncorrected memory errors since the driver was loaded.
-        is_slice: It is a part of a GPU (MIG).
-    """
-
-    index: int
+    index: int  # its number in the driver's order (that of the PCI bus), whatever CUDA_VISIBLE_DEVICES says
     name: str
-    memory_bytes: int
-    compute_capability: tuple[int, int]
+    memory_bytes: int  # memory it has, used or not; 0 where the driver does not say
+    compute_capability: tuple[int, int]  # for example `(9, 0)`
     uuid: str = ""
-    busy: tuple[tuple[int, int], ...] = ()
-    bus_id: str = ""
-    bad_memory: int = 0
-    is_slice: bool = False
+    busy: tuple[tuple[int, int], ...] = ()  # processes that use it now: (process id, bytes)
+    bus_id: str = ""  # its PCI address as the kernel writes it, `0000:3b:00.0`; empty where unknown
+    bad_memory: int = 0  # uncorrected memory errors since the driver was loaded
+    is_slice: bool = False  # it is a part of a GPU (MIG)
 
     @property
     def visible_name(self) -> str:
@@ -122,24 +112,14 @@ class Gpu:
         """Return whether it computes fp8 in hardware (sm_89 and later)."""
         return self.compute_capability >= (8, 9)
 
-    @property
-    def has_fp16(self) -> bool:
-        """Return whether it computes fp16 in hardware."""
-        return self.compute_capability >= (5, 3)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """NVIDIA's driver.
+    """NVIDIA's driver."""
 
-    Attributes:
-        version: For example `580.126`; empty without a driver.
-        cuda: The newest CUDA it runs, `(13, 0)`.
-        peers: For each pair of visible GPUs, by their names, whether one can read the other's memory.
-    """
-
-    version: str = ""
-    cuda: tuple[int, int] | None = None
+    version: str = ""  # for example `580.126`; empty without a driver
+    cuda: tuple[int, int] | None = None  # the newest CUDA it runs, `(13, 0)`
+    # for each pair of visible GPUs, by their names, whether one can read the other's memory
     peers: Mapping[tuple[str, str], bool] = field(default_factory=dict)
 
 
@@ -317,11 +297,9 @@ def count_tpu_chips(devices: Path = _DEVICES) -> int:
 
 
 def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a TPU pod's variables say of keys that nobody else sets, as KEY=VALUE.
+    """Return what a TPU pod's variables say to PyTorch/XLA of keys that nobody else sets, as KEY=VALUE.
 
-    Args:
-        environ: The launcher's. TPU_WORKER_HOSTNAMES names the hosts, or TPU_PROCESS_ADDRESSES those of all
-            processes; CLOUD_TPU_TASK_ID or TPU_WORKER_ID this one, as PyTorch/XLA reads them.
+    TPU_WORKER_HOSTNAMES names the hosts, or TPU_PROCESS_ADDRESSES those of all processes.
 
     Raises:
         MachineError: They name several hosts, and not which of them this is.
@@ -345,21 +323,14 @@ def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """This machine, as a worker started from here would see it.
+    """This machine, as a worker started from here would see it."""
 
-    Attributes:
-        gpus: GPUs CUDA would show, in its order.
-        cpu_count: Processors this process may use (affinity and cgroup quota).
-        memory_bytes: Host memory it may use (installed, or the cgroup's limit); None where unknown.
-        has_amd: There is a driver of AMD's GPUs, which are not counted.
-        notes: What the reader should know about how this was found.
-    """
-
-    gpus: tuple[Gpu, ...] = ()
-    cpu_count: int = 1
+    gpus: tuple[Gpu, ...] = ()  # GPUs CUDA would show, in its order
+    cpu_count: int = 1  # processors this process may use (affinity and cgroup quota)
+    # host memory it may use (installed, or the cgroup's limit); None where unknown
     memory_bytes: int | None = None
-    has_amd: bool = False
-    notes: tuple[str, ...] = ()
+    has_amd: bool = False  # there is a driver of AMD's GPUs, which are not counted
+    notes: tuple[str, ...] = ()  # what the reader should know about how this was found
 
     @property
     def gpu_memory_bytes(self) -> int | None:

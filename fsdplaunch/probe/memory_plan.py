@@ -22,32 +22,20 @@ _BLOCKS_AT_ONCE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """A way to shard, as far as memory depends on it.
+    """A way to shard, as far as memory depends on it."""
 
-    Attributes:
-        ranks: Ranks that one replica of the model is sharded over.
-        compute: Value of mixed_precision: no, bf16, fp16 or fp8.
-        reshard: Whether gathered blocks are freed after forward.
-        offload: Whether what is kept lives in host memory.
-    """
-
-    ranks: int
-    compute: str = "no"
-    reshard: bool = True
-    offload: bool = False
+    ranks: int  # ranks that one replica of the model is sharded over
+    compute: str = "no"  # value of mixed_precision: no, bf16, fp16 or fp8
+    reshard: bool = True  # whether gathered blocks are freed after forward
+    offload: bool = False  # whether what is kept lives in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes each rank needs before activations.
+    """Bytes each rank needs before activations."""
 
-    Attributes:
-        gpu: On the GPU.
-        host: In host memory: what is kept, where it is offloaded.
-    """
-
-    gpu: int
-    host: int
+    gpu: int  # on the GPU
+    host: int  # in host memory: what is kept, where it is offloaded
 
 
 def kept_bytes(elements: int, itemsize: int, optimizer: str = "adamw") -> dict[str, int]:
@@ -57,11 +45,7 @@ def kept_bytes(elements: int, itemsize: int, optimizer: str = "adamw") -> dict[s
 
 
 def plan_memory(model: ModelFacts, sharding: Sharding) -> MemoryPlan:
-    """Return what each rank needs for training with Adam.
-
-    Raises:
-        UsageError: The number of parameters is not known.
-    """
+    """Return what each rank needs for training with Adam."""
     if model.parameters is None:
         msg = "the number of parameters is not known"
         raise UsageError(msg, hint="give it, for example --params 8b")

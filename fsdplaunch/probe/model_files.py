@@ -23,29 +23,19 @@ _MOST_DIGITS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedBlocks:
-    """One run of repeated blocks.
+    """One run of repeated blocks."""
 
-    Attributes:
-        prefix: Name of the list, without the number: `model.layers`.
-        count: How many there are.
-        parameters_each: Parameters of the largest.
-        parameters: Parameters of all.
-    """
-
-    prefix: str
-    count: int
-    parameters_each: int
-    parameters: int
+    prefix: str  # name of the list, without the number: `model.layers`
+    count: int  # how many there are
+    parameters_each: int  # parameters of the largest
+    parameters: int  # parameters of all
 
 
 def find_blocks(counts: Mapping[str, int]) -> tuple[RepeatedBlocks, ...]:
-    """Return the outermost lists whose members are mostly alike, largest share of the parameters first.
+    """Return the outermost lists of named tensors whose members are mostly alike, largest share first.
 
     A list counts when its numbers run from 0 and at least half of its members hold the same names. A list of
     unlike stages (a convolution network's) is looked into instead.
-
-    Args:
-        counts: Parameters per tensor, by the tensor's full name.
     """
     found = _search(counts, "")
     return tuple(sorted(found, key=lambda group: (-group.parameters, group.prefix)))
@@ -78,25 +68,16 @@ _NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model on disk, or a given size.
+    """A model on disk, or a given size."""
 
-    Attributes:
-        folder: Where it lies; None for a size that was only named.
-        parameters: Number of parameters, buffers that were saved included; None where only a size is known.
-        size_bytes: Bytes of the weight files.
-        dtypes: Parameters per dtype, most first.
-        blocks: The repeated blocks, largest share first.
-        unit: Parameters of the largest block, or of everything when nothing is repeated.
-        outside: Parameters in no repeated block: embeddings, head, last norm.
-    """
-
-    folder: Path | None = None
+    folder: Path | None = None  # where it lies; None for a size that was only named
+    # number of parameters, buffers that were saved included; None where only a size is known
     parameters: int | None = None
-    size_bytes: int = 0
-    dtypes: Mapping[str, int] = field(default_factory=dict)
-    blocks: tuple[RepeatedBlocks, ...] = ()
-    unit: int = 0
-    outside: int = 0
+    size_bytes: int = 0  # bytes of the weight files
+    dtypes: Mapping[str, int] = field(default_factory=dict)  # parameters per dtype, most first
+    blocks: tuple[RepeatedBlocks, ...] = ()  # the repeated blocks, largest share first
+    unit: int = 0  # parameters of the largest block, or of everything when nothing is repeated
+    outside: int = 0  # parameters in no repeated block: embeddings, head, last norm
 
     @property
     def dtype(self) -> str | None:
@@ -186,11 +167,7 @@ def find_model(folder: Path) -> Path | None:
 
 
 def file_header(path: Path) -> FileHeader:
-    """Return the header of a safetensors file.
-
-    Raises:
-        UsageError: It is cut short or no safetensors file.
-    """
+    """Return the header of a safetensors file."""
     try:
         return read_header(path)
     except (OSError, InvalidFileError) as error:
@@ -209,11 +186,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that a model folder's index names, or every safetensors file.
-
-    Raises:
-        UsageError: A file that the index names is not there.
-    """
+    """Return the files that a model folder's index names, or every safetensors file."""
     listed = read_index(folder)
     if not listed:
         return sorted(folder.glob("*.safetensors"))

@@ -10,29 +10,17 @@ ClusterKind = Literal["none", "slurm", "torchelastic", "mpi", "kubernetes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What the environment says about the job this process belongs to.
+    """What the environment says about the job this process belongs to."""
 
-    Attributes:
-        kind: Who started the process; none when no variable says so.
-        job_id: The scheduler's or launcher's name for the job.
-        num_nodes: Nodes in the job.
-        node_rank: This node's number, from 0.
-        gpus_on_node: GPUs the scheduler gave to this node.
-        node_list: The nodes, in the scheduler's own notation.
-        num_tasks: Processes the scheduler or launcher started in all.
-        tasks_on_node: Of those, on this node.
-        task: This process's number among them, from 0.
-    """
-
-    kind: ClusterKind = "none"
-    job_id: str | None = None
-    num_nodes: int | None = None
-    node_rank: int | None = None
-    gpus_on_node: int | None = None
-    node_list: str | None = None
-    num_tasks: int | None = None
-    tasks_on_node: int | None = None
-    task: int | None = None
+    kind: ClusterKind = "none"  # who started the process; none when no variable says so
+    job_id: str | None = None  # the scheduler's or launcher's name for the job
+    num_nodes: int | None = None  # nodes in the job
+    node_rank: int | None = None  # this node's number, from 0
+    gpus_on_node: int | None = None  # GPUs the scheduler gave to this node
+    node_list: str | None = None  # the nodes, in the scheduler's own notation
+    num_tasks: int | None = None  # processes the scheduler or launcher started in all
+    tasks_on_node: int | None = None  # of those, on this node
+    task: int | None = None  # this process's number among them, from 0
 
 
 _VARIABLES: Mapping[ClusterKind, Mapping[str, tuple[str, ...]]] = {

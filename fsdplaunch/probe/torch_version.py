@@ -21,17 +21,11 @@ PRINTING_GLOO: tuple[Numbers, ...] = ((2, 9), (2, 10))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """An installed torch that is outside of the tested range, or does not go with what else is installed.
+    """An installed torch that is outside of the tested range, or does not go with what else is installed."""
 
-    Attributes:
-        message: The installed version and what is needed, in one line.
-        hint: What to install instead.
-        is_fatal: It cannot work; a torch that is newer than the range is tried.
-    """
-
-    message: str
-    hint: str
-    is_fatal: bool
+    message: str  # the installed version and what is needed, in one line
+    hint: str  # what to install instead
+    is_fatal: bool  # it cannot work; a torch that is newer than the range is tried
 
     @property
     def note(self) -> str:
@@ -39,11 +33,7 @@ class Mismatch:
         return f"{self.message}; {self.hint}"
 
     def raise_if_fatal(self) -> None:
-        """Raise when this torch is too old.
-
-        Raises:
-            MachineError: It is.
-        """
+        """Raise when this torch is too old."""
         if self.is_fatal:
             raise MachineError(self.message, hint=self.hint)
 
@@ -124,11 +114,7 @@ def installed_mismatch() -> Mismatch | None:
 
 @cache
 def refuse_too_old() -> None:
-    """Raise where the installed torch is too old; what imports it next might fail less clearly.
-
-    Raises:
-        MachineError: It is.
-    """
+    """Raise where the installed torch is too old; what imports it next might fail less clearly."""
     if (found := installed_mismatch()) is not None:
         found.raise_if_fatal()
 

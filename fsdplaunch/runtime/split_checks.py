@@ -47,52 +47,41 @@ class FirstPass:
     def __init__(
         self, what: str, hint: str, choose: Callable[[bool], None], computes_in: torch.dtype | None
     ) -> None:
-        self.computes_in = computes_in
-        self.what = what
-        self.hint = hint
-        self.choose = choose
-        self.running = False
-        self.done = False
+        self.what, self.hint, self.choose, self.computes_in = what, hint, choose, computes_in
+        self.running = self.done = False
 
     def compare(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare once, on the first pass with gradients.
-
-        Raises:
-            ShardingError: The model computes something else when it is split, or cannot compute.
-        """
+        """Compare once, on the first pass with gradients."""
         if self.done or not torch.is_grad_enabled():
             return
         self.running = self.done = True
         try:
             with torch.no_grad(), _repeatable(model):
-                self._compare(model, args, kwargs)
+                random = torch.get_rng_state()
+                self.choose(False)
+                full = _activations(model(*args, **kwargs))
+                torch.set_rng_state(random)
+                self.choose(True)
+                split = self._split_pass(model, args, kwargs)
         finally:
             self.running = False
             self.choose(True)
-
-    def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        random = torch.get_rng_state()
-        self.choose(False)
-        full = _activations(model(*args, **kwargs))
-        torch.set_rng_state(random)
-        self.choose(True)
-        try:
-            split = _activations(model(*args, **kwargs))
-        except LaunchError:
-            raise
-        except (RuntimeError, ValueError, IndexError) as error:
-            msg = f"{script_line()}: {class_name(model)} cannot compute with {self.what}: {error}"
-            raise ShardingError(msg, hint=self._hint_for(error)) from error
         tolerance = _tolerance(model, self.computes_in)
         if len(full) != len(split) or any(map(_differ, full, split, repeat(tolerance))):
             msg = f"{script_line()}: {class_name(model)} computes something else with {self.what}"
             raise ShardingError(msg, hint=self.hint)
 
-    def _hint_for(self, error: Exception) -> str:
-        """Return what to do about an error of torch; kernels for experts want parts of whole 16 bytes."""
-        if _ALIGNMENT not in str(error):
-            return self.hint
-        return 'use smaller groups (tp_size), or experts_implementation: "eager" in the model\'s configuration'
+    def _split_pass(self, model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        try:
+            return _activations(model(*args, **kwargs))
+        except LaunchError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            msg = f"{script_line()}: {class_name(model)} cannot compute with {self.what}: {error}"
+            aligned = (
+                'use smaller groups (tp_size), or experts_implementation: "eager" in the model\'s configuration'
+            )
+            raise ShardingError(msg, hint=aligned if _ALIGNMENT in str(error) else self.hint) from error
 
 
 @contextmanager
@@ -156,12 +145,7 @@ def check_first_inputs(
 ) -> None:
     """Compare the inputs of the model's first forward over the ranks of an axis; later ones cost nothing.
 
-    Args:
-        model: Sharded.
-        axis: The ranks that split its layers or sequences.
-        device: Where this worker computes.
-        together: What they do together, for the error.
-        unless: Whether a forward is given other inputs on each rank on purpose.
+    The error says what they do `together`. `unless` says whether a forward is given other inputs on purpose.
     """
     compared = False
 
@@ -175,19 +159,15 @@ def check_first_inputs(
             facts["random numbers"] = torch.get_rng_state()
         different = unequal(facts, [axis.get_group()], device)
         if different:
-            raise _different(different[0], axis, together)
+            ranks, number = ", ".join(map(str, axis.mesh.tolist())), "RANK // (tp_size * cp_size)"
+            msg = f"ranks {ranks} {together}, and would drop out different activations"
+            hint = f"seed torch by {number}, not by RANK"
+            if different[0] == "inputs":
+                msg = f"ranks {ranks} {together}, and their inputs differ: they need the same batch"
+                hint = f"divide data by fsdplaunch.prepare(loader), or by {number}"
+            raise ShardingError(msg, hint=hint)
 
     model.register_forward_pre_hook(untraced(compare), prepend=True, with_kwargs=True)
-
-
-def _different(what: str, axis: DeviceMesh, together: str) -> ShardingError:
-    ranks = ", ".join(map(str, axis.mesh.tolist()))
-    number = "RANK // (tp_size * cp_size)"
-    if what == "inputs":
-        msg = f"ranks {ranks} {together}, and their inputs differ: they need the same batch"
-        return ShardingError(msg, hint=f"divide data by fsdplaunch.prepare(loader), or by {number}")
-    msg = f"ranks {ranks} {together}, and would drop out different activations"
-    return ShardingError(msg, hint=f"seed torch by {number}, not by RANK")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -218,43 +198,32 @@ _TOLERANCE = 1e-2
 def check_first_gradients(model: nn.Module, axis: DeviceMesh, device: torch.device) -> None:
     """Compare, before the first optimizer step, the gradients of what the ranks of an axis do not split.
 
-    Args:
-        model: Sharded.
-        axis: The ranks that split its layers.
-        device: Where this worker computes.
+    By the sum and the norm of each rank's shards.
     """
     held = weakref.ref(model)
 
+    def facts(param: nn.Parameter) -> tuple[float, float]:
+        if param.grad is None:
+            return 0.0, 0.0
+        gradient = local_tensor(param.grad).double()
+        return float(gradient.sum()), float(gradient.norm())
+
     def compare() -> None:
         sharded = held()
-        if sharded is not None:
-            _compare(sharded, axis, device)
+        named = named_parameters(sharded) if sharded is not None else ()
+        alike = {name: param for name, param in named if not splits_layer(param) and param.requires_grad}
+        if not alike:
+            return
+        mine = torch.tensor([facts(param) for param in alike.values()], dtype=torch.float64, device=device)
+        low, high = mine.clone(), mine.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=axis.get_group())
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=axis.get_group())
+        size = high[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)
+        apart = ((high - low) > _TOLERANCE * size).any(dim=1).tolist()
+        different = [name for name, differs in zip(alike, apart, strict=True) if differs]
+        if different:
+            msg = f"ranks that split layers (tp_size) have different gradients of {listed(different, 3)}"
+            style = "give its module the style replicated_with_grad_allreduce in the plan"
+            raise ShardingError(msg, hint=f"it is computed with in parts: {style}, sharding.tensor_parallel_plan")
 
     before_first_step(optimizers, compare)
-
-
-def _compare(model: nn.Module, axis: DeviceMesh, device: torch.device) -> None:
-    alike = {
-        name: param for name, param in named_parameters(model) if not splits_layer(param) and param.requires_grad
-    }
-    if not alike:
-        return
-    facts = torch.tensor([_facts(param) for param in alike.values()], dtype=torch.float64, device=device)
-    low, high = facts.clone(), facts.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=axis.get_group())
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=axis.get_group())
-    size = high[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)
-    apart = ((high - low) > _TOLERANCE * size).any(dim=1).tolist()
-    different = [name for name, differs in zip(alike, apart, strict=True) if differs]
-    if different:
-        msg = f"ranks that split layers (tp_size) have different gradients of {listed(different, 3)}"
-        hint = "it is computed with in parts: give its module the style replicated_with_grad_allreduce in the plan"
-        raise ShardingError(msg, hint=f"{hint}, sharding.tensor_parallel_plan")
-
-
-def _facts(param: nn.Parameter) -> tuple[float, float]:
-    """Return the sum and the norm of this rank's shard of a parameter's gradient."""
-    if param.grad is None:
-        return 0.0, 0.0
-    gradient = local_tensor(param.grad).double()
-    return float(gradient.sum()), float(gradient.norm())

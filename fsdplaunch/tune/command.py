@@ -1,11 +1,12 @@
 """`fsdplaunch tune`: measure which configuration is fastest here, with the user's own script, and write it."""
 
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdplaunch.cli.output import LINE_SECONDS, Output
@@ -19,7 +20,7 @@ from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_dir import PRIVATE_MODE, fresh_run_id, rank_folder, read_heartbeat, write_json
-from fsdplaunch.tune.result import TuneResult, state_words, step_words, table_lines, winner_text
+from fsdplaunch.tune.result import TuneResult, step_words, table_lines, winner_text
 from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import WARM_UP, Outcome, TrialRunner
@@ -91,9 +92,7 @@ def tune(
         guarded=not allow_writes,
     )  # fmt: skip
     limit = memory or (hardware.gpu_memory_bytes if on_gpu else None)
-    trials = _Trials(space=space, runner=runner, out=out)
-    search = Search(space=space, limit=limit, steps=steps, trial=trials.run)
-    search.changed = lambda: trials.say_new(search)
+    search = Search(space=space, limit=limit, steps=steps, trial=_trial(space, runner, out))
     began, kept, status = time.monotonic(), None, 0
     try:
         kept = search.run()
@@ -156,48 +155,36 @@ def _announce(plan: LaunchPlan, source: str, folder: Path, out: Output, *, allow
         out.note(note)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Trials:
-    """Launches candidates one after the other, and says how far each is and what has become of it, once."""
+def _trial(space: Space, runner: TrialRunner, out: Output) -> Callable[[Candidate, int], Outcome]:
+    """Return what launches candidates one after the other, and says how far each is and what came of it."""
+    numbers = itertools.count(1)
 
-    space: Space
-    runner: TrialRunner
-    out: Output
-    count: int = 0
-    said: set[tuple[Candidate, int]] = field(default_factory=set)
-
-    def run(self, candidate: Candidate, steps: int) -> Outcome:
-        self.count += 1
-        config = self.space.config(candidate)
+    def trial(candidate: Candidate, steps: int) -> Outcome:
+        number, config = next(numbers), space.config(candidate)
         if config is None:
             msg = f"the rules refuse {candidate.label}"
             raise LaunchError(msg)
         ended, began = threading.Event(), time.monotonic()
-        ranks = rank_folder(self.runner.folder / "trials" / f"{self.count:03d}", 0)
+        ranks = rank_folder(runner.folder / "trials" / f"{number:03d}", 0)
 
         def follow() -> None:
             while not ended.wait(LINE_SECONDS):
                 beat, seconds = read_heartbeat(ranks), time.monotonic() - began
                 made = beat.steps if beat is not None else 0
-                self.out.say(f"  {candidate.label}: step {made} of {steps + WARM_UP}, {seconds:.0f} s")
+                out.say(f"  {candidate.label}: step {made} of {steps + WARM_UP}, {seconds:.0f} s")
 
         threading.Thread(target=follow, daemon=True).start()
         try:
-            outcome = self.runner.run(config, self.count, steps)
+            outcome = runner.run(config, number, steps)
         finally:
             ended.set()
         if outcome.kind == "stopped":
             raise SearchStopped(outcome.failure)
+        failed = f"failed: {outcome.failure}"
+        out.say(f"  {candidate.label}: {failed if outcome.failure else f'{step_words(outcome)} per step'}")
         return outcome
 
-    def say_new(self, search: Search) -> None:
-        for row in search.rows.values():
-            key = (row.candidate, len(row.outcomes))
-            if key not in self.said and row.state not in ("waiting", "running", "slower", "as fast"):
-                self.said.add(key)
-                measured = row.state == "measured"
-                words = f"{step_words(row.outcomes[-1])} per step" if measured else state_words(row)
-                self.out.say(f"  {row.candidate.label}: {words}")
+    return trial
 
 
 def _cannot(words: str, script: str, folder: Path) -> LaunchError:

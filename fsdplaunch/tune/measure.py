@@ -43,13 +43,7 @@ class WriteRefusedError(PermissionError):
 
 
 class WriteGuard:
-    """Where a measured script may write.
-
-    Args:
-        scratch: The folder of the measured runs: free.
-        source: The folder that the user started from: never, outside of `scratch`.
-        free: Further folders that are free: temporary files, caches.
-    """
+    """Where a measured script may write: `scratch` and `free` folders, but nothing else in the user's `source`."""
 
     def __init__(self, scratch: str, source: str, free: tuple[str, ...]) -> None:
         self._scratch, self._source = os.path.realpath(scratch), os.path.realpath(source)
@@ -57,11 +51,7 @@ class WriteGuard:
         self._copies = False
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
-        """Look at one audit event.
-
-        Raises:
-            WriteRefusedError: It is about to write where nothing may be written.
-        """
+        """Look at one audit event, and refuse it where it is about to write where nothing may be written."""
         if event == "open":
             if isinstance(args[2], int) and args[2] & _WRITES:
                 self.before_write(args[0])
@@ -72,11 +62,7 @@ class WriteGuard:
                     self._check_folder(os.fsdecode(path))
 
     def before_write(self, path: Any) -> None:
-        """Make a link in the scratch folder a copy, or refuse a path outside.
-
-        Raises:
-            WriteRefusedError: The path is outside.
-        """
+        """Make a link in the scratch folder a copy, or refuse a path outside."""
         if self._copies or not isinstance(path, str | bytes | os.PathLike):
             return
         text = os.fsdecode(path)

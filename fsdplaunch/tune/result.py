@@ -21,33 +21,19 @@ from fsdplaunch.tune.trial import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """The end of a search.
+    """The end of a search."""
 
-    Attributes:
-        script: As the user wrote it.
-        config: The configuration's file, in words.
-        folder: Of the search, with every trial's output.
-        world: Workers.
-        device: `cuda` or `cpu`.
-        limit: Bytes that a rank may need; None where nothing limits it.
-        rows: Every candidate, yours first.
-        kept: The one to take; None when none fits.
-        duels: The comparisons of the best.
-        is_complete: Whether the search came to its end.
-        seconds: Of all launches.
-    """
-
-    script: str
-    config: str
-    folder: Path
-    world: int
-    device: str
-    limit: int | None
-    rows: Sequence[Row]
-    kept: Candidate | None
-    duels: Sequence[Duel]
-    is_complete: bool
-    seconds: float
+    script: str  # as the user wrote it
+    config: str  # the configuration's file, in words
+    folder: Path  # of the search, with every trial's output
+    world: int  # workers
+    device: str  # `cuda` or `cpu`
+    limit: int | None  # bytes that a rank may need; None where nothing limits it
+    rows: Sequence[Row]  # every candidate, yours first
+    kept: Candidate | None  # the one to take; None when none fits
+    duels: Sequence[Duel]  # the comparisons of the best
+    is_complete: bool  # whether the search came to its end
+    seconds: float  # of all launches
 
     @property
     def speed(self) -> float | None:
@@ -114,7 +100,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def state_words(row: Row) -> str:
+def _state(row: Row) -> str:
     """Return what became of a candidate that was not measured, or is not the one to take."""
     if row.state == "measured":
         return ""
@@ -129,8 +115,8 @@ def table_lines(result: TuneResult) -> Iterator[str]:
     for fastest, row in sorted(found, key=lambda pair: pair[0].median):
         mark = "* " if row.candidate == result.kept else "  "
         memory = size_words(fastest.memory) + limit
-        cells.append((mark + row.candidate.label, step_words(fastest), memory, state_words(row)))
-    cells += [("  " + row.candidate.label, "", "", state_words(row)) for row in result.rows if not row.fastest]
+        cells.append((mark + row.candidate.label, step_words(fastest), memory, _state(row)))
+    cells += [("  " + row.candidate.label, "", "", _state(row)) for row in result.rows if not row.fastest]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -165,13 +151,7 @@ _HEAD = "# measured by fsdplaunch tune"
 
 
 def winner_text(result: TuneResult, config: Config, loaded: LoadedConfig) -> str:
-    """Return the text of a file that says the kept candidate: the user's own changed, or where not, a new one.
-
-    Args:
-        result: With a kept candidate.
-        config: The candidate's, resolved.
-        loaded: The user's configuration.
-    """
+    """Return a file that says the kept candidate: the user's own, changed, or where that cannot be a new one."""
     body, keys = render(config), keys_by_path()
     if loaded.path is not None:
         lines = loaded.path.read_text(encoding="utf-8").splitlines(keepends=True)

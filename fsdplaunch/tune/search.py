@@ -31,10 +31,6 @@ def decide(pairs: Sequence[Pair], before: Pair) -> Verdict:
     * One round decides where it and the measurement before it both show 30 % and the quartiles are apart.
     * From three rounds on, Student's t decides at 99 %, for differences of at least 1 %.
     * Where four rounds put the difference within 3 %, or the last round has gone by, there is none.
-
-    Args:
-        pairs: What each round measured.
-        before: The measurements for which the two were chosen.
     """
     if not pairs:
         return "open"
@@ -66,9 +62,7 @@ def contenders(measured: Mapping[Name, Outcome]) -> list[Name]:
     return [name for name in ordered if measured[name].quartiles[0] <= measured[ordered[0]].quartiles[1]]
 
 
-State = Literal[
-    "waiting", "running", "measured", "slower", "as fast", "does not fit", "failed", "not run", "same run"
-]
+State = Literal["waiting", "measured", "slower", "as fast", "does not fit", "failed", "not run", "same run"]
 
 
 class SearchStopped(Exception):  # noqa: N818  (no error: what is known counts)
@@ -81,19 +75,12 @@ class CannotMeasureError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """One candidate, and what is known of it.
+    """One candidate, and what is known of it."""
 
-    Attributes:
-        candidate: The changes.
-        state: Where it stands.
-        reason: Why it was not run, failed, or does not fit.
-        outcomes: Of its launches, oldest first.
-    """
-
-    candidate: Candidate
-    state: State = "waiting"
-    reason: str = ""
-    outcomes: list[Outcome] = field(default_factory=list)
+    candidate: Candidate  # the changes
+    state: State = "waiting"  # where it stands
+    reason: str = ""  # why it was not run, failed, or does not fit
+    outcomes: list[Outcome] = field(default_factory=list)  # of its launches, oldest first
 
     @property
     def fastest(self) -> Outcome | None:
@@ -103,25 +90,17 @@ class Row:
     @property
     def fits(self) -> bool:
         """Return whether it was measured and needs no more memory than it may."""
-        states = ("measured", "slower", "as fast", "running")
-        return self.state in states and self.fastest is not None and not self.reason
+        return self.state in ("measured", "slower", "as fast") and self.fastest is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """Two candidates, measured in turn.
+    """Two candidates, measured in turn."""
 
-    Attributes:
-        first: The faster one so far.
-        second: The other.
-        rounds: What each round measured.
-        verdict: What came of it; `open` when it was stopped before.
-    """
-
-    first: Candidate
-    second: Candidate
-    rounds: Sequence[Pair]
-    verdict: Verdict
+    first: Candidate  # the faster one so far
+    second: Candidate  # the other
+    rounds: Sequence[Pair]  # what each round measured
+    verdict: Verdict  # what came of it; `open` when it was stopped before
 
     @property
     def kept(self) -> Candidate:
@@ -141,25 +120,14 @@ _TIMES = 3
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """One search.
+    """One search."""
 
-    Attributes:
-        space: What may be tried.
-        trial: Runs a candidate for so many measured steps.
-        limit: Bytes that a rank may need; None where nothing limits it.
-        steps: Measured steps of a launch.
-        changed: Called whenever a row has changed.
-        rows: Every candidate, in the order in which they came up.
-        duels: The last comparisons.
-    """
-
-    space: Space
-    trial: Callable[[Candidate, int], Outcome]
-    limit: int | None
-    steps: int
-    changed: Callable[[], None] = lambda: None
-    rows: dict[Candidate, Row] = field(default_factory=dict)
-    duels: list[Duel] = field(default_factory=list)
+    space: Space  # what may be tried
+    trial: Callable[[Candidate, int], Outcome]  # runs a candidate for so many measured steps
+    limit: int | None  # bytes that a rank may need; None where nothing limits it
+    steps: int  # measured steps of a launch
+    rows: dict[Candidate, Row] = field(default_factory=dict)  # every candidate, in the order in which they came up
+    duels: list[Duel] = field(default_factory=list)  # the last comparisons
     _seen: dict[object, Candidate] = field(default_factory=dict)
 
     def run(self) -> Candidate | None:
@@ -196,7 +164,6 @@ class Search:
         if most is not None:
             new = [each for each in new if self.space.config(each) is not None][:most]
         rows = [self.rows.setdefault(candidate, Row(candidate=candidate)) for candidate in new]
-        self.changed()
         for row in rows:
             config = self.space.config(row.candidate)
             known = row.candidate
@@ -208,20 +175,12 @@ class Search:
                 row.state, row.reason = "same run", f"the same run as {known.label}"
             else:
                 self._measure(row)
-            self.changed()
         running = set(contenders(self._fitting()))
         for candidate in self._fitting():
             self.rows[candidate].state = "measured" if candidate in running else "slower"
-        self.changed()
 
     def _measure(self, row: Row) -> Outcome:
-        before, row.state = row.state, "running"
-        self.changed()
-        try:
-            outcome = self.trial(row.candidate, self.steps)
-        except SearchStopped:
-            row.state = before
-            raise
+        outcome = self.trial(row.candidate, self.steps)
         row.outcomes.append(outcome)
         if outcome.failure:
             row.state, row.reason = "failed", outcome.failure
@@ -229,7 +188,6 @@ class Search:
             row.state, row.reason = "does not fit", f"{size_words(outcome.memory)} of {size_words(self.limit)}"
         else:
             row.state = "measured"
-        self.changed()
         if row.candidate.is_yours and len(row.outcomes) == 1 and outcome.kind in ("write", "error"):
             raise CannotMeasureError(outcome.failure)
         return outcome
@@ -285,5 +243,4 @@ class Search:
         other = second if duel.kept == first else first
         self.rows[other].state = "as fast" if duel.verdict == "equal" else "slower"
         self.rows[duel.kept].state = "measured"
-        self.changed()
         return duel.kept

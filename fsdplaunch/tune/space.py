@@ -19,13 +19,9 @@ _PREFIX = re.compile("^(fsdp_|parallelism_config_|dynamo_)")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Some changes to the user's configuration; none for that itself.
+    """Some changes to the user's configuration; none for that itself."""
 
-    Attributes:
-        changes: Keys and their canonical values, in the schema's order.
-    """
-
-    changes: tuple[tuple[KeyPath, Any], ...] = ()
+    changes: tuple[tuple[KeyPath, Any], ...] = ()  # keys and their canonical values, in the schema's order
 
     @property
     def is_yours(self) -> bool:
@@ -71,20 +67,14 @@ _MESH = tuple(("parallelism_config", f"parallelism_config_dp_{axis}_size") for a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What may be tried.
+    """What may be tried."""
 
-    Attributes:
-        read: Returns the resolved configuration that `KEY=VALUE` texts make of the user's; raises ConfigError.
-        world: Workers.
-        on_gpu: Whether they compute on GPUs.
-        allowed: Of `Tunable.when`, beside `always`.
-        tries: Values to try, by key; where there are any, nothing else is tried.
-    """
-
+    # returns the resolved configuration that `KEY=VALUE` texts make of the user's; raises ConfigError
     read: Callable[[Sequence[str]], Config]
-    world: int
-    on_gpu: bool
-    allowed: frozenset[str] = frozenset()
+    world: int  # workers
+    on_gpu: bool  # whether they compute on GPUs
+    allowed: frozenset[str] = frozenset()  # of `Tunable.when`, beside `always`
+    # values to try, by key; where there are any, nothing else is tried
     tries: Mapping[KeyPath, Sequence[Any]] = field(default_factory=dict)
 
     def config(self, candidate: Candidate) -> Config | None:
@@ -166,10 +156,7 @@ _OF_A_STEP = (
 
 
 def read_tries(texts: Sequence[str]) -> dict[KeyPath, list[Any]]:
-    """Return the canonical values to try, by key, in the order given and each once.
-
-    Args:
-        texts: `KEY=V1,V2`; the key dotted or bare, each value as in YAML.
+    """Return the values to try by key, each once, of `KEY=V1,V2` texts: keys dotted or bare, values as in YAML.
 
     Raises:
         UsageError: With everything that is wrong, in one message.

@@ -20,21 +20,13 @@ from fsdplaunch.run_dir import MEASURED, rank_folder, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One launch of one candidate.
+    """One launch of one candidate."""
 
-    Attributes:
-        seconds: Of each measured step, on the slowest rank; empty where nothing was measured.
-        memory: Peak bytes on the rank that needed most: of the GPU's allocator, or resident on the CPU.
-        wall: Seconds of the whole launch.
-        failure: Why there is no measurement; "" where there is one.
-        kind: Of failure: `memory`, `time`, `write`, `stopped` or `error`; "" without one.
-    """
-
-    seconds: tuple[float, ...] = ()
-    memory: int = 0
-    wall: float = 0.0
-    failure: str = ""
-    kind: str = ""
+    seconds: tuple[float, ...] = ()  # of each measured step, on the slowest rank; empty where nothing was measured
+    memory: int = 0  # peak bytes on the rank that needed most: of the GPU's allocator, or resident on the CPU
+    wall: float = 0.0  # seconds of the whole launch
+    failure: str = ""  # why there is no measurement; "" where there is one
+    kind: str = ""  # of failure: `memory`, `time`, `write`, `stopped` or `error`; "" without one
 
     @property
     def median(self) -> float:
@@ -113,23 +105,15 @@ _STATED = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRunner:
-    """Launches trials, one at a time.
+    """Launches trials, one at a time."""
 
-    Attributes:
-        plan: Makes the plan of a launch from a configuration, a script and the run's folder.
-        target: The user's script and its arguments.
-        folder: Of this search; each trial gets one inside.
-        source: The user's folder.
-        limit_seconds: How long one launch may take.
-        guarded: Whether the script's writes elsewhere are refused.
-    """
-
+    # makes the plan of a launch from a configuration, a script and the run's folder
     plan: Callable[[Config, LaunchTarget, Path], LaunchPlan]
-    target: LaunchTarget
-    folder: Path
-    source: Path
-    limit_seconds: float
-    guarded: bool
+    target: LaunchTarget  # the user's script and its arguments
+    folder: Path  # of this search; each trial gets one inside
+    source: Path  # the user's folder
+    limit_seconds: float  # how long one launch may take
+    guarded: bool  # whether the script's writes elsewhere are refused
 
     def run(self, config: Config, number: int, steps: int) -> Outcome:
         """Launch the script as trial `number`, to measure so many steps after the first ones."""

@@ -37,16 +37,10 @@ class _WarmAgent:
     """An agent that was forked from a warm interpreter, whose child it is; handled as one of our own."""
 
     def __init__(self, channel: Channel, pid: int, process: int, lost_status: Callable[[], int]) -> None:
-        """Take charge of a running agent.
-
-        Args:
-            channel: To the warm interpreter, which will say how the agent ended.
-            pid: The agent's process id.
-            process: Descriptor of the agent's process (pidfd), which no later process can take the place of.
-            lost_status: Returns the agent's status where the warm interpreter has gone before it.
-        """
         self.pid = pid
-        self._channel, self._process, self._lost_status = channel, process, lost_status
+        self._channel = channel  # to the warm interpreter, which will say how the agent ended
+        self._process = process  # its pidfd, which no later process can take the place of
+        self._lost_status = lost_status  # for when the warm interpreter has gone before it
 
     def send_signal(self, number: int) -> None:
         """Signal the agent, if it is still there."""
@@ -57,11 +51,7 @@ class _WarmAgent:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the agent's end and return its status; -n for a death by signal n.
-
-        Raises:
-            TimeoutExpired: It has not ended within so many seconds.
-        """
+        """Wait for the agent's end and return its status; -n for a death by signal n."""
         agent, ends = "the agent", [self._channel.fileno(), self._process]
         if not select.select(ends, [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(agent, timeout or 0.0)

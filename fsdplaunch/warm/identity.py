@@ -47,7 +47,7 @@ _STATUS = (
 _FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
 _NAME = "fsdplaunch_warm"
 """Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
-_SUFFIX = ".sock"
+SUFFIX = ".sock"
 _CREDENTIALS = struct.Struct("@iII")
 
 
@@ -173,7 +173,7 @@ def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
 
 def socket_names(folder: int) -> list[str]:
     """Return the names of the sockets in an opened folder, without their suffix."""
-    return sorted(name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX))
+    return sorted(name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX))
 
 
 def listen(folder: int, name: str) -> tuple[socket.socket, tuple[int, int]]:
@@ -188,8 +188,8 @@ def listen(folder: int, name: str) -> tuple[socket.socket, tuple[int, int]]:
         os.unlink(own, dir_fd=folder)
     listener.bind(f"/proc/self/fd/{folder}/{own}")
     listener.listen(16)
-    os.rename(own, name + _SUFFIX, src_dir_fd=folder, dst_dir_fd=folder)
-    found = os.stat(name + _SUFFIX, dir_fd=folder, follow_symlinks=False)
+    os.rename(own, name + SUFFIX, src_dir_fd=folder, dst_dir_fd=folder)
+    found = os.stat(name + SUFFIX, dir_fd=folder, follow_symlinks=False)
     return listener, (found.st_dev, found.st_ino)
 
 
@@ -197,13 +197,13 @@ def connect(folder: int, name: str) -> socket.socket | None:
     """Connect to what listens under a name, as this user; None where nothing does. A dead socket is removed."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        end.connect(f"/proc/self/fd/{folder}/{name}{_SUFFIX}")  # refused where many wait that it has not answered
+        end.connect(f"/proc/self/fd/{folder}/{name}{SUFFIX}")  # refused where many wait that it has not answered
         end.setblocking(True)
         if peer_user(end) == os.geteuid():
             return end
     except ConnectionRefusedError:  # it was killed
         with suppress(OSError):
-            os.unlink(name + _SUFFIX, dir_fd=folder)
+            os.unlink(name + SUFFIX, dir_fd=folder)
     except OSError:
         pass
     end.close()
@@ -219,12 +219,6 @@ def peer_user(end: socket.socket) -> int:
 def is_at(path: str, name: str, identity: tuple[int, int]) -> bool:
     """Return whether the socket's file is still the one that `listen` made."""
     with suppress(OSError):
-        found = os.lstat(f"{path}/{name}{_SUFFIX}")
+        found = os.lstat(f"{path}/{name}{SUFFIX}")
         return (found.st_dev, found.st_ino) == identity
     return False
-
-
-def remove(path: str, name: str) -> None:
-    """Remove a socket's file."""
-    with suppress(OSError):
-        os.unlink(f"{path}/{name}{_SUFFIX}")  # noqa: PTH108

@@ -19,13 +19,7 @@ _FileMark = tuple[int, int, int]
 
 
 class ImportRecord:
-    """Notes of the imports of this process and those it was forked from.
-
-    Attributes:
-        environ_before: The variables before anything was imported.
-        folder_before: The current folder then.
-        temporary_folder: The folder for temporary files that importing chose; None where it chose none.
-    """
+    """Notes of the imports of this process and those it was forked from; begins before anything is imported."""
 
     def __init__(self) -> None:
         """Begin before anything is imported."""
@@ -121,34 +115,28 @@ def _noting_class(plain: type, read: set[str]) -> type:
     count anyway, and the others do not because of it.
     """
 
-    class Noting(plain):  # type: ignore[misc]
-        """The variables."""
-
+    class _Noting(plain):  # type: ignore[misc]
         def __getitem__(self, name: str) -> str:
             read.add(name)
             return str(super().__getitem__(name))
 
         def copy(self) -> dict[str, str]:
-            """Return all variables."""
-            return {name: str(super(Noting, self).__getitem__(name)) for name in self}
+            return {name: str(super(_Noting, self).__getitem__(name)) for name in self}
 
         def items(self) -> ItemsView[str, str]:
-            """Return all variables."""
             return self.copy().items()
 
         def values(self) -> ValuesView[str]:
-            """Return all values."""
             return self.copy().values()
 
-    return Noting
+    return _Noting
 
 
 def _sites() -> dict[str, _FileMark | bool | None]:
-    """Return what decides, when an interpreter starts, which folders of packages it knows.
+    """Return what decides which folders of packages an interpreter knows at its start.
 
-    Returns:
-        The mark of a virtual environment's settings; for each folder of packages whether it is there: one that is
-        not, such as the user's own before the first `pip install --user`, is on no `sys.path`.
+    The mark of a virtual environment's settings, and whether each folder of packages is there: one that is not,
+    such as the user's own before the first `pip install --user`, is on no `sys.path`.
     """
     folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     settings = f"{sys.prefix}/pyvenv.cfg"

@@ -49,13 +49,9 @@ _FILES = (5, 6)
 def _become_agent(message: Mapping[str, Any], files: Sequence[int], temporary: str | None) -> list[str]:
     """Take over everything that a launch has handed over, and return the agent's command line.
 
-    An error means that something cannot be taken over: the launch has to be a cold one.
-
-    Args:
-        message: The launcher's request.
-        files: The current folder, standard input, output and error output, the lifeline, and the socket that the
-            store is to listen at, where there is one.
-        temporary: The folder for temporary files that importing chose; None where it chose none.
+    An error means that something cannot be taken over: the launch has to be a cold one. The files are the current
+    folder, standard input, output and error output, the lifeline, and the socket that the store is to listen at,
+    where there is one; `temporary` is the folder for temporary files that importing chose.
     """
     given = message["handed_over"]
     (here, *streams), inherited = files[:4], files[4:]
@@ -118,14 +114,7 @@ class WarmServer:
     def __init__(
         self, path: str, name: str, record: ImportRecord, seconds: float, about: Mapping[str, Any]
     ) -> None:
-        """Listen.
-
-        Args:
-            path: The folder with the sockets.
-            name: The name to listen under.
-            record: What was imported.
-            seconds: How long to stay after the last run.
-            about: What to answer those who ask, beside what is known here.
+        """Listen in the folder with the sockets; it stays for some seconds after the last run.
 
         Raises:
             OSError: It cannot listen.
@@ -277,17 +266,16 @@ class WarmServer:
     def close(self) -> None:
         """Take no more launches; the end comes with that of the last run."""
         if not self._is_closing and identity.is_at(self._path, self._name, self._identity):
-            identity.remove(self._path, self._name)
+            with suppress(OSError):
+                os.unlink(f"{self._path}/{self._name}{identity.SUFFIX}")  # noqa: PTH108
         self._is_closing = True
 
 
 def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: float) -> list[str]:
-    """Wait for launches in this process until its time is over; returns in agents forked from it only.
+    """Wait for launches here until `seconds` after the last run; returns in agents forked from it only.
 
-    Args:
-        record: What was imported so far; the variables of its beginning are those that launches must have.
-        modules: What was to be imported before the fork server was forked, and in it.
-        seconds: How long to stay after the last run.
+    Launches must have the variables of the record's beginning, and import the same modules before the fork server
+    is forked, and in it.
     """
     environ = record.environ_before
     name = server_name(sys.executable, modules, environ, folder=record.folder_before)

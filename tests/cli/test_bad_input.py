@@ -101,7 +101,7 @@ OTHERS = [
     ("estimate absent.json", "error: absent.json cannot be read: no such file or directory"),
     ("estimate train.py", "error: train.py names no function"),
     ("estimate absent.py:build", "error: script not found: absent.py"),
-    ("estimate other.json", "error: other.json: the model type 'mamba' is not known to the quick estimate"),
+    ("estimate other.json", "error: other.json: the model type 'mamba' is not known"),
     ("estimate broken.json", "error: broken.json is not JSON: "),
     ("estimate config.json --gpu-memory lots", "error: --gpu-memory must be a size such as 5GB"),
     ("estimate config.json --optimizer lion", "error: the optimizer 'lion' is not known"),

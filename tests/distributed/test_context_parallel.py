@@ -30,7 +30,6 @@ RING = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "ring"}
 @pytest.mark.parametrize(
     ("name", "context", "tensor", "more"),
     [
-        ("plain", 2, 1, {}),
         ("plain", 2, 2, RING | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
         ("llama", 4, 1, RING | {"SPLIT_MODELS_KV_HEADS": "2"}),
         ("gpt2", 2, 1, {}),

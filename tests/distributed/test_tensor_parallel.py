@@ -49,9 +49,7 @@ def against_one(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
-        ("plain", 1),
-        *((name, tensor) for name in ("plain", "llama", "mixtral", "gpt2") for tensor in (2, 4)),
-        pytest.param("qwen3", 2, marks=needs("transformers", "5.0", "names no norms in its plan for Qwen3")),
+        *(("plain", 4), ("llama", 4), ("mixtral", 2), ("gpt2", 2)),
         pytest.param("deepseek", 2, marks=needs("transformers", "5.0", "has another plan for DeepSeek")),
     ],
 )
@@ -60,7 +58,7 @@ def test_a_run_with_split_layers_is_that_of_one_process(four_ranks: RankPool, na
     assert result["learnt"] > 0.01
     assert result["losses"] < 1e-5
     assert result["values"] < 1e-5
-    assert bool(result["split"]) == (tensor > 1)
+    assert result["split"]
 
 
 class Narrow(nn.Module):

@@ -114,20 +114,6 @@ def test_comparing_prints_a_table_and_launch_says_whether_this_script_was_compar
     assert said() == [never]
 
 
-def test_comparing_a_script_that_resumes_says_so(fsdplaunch, tmp_path):
-    resumes = 'os.path.exists("out/last.pt") and model.load_state_dict(torch.load("out/last.pt"))'
-    script = PLAIN.replace("import sys, torch", "import os, sys, torch").replace(
-        "\nrows =", f"\n{resumes}\nrows ="
-    )
-    saves = '    os.makedirs("out", exist_ok=True)\n    torch.save(model.state_dict(), "out/last.pt")\n'
-    (tmp_path / "train.py").write_text(script + saves)
-    done = fsdplaunch("check", "--compare", "--steps", "3", "--json", "train.py", "mean")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["cause"]["id"], found["first"]["step"]) == ("initial-weights", 0)
-    assert "or the script resumes from what its first run saved" in found["cause"]["text"]
-
-
 def test_comparing_what_never_trains_is_an_error_before_workers_start(fsdplaunch, tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
     done = fsdplaunch("check", "train.py", "--compare", "never")

@@ -83,22 +83,6 @@ def test_script_sees_what_python_would_show_it(warm):
     assert differences(expected, seen) == {}
 
 
-def test_variables_and_standard_input_are_those_of_this_launch(warm):
-    text = (  # all ranks have the same standard input, and what one reads the others do not
-        "import os, sys; typed = sys.stdin.read() if os.environ['RANK'] == '0' else ''\n"
-        "print(os.environ['MY_OWN'], os.environ['FROM_IMPORT'], typed, end='')"
-    )
-    run = warm(text, env={"MY_OWN": "2"}, stdin=subprocess.PIPE)
-    run.process.stdin.write("typed")
-    assert forked(run).stdout == "imported\n2 1 typed"
-
-
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_exit_code_is_that_of_the_first_failing_rank(warm, end, code):
-    run = forked(warm(f"import os, sys, time\n{end} if os.environ['RANK'] == '1' else time.sleep(300)"), code)
-    assert "rank 1 failed" in run.stderr or "rank 1 was killed" in run.stderr
-
-
 def test_interrupt_reaches_the_script(warm):
     run = warm(HANDLERS)
     for rank in range(2):

@@ -14,8 +14,8 @@ import fsdplaunch
 
 PACKAGE = Path(fsdplaunch.__file__).parent
 HOME = PACKAGE / "runtime" / "torch_internals"
-OVERRIDDEN = {"_start", "_poll", "_close", "_update_peak_stats"}
-"""Methods that torch's base classes (PContext, FSDPMemTracker) ask a subclass to define."""
+OVERRIDDEN = {"_start", "_poll", "_close"}
+"""Methods that torch's base class PContext asks a subclass to define."""
 READERS = ("checkpoint",)
 """What reads files compares the names that stand in them, and does not import torch for them."""
 FILES = sorted(

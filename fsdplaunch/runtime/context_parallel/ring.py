@@ -20,8 +20,6 @@ from fsdplaunch.runtime.torch_internals.modules import untraced
 from fsdplaunch.runtime.torch_internals.tensors import AttentionKernel, kernel_for
 
 _HEADS, _POSITIONS = 1, 2
-Shapes = tuple[torch.Size, torch.Size]
-"""Those of a rank's keys and of its values."""
 
 
 def ring_attention(
@@ -29,23 +27,23 @@ def ring_attention(
 ) -> torch.Tensor:
     """Return attention of this rank's positions to those of all.
 
-    Args:
-        axis: The ranks that split sequences.
-        query: Batch x heads x this rank's positions x width.
-        key: The same, with as many heads or a divisor of them.
-        value: As key.
-        is_causal: Whether each position sees those up to its own.
-        scale: What products of queries and keys are multiplied by.
+    Tensors are batch x heads x this rank's positions x width; heads of keys and values may be a divisor of the
+    query's.
 
     Raises:
         ShardingError: The tensors do not fit each other, torch has no kernel for them, or the attention is causal
             and has other numbers of keys than of queries; or, in backward, a gradient of the gradient is wanted.
     """
-    query, key, value = map(_autocast, (query, key, value))
+    device = query.device.type
+    casts = torch.is_autocast_enabled(device)  # as it casts for scaled_dot_product_attention
+    query, key, value = (
+        each.to(torch.get_autocast_dtype(device)) if casts and each.dtype != torch.float64 else each
+        for each in (query, key, value)
+    )
     _check(query, key, value, is_causal=is_causal)
     kernel = kernel_for(query, key, value)
     if kernel is None:
-        kinds = f"{query.dtype} of width {query.size(-1)} and {value.size(-1)} on {query.device.type}"
+        kinds = f"{query.dtype} of width {query.size(-1)} and {value.size(-1)} on {device}"
         msg = f"{script_line()}: torch has no kernel for attention of {kinds} in a ring (cp_size)"
         raise ShardingError(msg, hint="use a cp_size that divides the heads, or leave it out")
     ring = _Ring(axis, kernel, is_causal, scale, (key.shape, value.shape))
@@ -64,13 +62,6 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_ca
     if is_causal and rows != keys:
         msg = f"{script_line()}: causal attention of {rows} positions to {keys} cannot go in a ring (cp_size)"
         raise ShardingError(msg, hint="give it as many keys as queries, or leave cp_size out")
-
-
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as autocast gives it to scaled_dot_product_attention."""
-    device = tensor.device.type
-    casts = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(device)) if casts else tensor
 
 
 class _Attention(torch.autograd.Function):
@@ -106,35 +97,26 @@ def _last_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Ring:
-    """One attention, in forward and backward.
+    """One attention, in forward and backward."""
 
-    Attributes:
-        axis: The ranks.
-        kernel: Torch's.
-        is_causal: Whether each position sees those up to its own.
-        scale: Of products of queries and keys.
-        shapes: Of each rank's keys and values.
-        kept: What the kernel's forward gives its backward; the same for each part.
-    """
-
-    axis: DeviceMesh
-    kernel: AttentionKernel
-    is_causal: bool
-    scale: float
-    shapes: Shapes
-    kept: tuple[Any, ...] = ()
+    axis: DeviceMesh  # the ranks
+    kernel: AttentionKernel  # torch's
+    is_causal: bool  # whether each position sees those up to its own
+    scale: float  # of products of queries and keys
+    shapes: tuple[torch.Size, torch.Size]  # of each rank's keys and values
+    kept: tuple[Any, ...] = ()  # what the kernel's forward gives its backward; the same for each part
 
     def attend(self, query: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result, and the logsumexps of its rows.
+        """Return the result, and the logsumexps of its rows, for this rank's query, keys and values."""
 
-        Args:
-            query: Of this rank.
-            own: Its keys and values.
-        """
-        parts = (
-            self._attend_to(source, query, message) for source, message in self._around(own) if self._sees(source)
-        )
-        result, sums = reduce(_added, parts)
+        def parts() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for source, message in self._around(own):
+                if self._sees(source):
+                    given = (query, *self._for_each_head(message, query))
+                    result, sums, self.kept = self.kernel.forward(*given, self._is_causal(source), self.scale)
+                    yield result.to(_wide(query.dtype)), sums
+
+        result, sums = reduce(added, parts())
         return result.to(query.dtype), sums
 
     def gradients(
@@ -174,13 +156,6 @@ class _Ring:
     def _is_causal(self, source: int) -> bool:
         return self.is_causal and source == self.axis.get_local_rank()
 
-    def _attend_to(
-        self, source: int, query: torch.Tensor, message: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = (query, *self._for_each_head(message, query))
-        result, sums, self.kept = self.kernel.forward(*given, self._is_causal(source), self.scale)
-        return result.to(_wide(query.dtype)), sums
-
     def _unpacked(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the keys and values of a message."""
         parts = message.split([shape.numel() for shape in self.shapes])
@@ -204,13 +179,9 @@ class _Ring:
                 tensor = arrived()
 
     def _pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to send a tensor to the next rank, and to receive that of the rank before.
+        """Begin to send a tensor to the next rank; return what waits for that of the rank before and returns it.
 
-        Args:
-            tensor: Contiguous; unchanged until the other one has arrived.
-
-        Returns:
-            What waits for the other one and returns it.
+        The tensor is contiguous, and unchanged until the other one has arrived.
         """
         group, place = self.axis.get_group(), self.axis.get_local_rank()
         ranks, other = dist.get_process_group_ranks(group), torch.empty_like(tensor)
@@ -231,15 +202,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _added(
+def added(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result and the logsumexps over two parts of the keys together.
-
-    Args:
-        one: Result (batch x heads x rows x width) and logsumexps (batch x heads x rows); changed.
-        other: The same over other keys.
-    """
+    """Return result and logsumexps of rows over two parts of the keys together; changes the first."""
     sums = torch.logaddexp(one[1], other[1])
     shares = [(part - sums).exp_().unsqueeze(-1) for part in (one[1], other[1])]
     return one[0].mul_(shares[0]).addcmul_(other[0], shares[1]), sums

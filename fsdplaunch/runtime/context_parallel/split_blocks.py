@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,6 @@ def check_length(length: int, ranks: int) -> None:
 
     One position a rank is not enough: models of transformers take a query of one for a step of generation, and
     leave out that attention is causal.
-
-    Raises:
-        ShardingError: They cannot.
     """
     if length % ranks:
         msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
@@ -46,25 +43,19 @@ def own_piece(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
     return tensor.chunk(axis.size(), dim)[axis.get_local_rank()]
 
 
-def joined(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
-    """Return the ranks' pieces along a dimension as one tensor, of which all ranks compute the same afterwards.
+class _Joined(torch.autograd.Function):
+    """The ranks' pieces along a dimension as one tensor, of which all ranks compute the same afterwards.
 
     Each rank's gradient is that of its piece, times the number of ranks: FSDP averages over them, while their
     gradients are summands.
     """
-    return _Joined.apply(tensor, axis, dim)  # type: ignore[no-any-return,no-untyped-call]
 
-
-def exchanged(tensor: torch.Tensor, axis: DeviceMesh, *, split: int, join: int) -> torch.Tensor:
-    """Return a tensor that was in pieces along `join`, joined there and in pieces along `split` instead."""
-    return _Exchanged.apply(tensor, axis, split, join)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _all_gather(tensor, axis, dim)
+        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size())]
+        dist.all_gather(pieces, tensor.contiguous(), group=axis.get_group())
+        return torch.cat(pieces, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -72,33 +63,20 @@ class _Joined(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
+    """A tensor that was in pieces along `join`, joined there and in pieces along `split` instead."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
         ctx.axis, ctx.split, ctx.join = axis, split, join
-        return _all_to_all(tensor, axis, split, join)
+        mine = torch.stack(tensor.chunk(axis.size(), split))
+        theirs = torch.empty_like(mine)  # what each rank has of this one's piece
+        dist.all_to_all_single(theirs, mine, group=axis.get_group())
+        return torch.cat(theirs.unbind(), join)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         back = _Exchanged.apply(gradient, ctx.axis, ctx.join, ctx.split)  # type: ignore[no-untyped-call]
         return back, None, None, None  # by apply, so that the gradient has a gradient
-
-
-def _all_gather(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
-    pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size())]
-    dist.all_gather(pieces, tensor.contiguous(), group=axis.get_group())
-    return torch.cat(pieces, dim)
-
-
-def _all_to_all(tensor: torch.Tensor, axis: DeviceMesh, split: int, join: int) -> torch.Tensor:
-    return torch.cat(_received(tensor, axis, split).unbind(), join)
-
-
-def _received(tensor: torch.Tensor, axis: DeviceMesh, split: int) -> torch.Tensor:
-    """Return what each rank has of this one's piece along a dimension, stacked."""
-    mine = torch.stack(tensor.chunk(axis.size(), split))
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=axis.get_group())
-    return theirs
 
 
 _HEADS, _POSITIONS, _DIMENSIONS = 1, 2, 4
@@ -112,24 +90,18 @@ class SplitAttention(TorchFunctionMode):
 
     def __init__(self, axis: DeviceMesh, way: SequenceAttentionName) -> None:
         super().__init__()
-        self.axis = axis
-        self.way = way
+        self.attend = partial(attend, axis, way)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATTENTION:
-            return attend(self.axis, self.way, *args, **(kwargs or {}))
-        with _called_instead(partial(attend, self.axis, self.way)) if func is _MODULES else nullcontext():
+            return self.attend(*args, **(kwargs or {}))
+        if func is not _MODULES:
             return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _called_instead(function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let nn.MultiheadAttention call this for scaled_dot_product_attention: no mode is active inside of it."""
-    nn.functional.scaled_dot_product_attention = function
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = _ATTENTION
+        nn.functional.scaled_dot_product_attention = self.attend  # no mode is active inside of this one
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            nn.functional.scaled_dot_product_attention = _ATTENTION
 
 
 def attend(
@@ -143,18 +115,9 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return scaled_dot_product_attention of this rank's positions with all.
+    """Return scaled_dot_product_attention of this rank's positions with all, the mask being that of all.
 
-    Args:
-        axis: The ranks that split sequences.
-        way: `heads`, `ring`, or `auto`: heads where the ranks divide them.
-        query: Batch x heads x this rank's positions x width, as are key and value.
-        key: With as many heads or fewer (enable_gqa).
-        value: As key.
-        attn_mask: That of all positions.
-        dropout_p: As the function has it.
-        is_causal: The same.
-        kwargs: The same.
+    By `heads`, by `ring`, or `auto`: by heads where the ranks divide them.
 
     Raises:
         ShardingError: The tensors have other dimensions, the mask is not that of all positions, there is one or
@@ -163,8 +126,13 @@ def attend(
     if query.dim() != _DIMENSIONS:
         msg = f"{script_line()}: attention over {query.dim()} dimensions cannot be split (cp_size)"
         raise ShardingError(msg, hint="let it be batch x heads x positions x width, or leave cp_size out")
-    if attn_mask is not None:
-        _check_mask(attn_mask, axis.size() * query.size(_POSITIONS), axis.size() * key.size(_POSITIONS))
+    rows, keys = axis.size() * query.size(_POSITIONS), axis.size() * key.size(_POSITIONS)
+    if attn_mask is not None and (
+        attn_mask.dim() < _POSITIONS or attn_mask.size(-2) not in (1, rows) or attn_mask.size(-1) not in (1, keys)
+    ):
+        wanted = f"that of all {rows} x {keys} positions (cp_size)"
+        msg = f"{script_line()}: a mask of {tuple(attn_mask.shape)} is not {wanted}"
+        raise ShardingError(msg, hint="give attention a mask of full sequences, or is_causal")
     heads, divides = query.size(_HEADS), query.size(_HEADS) % axis.size() == 0
     if way == "ring" or (way == "auto" and not divides):
         if attn_mask is not None or dropout_p:
@@ -182,13 +150,6 @@ def attend(
     return _own_heads(axis, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
-def _check_mask(mask: torch.Tensor, rows: int, keys: int) -> None:
-    if mask.dim() < _POSITIONS or mask.size(-2) not in (1, rows) or mask.size(-1) not in (1, keys):
-        wanted = f"that of all {rows} x {keys} positions (cp_size)"
-        msg = f"{script_line()}: a mask of {tuple(mask.shape)} is not {wanted}"
-        raise ShardingError(msg, hint="give attention a mask of full sequences, or is_causal")
-
-
 def _own_heads(
     axis: DeviceMesh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -196,9 +157,10 @@ def _own_heads(
     if key.size(_HEADS) % axis.size():  # too few heads of keys and values to divide: one for each query's
         key, value = (each.repeat_interleave(groups, _HEADS) for each in (key, value))
         kwargs.pop("enable_gqa", None)
-    query, key, value = (exchanged(each, axis, split=_HEADS, join=_POSITIONS) for each in (query, key, value))
+    exchange: Callable[..., torch.Tensor] = _Exchanged.apply
+    query, key, value = (exchange(each, axis, _HEADS, _POSITIONS) for each in (query, key, value))
     mixed = _ATTENTION(query, key, value, *args, **kwargs)
-    return exchanged(mixed, axis, split=_POSITIONS, join=_HEADS)
+    return exchange(mixed, axis, _POSITIONS, _HEADS)
 
 
 SEQUENCE = 1
@@ -207,42 +169,27 @@ SEQUENCE = 1
 
 @dataclass(slots=True, kw_only=True)
 class SplitSequences:
-    """How a model's sequences are split now.
+    """How a model's sequences are split now."""
 
-    Attributes:
-        axis: The ranks that split them.
-        way: How attention sees the other ranks' pieces, as configured.
-        now: Whether they are, in the present pass: passes without gradients compute full sequences on every rank.
-        gives_pieces: Whether the script gives the model pieces.
-        has_pieces: Whether it gave the present pass pieces.
-        in_training: Both of the last pass with gradients, whose blocks backward may compute again.
-    """
-
-    axis: DeviceMesh
-    way: SequenceAttentionName = "auto"
+    axis: DeviceMesh  # the ranks that split them
+    way: SequenceAttentionName = "auto"  # how attention sees the other ranks' pieces, as configured
+    # whether they are, in the present pass: passes without gradients compute full sequences on every rank
     now: bool = False
-    gives_pieces: bool = False
-    has_pieces: bool = False
+    gives_pieces: bool = False  # whether the script gives the model pieces
+    has_pieces: bool = False  # whether it gave the present pass pieces
+    # both of the last pass with gradients, whose blocks backward may compute again
     in_training: tuple[bool, bool] = (False, False)
 
-    def begin_pass(self, *, trains: bool) -> None:
-        """Decide what a pass of the model splits.
-
-        Args:
-            trains: Whether it is one with gradients.
-        """
+    def begin_pass(self) -> None:
+        """Decide what a pass of the model splits: one with gradients does, and one that is given pieces."""
         self.has_pieces = self.gives_pieces
-        self.now = self.has_pieces or trains
-        if trains:
+        self.now = self.has_pieces or torch.is_grad_enabled()
+        if torch.is_grad_enabled():
             self.in_training = (self.now, self.has_pieces)
 
     def end_pass(self) -> None:
         """Leave what the last pass with gradients split: an evaluation may stand between it and its backward."""
         self.now, self.has_pieces = self.in_training
-
-    def attention(self) -> AbstractContextManager[Any]:
-        """Return what must be active while a block computes."""
-        return SplitAttention(self.axis, self.way) if self.now else nullcontext()
 
 
 class BlockForward:
@@ -258,19 +205,18 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, of this rank's positions; the last block's of all."""
         sequences = self.sequences
+        own = self.inner or partial(type(self.block).forward, self.block)
         if sequences is None or not sequences.now:
-            return self._own(*args, **kwargs)
-        if sequences.has_pieces:
-            with sequences.attention():
-                return self._own(*args, **kwargs)
-        full = self._positions(args, kwargs) * (1 if self.first else sequences.axis.size())
-        args, kwargs = _cut(args, full, sequences.axis), _cut(kwargs, full, sequences.axis)
-        with sequences.attention():
-            output = self._own(*args, **kwargs)
-        return _mapped(output, lambda each: joined(each, sequences.axis, SEQUENCE)) if self.last else output
-
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs) if self.inner else type(self.block).forward(self.block, *args, **kwargs)
+            return own(*args, **kwargs)
+        if not sequences.has_pieces:
+            full = self._positions(args, kwargs) * (1 if self.first else sequences.axis.size())
+            args, kwargs = _cut(args, full, sequences.axis), _cut(kwargs, full, sequences.axis)
+        with SplitAttention(sequences.axis, sequences.way):
+            output = own(*args, **kwargs)
+        if sequences.has_pieces or not self.last:
+            return output
+        join: Callable[..., torch.Tensor] = _Joined.apply
+        return _mapped(output, lambda each: join(each, sequences.axis, SEQUENCE))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockForward":
         """Return the forward of a copy of the block, which other ranks may not have."""
@@ -286,10 +232,9 @@ class BlockForward:
         if hidden is None:
             msg = f"{script_line()}: {type(self.block).__name__} is given no sequence that could be split"
             raise ShardingError(msg, hint="leave cp_size out")
-        length, ranks = hidden.size(SEQUENCE), self.sequences.axis.size() if self.sequences else 1
-        if self.first:
-            check_length(length, ranks)
-        return length
+        if self.first and self.sequences is not None:
+            check_length(hidden.size(SEQUENCE), self.sequences.axis.size())
+        return hidden.size(SEQUENCE)
 
 
 def _cut(value: Any, length: int, axis: DeviceMesh) -> Any:
@@ -321,18 +266,14 @@ def split_blocks(
 ) -> SplitSequences:
     """Give a model's blocks forwards that compute on pieces of the sequences, from the first training pass on.
 
-    Args:
-        model: Not sharded yet.
-        classes: Names of the block classes, where they are configured.
-        axis: The ranks that split sequences.
-        way: How attention sees the other ranks' pieces, as configured.
-
-    Raises:
-        ShardingError: The model has no blocks.
+    Blocks are those of the configured classes, or found.
     """
     sequences = SplitSequences(axis=axis, way=way)
-    found = [unwrapped(block) for block in _in_lists(find_blocks(model, classes))]
-    blocks = [block for block in found if any(True for _ in block.children())]  # no embeddings
+    named = find_blocks(model, classes)
+    # Encoders of transformers name an embedding as one, too: numbered ones come first, and none without children.
+    numbered = [block for name, block in named.items() if name.rpartition(".")[2].isdecimal()]
+    found = [unwrapped(block) for block in numbered or named.values()]
+    blocks = [block for block in found if any(True for _ in block.children())]
     if not blocks:
         msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
         raise ShardingError(msg, hint="name them in fsdp_transformer_layer_cls_to_wrap, or leave cp_size out")
@@ -342,22 +283,12 @@ def split_blocks(
     return sequences
 
 
-def _in_lists(blocks: dict[str, nn.Module]) -> list[nn.Module]:
-    """Return the blocks that are numbered, if any are: encoders of transformers name an embedding as one, too."""
-    numbered = [block for name, block in blocks.items() if name.rpartition(".")[2].isdecimal()]
-    return numbered or list(blocks.values())
-
-
 def compare_first_pass(
     model: nn.Module, sequences: SplitSequences, device: torch.device, computes_in: torch.dtype | None
 ) -> None:
     """Split sequences in each pass with gradients; compare the first one with a pass that splits nothing.
 
-    Args:
-        model: Sharded; the hook that begins a pass must come before those of sharding.
-        sequences: Of its blocks.
-        device: Where this worker computes.
-        computes_in: The dtype that sharding gathers parameters in; None for their own.
+    The hook that begins a pass must come before those of sharding.
     """
     draw_alike(sequences.axis)
 
@@ -375,7 +306,7 @@ def compare_first_pass(
             return
         if not sequences.gives_pieces:
             first.compare(module, args, kwargs)
-        sequences.begin_pass(trains=torch.is_grad_enabled())
+        sequences.begin_pass()
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         sequences.end_pass()

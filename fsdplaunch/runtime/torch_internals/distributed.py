@@ -109,13 +109,6 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def fake_store() -> Any:
-    """Return a store for ranks that are not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
 def default_timeout() -> float:
     """Return how many seconds collectives of all ranks wait on the CPU; 600 where torch is silent."""
     group = distributed_c10d.group.WORLD

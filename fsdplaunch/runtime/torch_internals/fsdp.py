@@ -8,15 +8,13 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes, tensors_held, tree_leaves, tree_map
@@ -253,19 +251,6 @@ def put_shard(fsdp_param: Any, param: Any, local: torch.Tensor, given: Any = Non
     fsdp_param.reset_sharded_param()
     if given is not None and param._local_tensor is not local:
         given._local_tensor = param._local_tensor.detach()
-
-
-def memory_tracker(model: nn.Module, optimizer: Any) -> Any:
-    """Return torch's tracker of the memory of an FSDP2 model's step; importing it takes most of a second."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-    return FSDPMemTracker(model, optimizer)
-
-
-def first_chunk_only(chunk: Callable[..., Any]) -> Any:
-    """Return a context in which FSDP2 splits parameters by `chunk`, without effect on others."""
-    present = hasattr(_fsdp_param, "_chunk_with_empty")
-    return patch.object(_fsdp_param, "_chunk_with_empty", chunk) if present else nullcontext()
 
 
 def before_reducing_gradients(module: Any, act: Callable[[Any], None]) -> None:

@@ -10,12 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 """Torch's own, under plain names."""
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 import torch_xla
 from torch_xla import runtime
-from torch_xla.core import xla_model
-from torch_xla.distributed import spmd, xla_multiprocessing
+from torch_xla.distributed import spmd
 
 FSDP_AXIS = "fsdp"
 """Axis of the mesh that parameters and batches are split along; transformers calls it so, too."""
@@ -24,11 +23,6 @@ def use_all_devices() -> None:
     spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count, 1), (FSDP_AXIS, "tensor")))
 
 
-def spawning_module() -> Any:
-    """Return the module whose `spawn` scripts call."""
-    return xla_multiprocessing
-
-
 def processes() -> int:
     """Return how many processes the runtime knows."""
     return int(runtime.process_count())
@@ -39,11 +33,6 @@ def participants() -> int:
     return int(runtime.world_size())
 
 
-def ordinal() -> int:
-    """Return this process's number among them."""
-    return int(runtime.global_ordinal())
-
-
 def keep_dtypes() -> None:
     """Have tensors keep their dtypes, unless XLA_USE_BF16 is set by now: it is read with the first tensor.
 
@@ -52,25 +41,10 @@ def keep_dtypes() -> None:
     torch.zeros(1, device=device())
 
 
-def rng_state() -> int:
-    """Return the state of the devices' random number generator."""
-    return int(xla_model.get_rng_state())
-
-
-def set_rng_state(state: int) -> None:
-    """Put the devices' random number generator back."""
-    xla_model.set_rng_state(state)
-
-
 def device() -> torch.device:
     """Return the device that tensors are put on."""
     found: torch.device = torch_xla.device()
     return found
-
-
-def mesh() -> Any:
-    """Return the mesh over all devices, under SPMD."""
-    return spmd.get_global_mesh()
 
 
 def is_spmd() -> bool:
@@ -78,16 +52,10 @@ def is_spmd() -> bool:
     return bool(runtime.is_spmd())
 
 
-def devices_in_words() -> str:
-    """Return how many devices there are, and of which kind: `4 CPU devices`."""
-    count = runtime.global_runtime_device_count() if is_spmd() else runtime.world_size()
-    return f"{count} {runtime.device_type()} {'device' if count == 1 else 'devices'}"
-
-
 def split_first_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Split a tensor along its first dimension over all devices, under SPMD; one without dimensions stays."""
     if tensor.dim():
-        spmd.mark_sharding(tensor, mesh(), (FSDP_AXIS, *(None,) * (tensor.dim() - 1)))
+        spmd.mark_sharding(tensor, spmd.get_global_mesh(), (FSDP_AXIS, *(None,) * (tensor.dim() - 1)))
     return tensor
 
 
@@ -97,19 +65,18 @@ def split_largest_dim(tensor: torch.Tensor) -> torch.Tensor:
         largest = list(tensor.shape).index(max(tensor.shape))
         spec = tuple(FSDP_AXIS if dim == largest else None for dim in range(tensor.dim()))
         spmd.clear_sharding(tensor)
-        spmd.mark_sharding(tensor, mesh(), spec)
+        spmd.mark_sharding(tensor, spmd.get_global_mesh(), spec)
     return tensor
 
 
 def split_output(output: Any, _mesh: Any) -> None:
-    """Tell the compiler that a unit's output is split over the devices as the batch is."""
+    """Tell the compiler that a unit's output is split as the batch is: the first tensor with dimensions in it."""
     found = _first_batch(output)
     if found is not None:
         split_first_dim(found)
 
 
 def _first_batch(output: Any) -> torch.Tensor | None:
-    """Return the first tensor with dimensions in what a unit returns."""
     if isinstance(output, torch.Tensor):
         return output if output.dim() else None
     if isinstance(output, Mapping):
@@ -117,8 +84,3 @@ def _first_batch(output: Any) -> torch.Tensor | None:
     if isinstance(output, list | tuple):
         return next((found for each in output if (found := _first_batch(each)) is not None), None)
     return None
-
-
-def run_step() -> None:
-    """Have everything computed that was recorded so far."""
-    torch_xla.sync()

@@ -1,15 +1,16 @@
 """`prepare` under PyTorch/XLA: SPMD over all devices, or one process per device."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_xla
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch_xla import runtime
+from torch_xla.distributed import spmd
 from torch_xla.distributed.fsdp import checkpoint_module
 
 from fsdplaunch.config.environment import decode
@@ -28,74 +29,36 @@ from fsdplaunch.runtime.xla import (
     saving,  # noqa: F401  (the doors look for these two)
     wrappers,  # noqa: F401  (the doors look for these two)
 )
-from fsdplaunch.runtime.xla.wrappers import move_model, names_before, repoint, wrapper_classes
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from fsdplaunch.runtime.xla.wrappers import move_model, repoint, wrapper_classes
 
 
-def shard_on_xla(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
-    """Return PyTorch/XLA's wrapper around a model, on its devices and sharded over them.
-
-    Args:
-        model: With its values, which rank 0's replace everywhere.
-        settings: Has the wrap policy.
-        config: Resolved.
-
-    Raises:
-        ShardingError: Nothing becomes a unit, or the model cannot be sharded so.
-    """
-    if settings.ignored is not None:
-        msg = "fsdp_ignored_modules has no meaning under PyTorch/XLA: its FSDP takes all parameters"
-        raise ShardingError(msg, hint="leave it out")
-    if any(param.is_meta for param in model.parameters()):
-        msg = f"{type(model).__name__} has parameters on the meta device, which PyTorch/XLA cannot fill"
-        raise ShardingError(msg, hint="build it with values, or load them before prepare")
+def _shard(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
+    """Return PyTorch/XLA's wrapper around a model with rank 0's values, on its devices and sharded over them."""
+    _check(model, settings)
     size = sum(param.numel() for param in model.parameters())
-    units = plan_units(model, settings, set())
-    _send_from_rank_0(model)
+    units, spmd_run = set(plan_units(model, settings, set()).values()), devices.is_spmd()
+    if dist.get_world_size() > 1:  # all begin with rank 0's values, while they are in host memory
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0)
     move_model(model, devices.device())
-    name = type(model).__name__
     again = settings.activation_checkpointing or config.fsdp_config.xla_fsdp_grad_ckpt
-    wrap = _spmd if devices.is_spmd() else partial(_per_device, config=config)
-    wrapped = wrap(model, _policy(set(units.values())), _wrapper(again), settings)
-    way = "xla_fsdp_v2" if devices.is_spmd() else "XlaFullyShardedDataParallel"
-    kept = ", recomputed in backward" if again else ""
-    where = devices.devices_in_words()
-    messages.say(f"sharded {name}: {len(units)} units{kept}, {count(size)} parameters, {way} over {where}")
-    return wrapped
+    outer: Any = wrapper_classes()[spmd_run]
 
-
-def _policy(units: set[nn.Module]) -> Callable[..., bool]:
     def is_unit(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:  # noqa: ARG001  (torch's form)
         return recurse or module in units
 
-    return is_unit
-
-
-def _wrapper(again: bool) -> Callable[..., nn.Module]:
-    """Return what makes a unit of a module."""
-    per_device, spmd = wrapper_classes()
-    chosen = spmd if devices.is_spmd() else per_device
-
-    def wrap(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        unit: nn.Module = chosen(checkpoint_module(module) if again else module, *args, **kwargs)
+    def make_unit(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        unit: nn.Module = outer(checkpoint_module(module) if again else module, *args, **kwargs)
         return unit
 
-    return wrap
-
-
-def _spmd(model: nn.Module, policy: Any, wrapper: Any, settings: Settings) -> nn.Module:
-    outer: Any = wrapper_classes()[1]
-    wrapped: nn.Module = outer(
-        model,
-        mesh=devices.mesh(),
-        shard_output=devices.split_output,
-        auto_wrap_policy=policy,
-        auto_wrapper_callable=wrapper,
-    )
+    if spmd_run:
+        arguments = {"mesh": spmd.get_global_mesh(), "shard_output": devices.split_output}
+    else:
+        arguments = wrapper_arguments(settings, config)
+    wrapped: nn.Module = outer(model, auto_wrap_policy=is_unit, auto_wrapper_callable=make_unit, **arguments)
     wrapped.register_forward_pre_hook(_place_inputs, with_kwargs=True)
     dtype = settings.dtypes.param
-    if dtype not in (None, torch.float32):
+    if spmd_run and dtype not in (None, torch.float32):
         forward = wrapped.forward
 
         def forward_in_dtype(*args: Any, **kwargs: Any) -> Any:
@@ -103,15 +66,23 @@ def _spmd(model: nn.Module, policy: Any, wrapper: Any, settings: Settings) -> nn
                 return forward(*args, **kwargs)
 
         wrapped.forward = forward_in_dtype
+    way = "xla_fsdp_v2" if spmd_run else "XlaFullyShardedDataParallel"
+    kept = ", recomputed in backward" if again else ""
+    found = runtime.global_runtime_device_count() if spmd_run else runtime.world_size()
+    where = f"{found} {runtime.device_type()} {'device' if found == 1 else 'devices'}"
+    messages.say(
+        f"sharded {type(model).__name__}: {len(units)} units{kept}, {count(size)} parameters, {way} over {where}"
+    )
     return wrapped
 
 
-def _per_device(model: nn.Module, policy: Any, wrapper: Any, settings: Settings, *, config: Config) -> nn.Module:
-    outer: Any = wrapper_classes()[0]
-    arguments = wrapper_arguments(settings, config)
-    wrapped: nn.Module = outer(model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **arguments)
-    wrapped.register_forward_pre_hook(_place_inputs, with_kwargs=True)
-    return wrapped
+def _check(model: nn.Module, settings: Settings) -> None:
+    if settings.ignored is not None:
+        msg = "fsdp_ignored_modules has no meaning under PyTorch/XLA: its FSDP takes all parameters"
+        raise ShardingError(msg, hint="leave it out")
+    if any(param.is_meta for param in model.parameters()):
+        msg = f"{type(model).__name__} has parameters on the meta device, which PyTorch/XLA cannot fill"
+        raise ShardingError(msg, hint="build it with values, or load them before prepare")
 
 
 def wrapper_arguments(settings: Settings, config: Config) -> dict[str, Any]:
@@ -127,23 +98,16 @@ def wrapper_arguments(settings: Settings, config: Config) -> dict[str, Any]:
     return arguments
 
 
-def _send_from_rank_0(model: nn.Module) -> None:
-    """Have all processes begin with rank 0's values, while they are in host memory."""
-    if dist.get_world_size() > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, 0)
-
-
 def _place_inputs(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Move what a script gives from host memory to the devices; under SPMD each gets its share of the batch."""
-    return tree_map(_placed, args), tree_map(_placed, kwargs)
 
+    def placed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type == "xla":
+            return value
+        moved = value.to(devices.device())
+        return devices.split_first_dim(moved) if devices.is_spmd() else moved
 
-def _placed(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.device.type == "xla":
-        return value
-    moved = value.to(devices.device())
-    return devices.split_first_dim(moved) if devices.is_spmd() else moved
+    return tree_map(placed, args), tree_map(placed, kwargs)
 
 
 def prepare_on_xla(
@@ -154,13 +118,8 @@ def prepare_on_xla(
     Under SPMD one process has the whole batch, which is split over the devices: a loader's batch size is that of
     all devices together. Otherwise each process reads its own items.
 
-    Args:
-        objects: Models, optimizers, data loaders and schedulers.
-        plugin: How to shard.
-        unsupported: Arguments of `prepare` that have no meaning here, by name.
-
     Raises:
-        UsageError: One of them is given.
+        UsageError: An argument of `prepare` is given that has no meaning here.
         ShardingError: A model or an optimizer cannot be prepared so.
     """
     for name, value in unsupported.items():
@@ -169,23 +128,17 @@ def prepare_on_xla(
             raise UsageError(msg, hint="leave it out; load weights before prepare")
     config, ready = decode(), dict[int, Any]()
     known: dict[int, tuple[str, nn.Module]] = {}
-    for model in _of(objects, nn.Module):
-        if isinstance(model, wrapper_classes()):
-            ready[id(model)] = model
-            continue
-        names = names_before(model)
-        wrapped = shard_on_xla(model, plugin.settings(), config)
-        ready[id(model)] = wrapped
-        known |= {number: (name, wrapped) for number, name in names.items()}
-    for optimizer in _of(objects, Optimizer):
+    for model in {id(item): item for item in objects if isinstance(item, nn.Module)}.values():
+        ready[id(model)] = model
+        if not isinstance(model, wrapper_classes()):
+            names = {id(param): name for name, param in model.named_parameters()}
+            wrapped = ready[id(model)] = _shard(model, plugin.settings(), config)
+            known |= {number: (name, wrapped) for number, name in names.items()}
+    for optimizer in {id(item): item for item in objects if isinstance(item, Optimizer)}.values():
         repoint(optimizer, known)
-        optimizer.register_step_post_hook(lambda *_: devices.run_step())
+        optimizer.register_step_post_hook(lambda *_: torch_xla.sync())
         ready[id(optimizer)] = optimizer
     return tuple(ready[id(item)] if id(item) in ready else _fit(item) for item in objects)
-
-
-def _of(objects: Sequence[Any], kind: type) -> list[Any]:
-    return list({id(item): item for item in objects if isinstance(item, kind)}.values())
 
 
 def _fit(item: Any) -> Any:

@@ -1,12 +1,12 @@
 """Checkpoints under PyTorch/XLA: one file per process with its shards and what they are, or the full model."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_xla
 from torch import nn
 from torch.optim import Optimizer
 from torch_xla import runtime
@@ -28,20 +28,14 @@ from fsdplaunch.runtime.xla.stored import (
     read_optimizer,
     values_of,
 )
-from fsdplaunch.runtime.xla.wrappers import names_of_each, shared_names, wrapper_classes
-
-State = dict[str, Any]
+from fsdplaunch.runtime.xla.wrappers import parameters_after, shared_names, wrapper_classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState(StateToSave):
-    """What one process writes into a file of its own, under the name that transformers' Trainer gives it.
+    """What one process writes into a file of its own, under the name that transformers' Trainer gives it."""
 
-    Attributes:
-        stem: What the file holds, the end of its name.
-    """
-
-    stem: str
+    stem: str  # what the file holds, the end of its name
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:  # noqa: ARG002
         """Write it; under SPMD one process does so for all, and nobody waits."""
@@ -52,62 +46,44 @@ class RankState(StateToSave):
         return {}
 
 
+def _file_name(stem: str) -> str:
+    rank, count = (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
+    return f"rank{rank}-of-{count}-{stem}.bin"
+
+
 def to_save(models: list[nn.Module], optimizers: list[Optimizer], form: str) -> list[StateToSave] | None:
-    """Return what is to be written of models that PyTorch/XLA shards; None where it shards none of them.
+    """Return what is to be written of a checkpoint's models that PyTorch/XLA shards; None where it shards none.
 
-    Args:
-        models: All of a checkpoint.
-        optimizers: All of a checkpoint.
-        form: FULL_STATE_DICT or SHARDED_STATE_DICT; under SPMD every process sees full tensors and writes those.
+    Under SPMD every process sees full tensors and writes those, whichever form is asked for.
     """
     if not any(isinstance(model, wrapper_classes()) for model in models):
         return None
-    devices.run_step()
-    states = [_model(model, form, index) for index, model in enumerate(models)]
-    return [*states, *(_optimizer(models, each, index) for index, each in enumerate(optimizers))]
-
-
-def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> bool | None:
-    """Load what `to_save` wrote; None where PyTorch/XLA shards none of the models.
-
-    Raises:
-        CheckpointError: There is none, or it is of another model.
-    """
-    if not any(isinstance(model, wrapper_classes()) for model in models):
-        return None
-    for index, model in enumerate(models):
-        _read_model(folder, model, index)
+    torch_xla.sync()
+    found = [_model(model, form, index) for index, model in enumerate(models)]
     for index, optimizer in enumerate(optimizers):
-        _read_optimizer(folder, models, optimizer, index)
-    devices.run_step()
-    return True
+        state = {"optimizer": _on_host(optimizer.state_dict()), NAMES: _trained(models, optimizer)}
+        name = f"{OPTIMIZER}_{index}"
+        found.append(RankState(kind="SHARDED_STATE_DICT", name=name, state=state, stem="optimizer"))
+    return found
 
 
 def _model(model: nn.Module, form: str, index: int) -> StateToSave:
-    state = _on_host(dict(model.state_dict()))
-    if devices.is_spmd():
-        return _full({own_name(name): value for name, value in state.items()}, _aliases(model), index)
+    state, aliases = _on_host(dict(model.state_dict())), dict[str, str]()
     unit: Any = model
-    metadata = unit.get_shard_metadata()
-    if form != "FULL_STATE_DICT":
-        both = {"model": state, "shard_metadata": metadata}
-        return RankState(kind="SHARDED_STATE_DICT", name=f"{MODEL}_{index}", state=both, stem="pytorch_model")
-    everyones = from_all((metadata["rank"], state))
-    in_order = [each for _, each in sorted(everyones, key=lambda pair: int(pair[0]))]
-    return _full(dict(consolidate_sharded_state_dicts(in_order, metadata)), {}, index)
-
-
-def _full(state: State, aliases: Mapping[str, str], index: int) -> StateToSave:
+    if devices.is_spmd():
+        state, aliases = {own_name(name): value for name, value in state.items()}, _aliases(model)
+    else:
+        metadata = unit.get_shard_metadata()
+        if form != "FULL_STATE_DICT":
+            both = {"model": state, "shard_metadata": metadata}
+            name = f"{MODEL}_{index}"
+            return RankState(kind="SHARDED_STATE_DICT", name=name, state=both, stem="pytorch_model")
+        everyones = from_all((metadata["rank"], state))
+        in_order = [each for _, each in sorted(everyones, key=lambda pair: int(pair[0]))]
+        state = dict(consolidate_sharded_state_dicts(in_order, metadata))
     end = "" if index == 0 else f"_{index}"
     safe = f"model{end}.safetensors" if storable(state) else None
-    return StateToSave(
-        kind="FULL_STATE_DICT", name=f"{MODEL}{end}", state=state, safe_name=safe, aliases=dict(aliases)
-    )
-
-
-def _optimizer(models: list[nn.Module], optimizer: Optimizer, index: int) -> StateToSave:
-    state = {"optimizer": _on_host(optimizer.state_dict()), NAMES: _trained(models, optimizer)}
-    return RankState(kind="SHARDED_STATE_DICT", name=f"{OPTIMIZER}_{index}", state=state, stem="optimizer")
+    return StateToSave(kind="FULL_STATE_DICT", name=f"{MODEL}{end}", state=state, safe_name=safe, aliases=aliases)
 
 
 def _on_host(state: Any) -> Any:
@@ -121,9 +97,35 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first[id(param)] for name, param in named if first.setdefault(id(param), name) != name}
 
 
-def _file_name(stem: str) -> str:
-    rank, count = (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
-    return f"rank{rank}-of-{count}-{stem}.bin"
+def _trained(models: list[nn.Module], optimizer: Optimizer) -> list[list[Any]]:
+    """Return the names and the shape here of what an optimizer trains, in its order."""
+    names: dict[int, tuple[str, ...]] = {}
+    for model in models:
+        for name, param in parameters_after(model).items():
+            names[id(param)] = (*names.get(id(param), ()), name)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [[*names.get(id(param), ()), list(param.shape)] for param in params]
+
+
+def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> bool | None:
+    """Load what `to_save` wrote; None where PyTorch/XLA shards none of the models."""
+    if not any(isinstance(model, wrapper_classes()) for model in models):
+        return None
+    for index, model in enumerate(models):
+        _read_model(folder, model, index)
+    for index, optimizer in enumerate(optimizers):
+        path = folder / f"{OPTIMIZER}_{index}"
+        stored = read_optimizer(path, _file_name("optimizer"), _trained(models, optimizer))
+        try:
+            optimizer.load_state_dict(stored)
+        except ValueError as error:
+            msg = f"{path} is of another optimizer: {error}"
+            raise CheckpointError(msg, hint="build it as it was when the checkpoint was saved") from None
+        for value in (value for values in optimizer.state.values() for value in values.values()):
+            if devices.is_spmd() and isinstance(value, torch.Tensor) and value.device.type == "xla":
+                devices.split_largest_dim(value)
+    torch_xla.sync()
+    return True
 
 
 def _read_model(folder: Path, model: nn.Module, index: int) -> None:
@@ -141,25 +143,3 @@ def _read_model(folder: Path, model: nn.Module, index: int) -> None:
             tensor.copy_(values.to(tensor.device))
             if devices.is_spmd():
                 devices.split_largest_dim(tensor)
-
-
-def _read_optimizer(folder: Path, models: list[nn.Module], optimizer: Optimizer, index: int) -> None:
-    path = folder / f"{OPTIMIZER}_{index}"
-    stored = read_optimizer(path, _file_name("optimizer"), _trained(models, optimizer))
-    try:
-        optimizer.load_state_dict(stored)
-    except ValueError as error:
-        msg = f"{path} is of another optimizer: {error}"
-        raise CheckpointError(msg, hint="build it as it was when the checkpoint was saved") from None
-    if devices.is_spmd():
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.device.type == "xla":
-                    devices.split_largest_dim(value)
-
-
-def _trained(models: list[nn.Module], optimizer: Optimizer) -> list[list[Any]]:
-    """Return the names and the shape here of what an optimizer trains, in its order."""
-    names = {number: each for model in models for number, each in names_of_each(model).items()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [[*names.get(id(param), ()), list(param.shape)] for param in params]

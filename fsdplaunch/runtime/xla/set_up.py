@@ -26,20 +26,17 @@ from fsdplaunch.runtime.torch_internals.modules import begin_process
 
 
 def call_left_out(function: str) -> None:
-    """Call a function of the script that defines it and says nothing else of it, as `accelerate launch` does.
-
-    Args:
-        function: main_training_function of the configuration.
-
-    Raises:
-        UsageError: It cannot be called without arguments.
-    """
+    """Call a function of the script that defines it and says nothing else of it, as `accelerate launch` does."""
     script = sys.modules["__main__"]
     found = vars(script).get(function)
     source = "".join(linecache.getlines(getattr(script, "__file__", None) or ""))
     if not inspect.isfunction(found) or found.__module__ != "__main__" or not _is_only_defined(function, source):
         return
-    wanted = [name for name, each in inspect.signature(found).parameters.items() if _is_needed(each)]
+    wanted = [
+        name
+        for name, each in inspect.signature(found).parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     if wanted:
         msg = f"nothing calls {function}, and it wants {', '.join(wanted)}"
         raise UsageError(msg, hint="call it at the script's end, under if __name__ == '__main__'")
@@ -50,52 +47,27 @@ def call_left_out(function: str) -> None:
 def _is_only_defined(function: str, source: str) -> bool:
     """Return whether a script defines a function at its top and names it nowhere else."""
     try:
-        nodes = list(ast.walk(tree := ast.parse(source)))
+        tree = ast.parse(source)
     except SyntaxError:  # its text has changed meanwhile
         return False
     defined = any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
-    named = any(isinstance(node, ast.Name | ast.Constant) and _word(node) == function for node in nodes)
-    return defined and not named
-
-
-def _word(node: ast.Name | ast.Constant) -> Any:
-    return node.id if isinstance(node, ast.Name) else node.value
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not variadic
+    said = [node.id if isinstance(node, ast.Name) else getattr(node, "value", None) for node in ast.walk(tree)]
+    return defined and function not in said
 
 
 def spawn_here(spawning: Any, ordinal: Callable[[], int]) -> None:
-    """Have torch_xla's `spawn` call its function here, in a process that was started for it.
+    """Have the `spawn` of torch_xla's module call its function here, in a process that was started for it."""
 
-    Args:
-        spawning: The module `torch_xla.distributed.xla_multiprocessing`.
-        ordinal: Returns this process's number among all.
-    """
-
-    def spawn(
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        nprocs: int | None = None,  # noqa: ARG001  (torch_xla's form)
-        join: bool = True,  # noqa: ARG001
-        daemon: bool = False,  # noqa: ARG001
-        start_method: str = "spawn",  # noqa: ARG001
-    ) -> None:
+    def spawn(fn: Callable[..., Any], args: Sequence[Any] = (), *_: Any, **__: Any) -> None:
         fn(ordinal(), *args)
 
     spawning.spawn = spawn
 
 
 def set_up_xla(config: Config, script: str) -> None:
-    """Begin PyTorch/XLA's runtime as configured, before anything uses a device.
+    """Begin PyTorch/XLA's runtime as configured, before anything of the script uses a device.
 
     Ranks, sizes and what checkpoints agree on go through a process group of the CPU; no tensor of a model does.
-
-    Args:
-        config: Resolved.
-        script: What is run, for errors.
 
     Raises:
         MachineError: torch_xla is not there, or does not go with the torch that is.
@@ -103,18 +75,32 @@ def set_up_xla(config: Config, script: str) -> None:
     """
     if (found := installed_problem()) is not None:
         raise MachineError(found.message, hint=found.hint)
+    from torch_xla import runtime
+    from torch_xla.core import xla_model
+    from torch_xla.distributed import xla_multiprocessing
+
     from fsdplaunch.runtime.xla import devices
+
+    def begin() -> None:
+        """Tell the runtime who takes part, where there are several processes."""
+        if world_size() > 1:
+            begin_process(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def begin_with_ordinal() -> int:
+        """Do so, as torch_xla's own spawn does, and return this process's number."""
+        begin()
+        return int(runtime.global_ordinal())
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     one_each = here > 1 or (shards_on_xla(config) and not runs_spmd(config))
     if one_each:
-        _begin()
+        begin()
     if runs_spmd(config):
         devices.use_all_devices()
     join_group(config, torch.device("cpu"))
     _check_one_run(one_each=one_each and not devices.is_spmd())
-    spawn_here(devices.spawning_module(), _begin_with_ordinal)
-    keep_generator("xm_seed", devices.rng_state, devices.set_rng_state)
+    spawn_here(xla_multiprocessing, begin_with_ordinal)
+    keep_generator("xm_seed", lambda: int(xla_model.get_rng_state()), xla_model.set_rng_state)
     if shards_on_xla(config):
         _watch(config, script)
 
@@ -127,11 +113,7 @@ def prepare_on_xla(objects: Sequence[Any], plugin: Any, unsupported: dict[str, A
 
 
 def _check_one_run(*, one_each: bool) -> None:
-    """Refuse to train where PyTorch/XLA does not know the processes that were started as one run.
-
-    Args:
-        one_each: Each process drives one device.
-    """
+    """Refuse to train where PyTorch/XLA does not know the processes that were started as one run."""
     from fsdplaunch.runtime.xla import devices
 
     started, known = world_size(), devices.processes()
@@ -141,20 +123,6 @@ def _check_one_run(*, one_each: bool) -> None:
     if one_each and (count := devices.participants()) != started:
         msg = f"{started} processes were started for {count} devices, and each drives one only"
         raise ShardingError(msg, hint="use xla_fsdp_v2: true, whose processes drive all devices of their host")
-
-
-def _begin_with_ordinal() -> int:
-    """Tell the runtime who takes part, as torch_xla's own spawn does, and return this process's number."""
-    from fsdplaunch.runtime.xla import devices
-
-    _begin()
-    return devices.ordinal()
-
-
-def _begin() -> None:
-    """Tell the runtime who takes part, where there are several processes."""
-    if world_size() > 1:
-        begin_process(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _watch(config: Config, script: str) -> None:

@@ -27,30 +27,16 @@ _AS_IT_WAS = "build the model as it was when the checkpoint was saved"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """The weights of one model of a checkpoint.
+    """The weights of one model of a checkpoint."""
 
-    Attributes:
-        where: Its file or folder.
-        shapes: Full shapes by the model's own names.
-        read: Returns a rectangle of a weight, in host memory.
-    """
-
-    where: Path
-    shapes: Mapping[str, Shape]
-    read: Callable[[str, Region], torch.Tensor]
+    where: Path  # its file or folder
+    shapes: Mapping[str, Shape]  # full shapes by the model's own names
+    read: Callable[[str, Region], torch.Tensor]  # returns a rectangle of a weight, in host memory
 
 
 @contextmanager
 def open_weights(folder: Path, index: int) -> Iterator[StoredWeights]:
-    """Open a model of a checkpoint, full or by ranks, of PyTorch/XLA or of torch's FSDP.
-
-    Args:
-        folder: The checkpoint.
-        index: The model's number.
-
-    Raises:
-        CheckpointError: It is not there, or is damaged.
-    """
+    """Open a model of a checkpoint by its number, full or by ranks, of PyTorch/XLA or of torch's FSDP."""
     sharded, full = folder / f"{MODEL}_{index}", folder / f"{MODEL}{'' if index == 0 else f'_{index}'}.bin"
     if full.is_file():
         yield _of_full(full, read_plain(full))
@@ -92,27 +78,16 @@ def _of_ranks(opened: OpenCheckpoint) -> StoredWeights:
 
 
 def parameter_shapes(shapes: Mapping[str, Shape], metadata: Mapping[str, Any] | None) -> dict[str, Shape]:
-    """Return the full shapes of a model's parameters and buffers, by its own names.
+    """Return the full shapes of what a process's state dict holds, by the model's own names.
 
-    Args:
-        shapes: Of the tensors of a process's state dict, by name.
-        metadata: What the slices among them are; None where all are full.
+    The metadata says what the slices in it are; None where all are full.
     """
     full = {own_name(name): shape for name, shape in shapes.items() if metadata is None or not is_slice(name)}
     return full if metadata is None else full | sliced_parameters(metadata)
 
 
 def check_fit(stored: StoredWeights, own: Mapping[str, Shape], further: Collection[str] = ()) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        stored: The checkpoint's.
-        own: Full shapes of the model's parameters and buffers.
-        further: Other names of some of them, which a checkpoint may hold as well.
-
-    Raises:
-        CheckpointError: Names or shapes are others.
-    """
+    """Refuse a checkpoint of another model: it has other names, but for `further` ones, or other full shapes."""
     wrong = sorted(set(own) ^ (set(stored.shapes) - set(further)))
     if wrong:
         verb = "lacks" if wrong[0] in own else "has"
@@ -130,12 +105,7 @@ def values_of(
 ) -> torch.Tensor:
     """Return a tensor of a process's state dict with its values, zeros where it is padding.
 
-    Args:
-        name: The tensor's.
-        shape: Its shape.
-        dtype: Its dtype.
-        metadata: What the slices are, and of which process; None where all tensors are full.
-        stored: Where values are read from.
+    Of which process it is, and what the slices are, says the metadata; None where all tensors are full.
     """
     if metadata is None or not is_slice(name):
         return stored.read(own_name(name), Region((0,) * len(shape), shape)).to(dtype)
@@ -152,16 +122,7 @@ NAMES = "parameters"
 
 
 def read_optimizer(folder: Path, file_name: str, own: list[list[Any]]) -> dict[str, Any]:
-    """Read the state that this process's optimizer had.
-
-    Args:
-        folder: Holds one file of each process that saved.
-        file_name: This process's.
-        own: What the optimizer trains here, in its order: the names of what was flattened into it, and its shape.
-
-    Raises:
-        CheckpointError: As many processes did not save it, it is damaged, or of another optimizer.
-    """
+    """Read the state that this process's optimizer had, whose parameters' names and shapes are `own`."""
     path = folder / file_name
     if not path.is_file():
         others = sorted(each.name for each in folder.glob("rank0-of-*-optimizer.bin"))

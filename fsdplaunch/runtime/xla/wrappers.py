@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,48 +28,34 @@ def wrapper_classes() -> tuple[type, type]:
 
 
 def watch_wrappers() -> None:
-    """Start to notice when one of them is built."""
+    """Notice from now on when one of them is built.
+
+    SPMD's is given a model that has been moved: it would make several of a parameter that modules share. Its
+    function for outputs is ours in place of transformers', which knows one kind only.
+    """
+    from fsdplaunch.runtime.xla.devices import device, split_output
+
+    def notice(wrapper: Any, *, moves: bool) -> None:
+        construct = wrapper.__init__
+
+        @functools.wraps(construct)
+        def construct_and_mark(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            if moves:
+                move_model(module, device())
+            if getattr(kwargs.get("shard_output"), "__module__", "") == "transformers.trainer":
+                kwargs["shard_output"] = split_output
+            construct(self, module, *args, **kwargs)
+            mark_sharded(wrapper.__name__)
+
+        wrapper.__init__ = construct_and_mark
+
     per_device, spmd = wrapper_classes()
-    _notice(per_device, lambda _: None)
-    _notice(spmd, _move)
-
-
-def _notice(wrapper: Any, prepare: Callable[[Any], None]) -> None:
-    construct = wrapper.__init__
-
-    @functools.wraps(construct)
-    def construct_and_mark(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        prepare(module)
-        construct(self, module, *args, **_with_output(kwargs))
-        mark_sharded(wrapper.__name__)
-
-    wrapper.__init__ = construct_and_mark
-
-
-def _move(module: Any) -> None:
-    """Move a model before SPMD's class does, which makes several of a parameter that modules share."""
-    from fsdplaunch.runtime.xla.devices import device
-
-    move_model(module, device())
-
-
-def _with_output(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with our function for outputs in place of transformers', which knows one kind only."""
-    given = arguments.get("shard_output")
-    if getattr(given, "__module__", "") != "transformers.trainer":
-        return arguments
-    from fsdplaunch.runtime.xla.devices import split_output
-
-    return arguments | {"shard_output": split_output}
+    notice(per_device, moves=False)
+    notice(spmd, moves=True)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device of another kind, and keep parameters shared: torch makes new ones there.
-
-    Args:
-        model: In host memory.
-        device: Where it goes.
-    """
+    """Move a model to a device of another kind, and keep parameters shared: torch makes new ones there."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -81,43 +66,21 @@ def move_model(model: nn.Module, device: torch.device) -> None:
             setattr(model.get_submodule(home), leaf, model.get_parameter(first))
 
 
-def names_before(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's parameters before it is wrapped, by identity."""
-    return {id(param): name for name, param in model.named_parameters()}
-
-
 def parameters_after(wrapped: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameter that holds each of the user's now; several may share one, where they are flattened."""
     per_device, _ = wrapper_classes()
     if not any(isinstance(module, per_device) for module in wrapped.modules()):
         return {own_name(name): param for name, param in wrapped.named_parameters(remove_duplicate=False)}
-    return dict(_sharded(wrapped))
-
-
-def _sharded(wrapped: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    per_device, _ = wrapper_classes()
+    found: dict[str, nn.Parameter] = {}
     for place, module in wrapped.named_modules():
         unit: Any = module
         for shard in unit.sharded_params if isinstance(module, per_device) else ():
-            for name in _names_in(unit, shard):
-                yield own_name(".".join(filter(None, (place, name)))), shard
-
-
-def _names_in(unit: Any, shard: Any) -> list[str]:
-    """Return what a shard of a unit holds: one parameter, or those that were flattened into one."""
-    name = name_in_unit(shard)
-    home, _, leaf = name.rpartition(".")
-    if not leaf.startswith("flat_param_"):
-        return [name]
-    names, _, _ = unit.get_submodule(home.removesuffix(".")).metadata(int(leaf.rpartition("_")[2]))
-    return list(names)
-
-
-def names_of_each(wrapped: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the user's names of what each parameter of a wrapped model holds, by identity."""
-    found: dict[int, tuple[str, ...]] = {}
-    for name, param in parameters_after(wrapped).items():
-        found[id(param)] = (*found.get(id(param), ()), name)
+            name = name_in_unit(shard)
+            home, _, leaf = name.rpartition(".")
+            names = [name]
+            if leaf.startswith("flat_param_"):
+                names, _, _ = unit.get_submodule(home.removesuffix(".")).metadata(int(leaf.rpartition("_")[2]))
+            found |= {own_name(".".join(filter(None, (place, each)))): shard for each in names}
     return found
 
 
@@ -133,11 +96,7 @@ def shared_names(wrapped: nn.Module) -> set[str]:
 
 
 def repoint(optimizer: Optimizer, known: dict[int, tuple[str, nn.Module]]) -> None:
-    """Have an optimizer train what its parameters have become.
-
-    Args:
-        optimizer: Without state.
-        known: Name and wrapped model of each parameter that there was before, by identity.
+    """Have an optimizer train what its parameters, whose names and wrapped models are known by identity, became.
 
     Raises:
         ShardingError: It has state already, or trains in several groups what was flattened into one parameter.
@@ -194,29 +153,27 @@ def configure_trainer(config: Config) -> None:
     The Trainer reads PyTorch/XLA's keys from its own arguments only, and no environment variable.
     """
     own = trainer_arguments(config)
-    once_imported("transformers.training_args", lambda module: _fill_arguments(module.TrainingArguments, own))
 
+    def fill_later(module: Any) -> None:
+        arguments = module.TrainingArguments
+        finish = arguments.__post_init__
+        # The control group of the CPU gives rise to an advice to use DDP, which is left out.
+        advice = "parallel_mode != ParallelMode.DISTRIBUTED"
+        logging.getLogger(arguments.__module__).addFilter(lambda record: advice not in record.getMessage())
 
-def _fill_arguments(arguments: Any, own: dict[str, Any]) -> None:
-    finish = arguments.__post_init__
-    logging.getLogger(arguments.__module__).addFilter(_is_of_use)
+        @functools.wraps(finish)
+        def fill_and_finish(self: Any) -> None:
+            if not self.fsdp and not self.fsdp_config:
+                self.fsdp, self.fsdp_config = "full_shard auto_wrap", copy.deepcopy(own)
+                messages.say("TrainingArguments: fsdp and fsdp_config are the configuration's")
+            if str(self.optim).endswith("adamw_torch_fused"):  # transformers' default with a new torch
+                self.optim = "adamw_torch"
+                messages.say("TrainingArguments: optim is adamw_torch, PyTorch/XLA has no fused one")
+            finish(self)
 
-    @functools.wraps(finish)
-    def fill_and_finish(self: Any) -> None:
-        if not self.fsdp and not self.fsdp_config:
-            self.fsdp, self.fsdp_config = "full_shard auto_wrap", copy.deepcopy(own)
-            messages.say("TrainingArguments: fsdp and fsdp_config are the configuration's")
-        if str(self.optim).endswith("adamw_torch_fused"):  # transformers' default with a new torch
-            self.optim = "adamw_torch"
-            messages.say("TrainingArguments: optim is adamw_torch, PyTorch/XLA has no fused one")
-        finish(self)
+        arguments.__post_init__ = fill_and_finish
 
-    arguments.__post_init__ = fill_and_finish
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """Leave out the advice to use DDP, which the control group of the CPU gives rise to."""
-    return "parallel_mode != ParallelMode.DISTRIBUTED" not in record.getMessage()
+    once_imported("transformers.training_args", fill_later)
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:

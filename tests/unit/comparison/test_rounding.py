@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplaunch.comparison.causes import Cause, is_equal, may_be_rounding, rounding
-from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, Verdict, compare, distances
+from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, Verdict, compare
 
 STEP = StepFacts(
     losses=(1.0,),
@@ -32,11 +32,6 @@ def found(sharded: RunFacts, changed: RunFacts) -> Cause | None:
     first = compare(PLAIN, sharded, 1e-4).first
     assert first is not None
     return rounding(first, PLAIN, sharded, changed)
-
-
-def test_distances_are_those_of_each_step_and_of_the_end():
-    far = distances(PLAIN, run(1e-7, 0, 1e-3, end=0.5))
-    assert far == pytest.approx([1e-7, 0, 1e-3, 0.5])
 
 
 def test_one_process_that_goes_as_far_from_itself_shows_rounding():

@@ -53,22 +53,16 @@ def test_first_difference_has_its_step_and_its_name(step, what):
     assert found(PLAIN, replace(SHARDED, steps=[STEP, step])) == (2, what)
 
 
-def test_gradients_that_are_not_numbers_in_both_runs_are_equal():
-    lost = {"norm": math.nan, "norms": {"a": math.nan, "b": 4.0}}
+def test_losses_and_gradients_that_are_not_numbers_in_both_runs_are_equal():
+    lost = {"losses": (math.nan,), "norm": math.nan, "norms": {"a": math.nan, "b": 4.0}}
     plain = replace(PLAIN, steps=[replace(ONE, **lost)])
     assert compare(plain, replace(SHARDED, steps=[replace(STEP, **lost)]), 1e-4).first is None
-    other = replace(STEP, norm=math.nan, norms={"a": math.nan, "b": 4.1})
+    other = replace(STEP, losses=(math.nan,), norm=math.nan, norms={"a": math.nan, "b": 4.1})
     assert found(plain, replace(SHARDED, steps=[other])) == (1, "gradient of b")
     assert found(PLAIN, replace(SHARDED, steps=[replace(STEP, norms={"a": math.nan, "b": 4.0})])) == (
         1,
         "gradient of a",
     )
-
-
-def test_losses_that_are_not_numbers_in_both_runs_are_equal():
-    nan = (math.nan,)
-    plain = replace(PLAIN, steps=[replace(ONE, losses=nan)])
-    assert compare(plain, replace(SHARDED, steps=[replace(STEP, losses=nan)]), 1e-4).first is None
 
 
 def test_losses_that_add_up_to_the_plain_one_are_equal_where_their_gradients_are():

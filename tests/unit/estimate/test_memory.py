@@ -17,7 +17,7 @@ from fsdplaunch.estimate.memory import (
     verdict_of,
 )
 from fsdplaunch.estimate.model import Model, describe
-from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, name_of, resized
+from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, name_of
 from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3
@@ -134,13 +134,6 @@ def test_every_change_saves_what_it_says(case, setup):
         assert change.need.gpu == memory_need(case, change.need.setup).gpu
 
 
-def test_full_shard_keeps_sixteen_bytes_per_parameter_in_all():
-    case = case_of()
-    setup = TrainingSetup(strategy="FULL_SHARD", world=4, per_node=4, shards=4, master=4, compute=2, reduce=4)
-    assert kept(memory_need(case, setup)) == 16 * case.sizes.parameters // 4
-    assert memory_need(case, setup).checkpoint == 12 * case.sizes.parameters
-
-
 def test_strategies_of_the_table_differ_from_yours_and_each_other():
     yours = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16)
     found = [(each.strategy, each.shards, each.keeps, each.offload) for each in alternatives(yours)]
@@ -191,13 +184,6 @@ def test_mixed_precision_decides_the_widths():
 )
 def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(given, gpus, expected):
     assert ranks_of(loaded(), gpus=gpus, given=given) == expected
-
-
-def test_resized_run_keeps_its_way_to_shard():
-    inside = TrainingSetup(strategy="HYBRID_SHARD", world=16, per_node=8, shards=8)
-    assert (resized(inside, 32).shards, resized(inside, 32).replicas) == (8, 4)
-    spread = TrainingSetup(strategy="FULL_SHARD", world=16, per_node=8, shards=16)
-    assert resized(spread, 32).shards == 32
 
 
 def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:

@@ -16,12 +16,12 @@ SLURM = {
 
 
 def test_read_cluster_plain_machine_is_none():
-    assert read_cluster({"HOME": "/root", "RANK": "3"}) == Cluster()
+    assert read_cluster({"HOME": "/root", "RANK": "3", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == Cluster()
     assert describe_cluster(Cluster()) is None
 
 
 def test_read_cluster_slurm_job_says_everything():
-    found = read_cluster(SLURM)
+    found = read_cluster(SLURM | {"PMI_SIZE": "2", "PMI_RANK": "0"})
     assert found == Cluster(
         kind="slurm",
         job_id="4711",
@@ -80,19 +80,11 @@ def test_read_cluster_mpi_ranks(environ, expected):
     assert (found.kind, found.num_tasks, found.tasks_on_node, found.task) == ("mpi", *expected)
 
 
-def test_read_cluster_slurm_with_its_pmi_variables_is_slurm():
-    assert read_cluster(SLURM | {"PMI_SIZE": "2", "PMI_RANK": "0"}).kind == "slurm"
-
-
 def test_read_cluster_indexed_kubernetes_job():
     environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3", "PET_NNODES": "4"}
     found = read_cluster(environ)
     assert (found.kind, found.num_nodes, found.node_rank) == ("kubernetes", 4, 3)
     assert describe_cluster(found) == "Kubernetes job   4 nodes"
-
-
-def test_read_cluster_pod_outside_a_job_is_none():
-    assert read_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).kind == "none"
 
 
 def test_read_cluster_numbers_that_are_none_are_left_out():

