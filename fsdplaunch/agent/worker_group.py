@@ -166,6 +166,7 @@ def _read_error(path: Path) -> dict[str, Any] | None:
             "message": str(message["message"]),
             "traceback": str(extra.get("py_callstack") or "") or None,
             "time_ns": int(extra.get("time_ns") or int(extra["timestamp"]) * 10**9),
+            "status": int(extra.get("status", 1)),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return None

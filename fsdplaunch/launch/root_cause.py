@@ -31,7 +31,6 @@ UNEQUAL_COLLECTIVES = "Received data size doesn't match expected size"
 """What gloo says where ranks are in different collectives, before it aborts the process."""
 WARNINGS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that announce an end and do not ask for one: a script may save and go on."""
-_ASKED_STATUS = re.compile(r"SystemExit: (\d+)")
 _COLLECTIVE_TYPES = ("RuntimeError:", "DistBackendError:", "DistNetworkError:", "DistStoreError:")
 _FRAME_LIMIT = 6
 """Frames of the user's own code to show of a traceback; the innermost ones."""
@@ -103,13 +102,12 @@ def failure_status(worker: Worker) -> int:
     """Return the status the launcher ends with for this cause.
 
     A worker that had recorded its failure when the launcher ended it, before it could exit, counts as what it was
-    about to end with: the status it had asked for, or 1 after an exception.
+    about to end with.
     """
     code = worker["code"]
     if code not in (None, 0) and -code not in worker["sent"]:
         return shell_status(code)
-    asked = _ASKED_STATUS.fullmatch((worker["error"] or {}).get("message") or "")
-    return int(asked[1]) & 0xFF if asked else 1
+    return int((worker["error"] or {}).get("status") or 1)
 
 
 def user_frames(traceback: str, *, folder: str = "") -> list[str]:

@@ -143,13 +143,14 @@ def conclude(failure: BaseException) -> int:
     notes = [str(note) for note in getattr(failure, "__notes__", ())]  # this package's are hints in the report
     advice = " ".join(note.removeprefix(NOTE) for note in notes if note.startswith(NOTE)).replace("\n", " ")
     named = f"{type(failure).__name__}: {words}" + (f"\nhint: {advice}" if advice else "")
-    record(words if short else named, "" if short else text)
+    status = failure.exit_code if isinstance(failure, LaunchError) and short else EXIT_FAILED
+    record(words if short else named, "" if short else text, status)
     with _for_the_file():
         if short:
             write_error(f"error: {printable(words)}\n")
         else:
             _print(failure, lines, text)
-    return failure.exit_code if isinstance(failure, LaunchError) and short else EXIT_FAILED
+    return status
 
 
 def _print(failure: BaseException, lines: TracebackType | None, text: str) -> None:
@@ -180,9 +181,10 @@ def _leave(leaving: SystemExit) -> int:
         words = str(leaving.code)
     except Exception:
         words = text_of(leaving)
-    record(f"SystemExit: {words}", "")
+    status = leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
+    record(f"SystemExit: {words}", "", status & 0xFF)
     if isinstance(leaving.code, int):
-        return leaving.code
+        return status
     if len(words) > MOST:
         with _for_the_file():
             write_error(f"{words}\n")
@@ -190,10 +192,11 @@ def _leave(leaving: SystemExit) -> int:
     return EXIT_FAILED
 
 
-def record(message: str, call_stack: str) -> None:
-    """Write the failure where the elastic agent looks for it, in torch's layout.
+def record(message: str, call_stack: str, status: int) -> None:
+    """Write the failure where the elastic agent looks for it, in torch's layout, with the status to come.
 
-    Written here and not by torch's own handler because a failure may come before torch is imported.
+    The launcher may end this process, because of another one's failure, before it has exited. Written here and not
+    by torch's own handler because a failure may come before torch is imported.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -202,7 +205,7 @@ def record(message: str, call_stack: str) -> None:
     now = time.time_ns()
     # The whole text is on the rank's error output; agents and launchers pass this on.
     call_stack, message = call_stack[-_MOST_OF_STACK:], shortened(message)
-    details = {"py_callstack": call_stack, "timestamp": str(now // 10**9), "time_ns": now}
+    details = {"py_callstack": call_stack, "timestamp": str(now // 10**9), "time_ns": now, "status": status}
     data = {"message": {"message": message, "extraInfo": details}}
     try:
         Path(path).write_text(json.dumps(data), encoding="utf-8")

@@ -48,7 +48,7 @@ _WORKER = {
     **dict.fromkeys(("pid?", "node?"), _INTEGER),
     **dict.fromkeys(("code?", "started_ns?", "ended_ns?", "peak_bytes?", "steps?"), _NUMBER),
     **{"signal?": _TEXT, "host?": str, "sent?": [_INTEGER], "tail?": [str]},
-    "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER}),
+    "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER, "status?": _NUMBER}),
 }
 _ATTEMPT = {"workers": [_WORKER], "attempt?": _NATURAL, "cause?": Maybe(_WORKER)}
 _END = {"status": _INTEGER, "stopped_by": _TEXT, "error": _TEXT}

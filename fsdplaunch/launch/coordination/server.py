@@ -211,15 +211,15 @@ class CoordinatorServer:
             return
         text, address = text_of_line(line), node.came_from
         accepted, answer = node.handshake.answer(text)
-        connection.send_line(answer)
-        if accepted:
-            node.handshake, connection.limit = None, MAX_BYTES
-            return
-        connection.close()
-        if address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
+        if not accepted and address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
             self._turned_away.add(address)
             which = "without a secret" if text == NONE else "with another secret"
             self._tell(f"{address} came {which}, and was turned away: it does not belong to this run")
+        connection.send_line(answer)
+        if accepted:
+            node.handshake, connection.limit = None, MAX_BYTES
+        else:
+            connection.close()
 
     def broadcast(self, *, but: NodeConnection | None = None, **message: Any) -> None:
         """Send a message to every present node, or to all but one."""

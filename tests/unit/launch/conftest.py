@@ -14,13 +14,14 @@ def make_worker(
     code: int | None = 1,
     at: float = 1.0,
     message: str | None = None,
+    status: int = 1,
     traceback: str | None = None,
     sent: tuple[int, ...] = (),
     tail: tuple[str, ...] = (),
     **more: Any,
 ) -> dict[str, Any]:
     """A worker that ended `at` seconds after its start."""
-    error = {"message": message, "traceback": traceback, "time_ns": int(at * SECOND)} if message else None
+    error = message and {"message": message, "traceback": traceback, "time_ns": int(at * SECOND), "status": status}
     names = {-9: "SIGKILL", -11: "SIGSEGV", -6: "SIGABRT", -7: "SIGBUS", -15: "SIGTERM"}
     return {
         "rank": rank,
