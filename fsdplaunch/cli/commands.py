@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.options import (
+    ASSIGNMENTS,
     ConfigOption,
     JsonOption,
     LogDirOption,
@@ -25,10 +26,13 @@ from fsdplaunch.cli.options import (
     ScriptToTry,
     SetOption,
     both_ways,
+    completed,
     does,
     flag,
     group,
+    keys_and_sections,
     number,
+    presets,
     script_argument,
     size,
     takes,
@@ -362,7 +366,10 @@ def config(
     no_input: Annotated[bool, flag("--no-input", "Never ask; fail where an answer is needed")] = False,
     output: Annotated[Path | None, takes("FILE", "File to write [default: fsdp.yaml]", "-o", "--output")] = None,
     overrides: SetOption = None,
-    preset: Annotated[str | None, takes("NAME", "Start from a preset; `config presets` lists them")] = None,
+    preset: Annotated[
+        str | None,
+        takes("NAME", "Start from a preset; `config presets` lists them", autocompletion=completed(presets)),
+    ] = None,
     source: Annotated[
         Path | None, takes("FILE", "Start from another file, for example accelerate's", "--from")
     ] = None,
@@ -392,7 +399,9 @@ def config_show(
 
 @does("config:set_values", config_app, "set")
 def config_set(
-    assignments: Annotated[list[str], Argument(metavar="KEY=VALUE...", help="What to change")],
+    assignments: Annotated[
+        list[str], Argument(metavar="KEY=VALUE...", help="What to change", autocompletion=ASSIGNMENTS)
+    ],
     file: ConfigOption = None,
 ) -> None:
     """Change keys in the file; its comments and layout stay."""
@@ -411,7 +420,14 @@ def config_validate(
 
 @does("config:explain", config_app, "explain")
 def config_explain(
-    word: Annotated[str | None, Argument(metavar="KEY", help="A key or a section [default: list all]")] = None,
+    word: Annotated[
+        str | None,
+        Argument(
+            metavar="KEY",
+            help="A key or a section [default: list all]",
+            autocompletion=completed(keys_and_sections),
+        ),
+    ] = None,
     file: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -425,7 +441,9 @@ def config_schema() -> None:
 
 @does("config:presets", config_app, "presets")
 def config_presets(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Print this one")] = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="Print this one", autocompletion=completed(presets))
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List ready-made configurations, or print one."""

@@ -1,6 +1,6 @@
 """Options that several commands take, the numbers and sizes that options are given, and who does a command."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -24,16 +24,49 @@ def flag(option: str, text: str) -> Any:
     return Option(option, help=text)
 
 
-def takes(metavar: str, text: str, *names: str) -> Any:
+def takes(metavar: str, text: str, *names: str, **more: Any) -> Any:
     """Return an option with a value; its name is its parameter's where none is given."""
-    return Option(*names, metavar=metavar, help=text)
+    return Option(*names, metavar=metavar, help=text, **more)
 
 
+def completed(find: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return what completes a word on the command line to one of those that are found."""
+    return lambda incomplete: [word for word in find() if word.startswith(incomplete)]
+
+
+def _runs() -> list[str]:
+    return sorted((path.name for path in Path("runs").glob("*")), reverse=True)
+
+
+def _assignments() -> Iterable[str]:
+    from fsdplaunch.config.schema.config import all_keys
+
+    for spec in all_keys():
+        yield from (f"{spec.name}={choice}" for choice in ("", *spec.key.kind.choices))
+
+
+def keys_and_sections() -> Iterable[str]:
+    """Return what `config explain` explains."""
+    from fsdplaunch.config.schema.config import all_keys, section_classes
+
+    return [*section_classes(), *(spec.name for spec in all_keys())]
+
+
+def presets() -> Iterable[str]:
+    """Return the presets' names."""
+    from fsdplaunch.config.render import preset_files
+
+    return preset_files()
+
+
+ASSIGNMENTS = completed(_assignments)
 _CONFIG_NAMES = ("-c", "--config", "--config_file", "--config-file")
 ConfigOption = Annotated[
     Path | None, Option(*_CONFIG_NAMES, metavar="FILE", help="The YAML file [default: ./fsdp.yaml]")
 ]
-SetOption = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key")]
+SetOption = Annotated[
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key", autocompletion=ASSIGNMENTS)
+]
 JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout")]
 OverwriteOption = Annotated[bool, Option("--overwrite", help="Replace a file that exists")]
 ModuleOption = Annotated[bool, Option("-m", "--module", help="SCRIPT is a module, as in python -m")]
@@ -43,7 +76,7 @@ LogDirOption = Annotated[
     Option("--log-dir", metavar="FOLDER", help="Folder with the runs [default: launch.log_dir of the file]"),
 ]
 _RUN = "The run, or as much of its name as is unique; latest"
-RunArgument = Annotated[str, Argument(metavar="ID", help=_RUN)]
+RunArgument = Annotated[str, Argument(metavar="ID", help=_RUN, autocompletion=completed(_runs))]
 ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 

@@ -270,7 +270,11 @@ class Conversation:
             elif problem := self._problem(question, before, answer):
                 self.out.say(f"  {problem}")
             else:
-                return question.accept(answer, before)
+                answer = question.accept(answer, before)
+                doubt = None if answer == question.proposed(before) else question.doubt(answer, before)
+                choices = (Choice("no", "No, another answer"), Choice("yes", "Yes"))
+                if doubt is None or self.prompts.select(f"{doubt}. Is that meant?", choices) == "yes":
+                    return answer
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:
         choices, words = list(question.choices(before)), question.words

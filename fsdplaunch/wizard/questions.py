@@ -63,6 +63,8 @@ class Question:
     read: Callable[[Config, WizardState], str | None] | None = None
     # Text as typed -> canonical answer; ValueError says what is wrong. None: only choices are answers.
     check: Callable[[str, WizardState], str] | None = None
+    # What speaks against an answer that is possible; a person is then asked again.
+    doubt: Callable[[str, WizardState], str | None] = lambda answer, state: None  # noqa: ARG005
     # Whether the answer matters.
     applies: Callable[[WizardState], bool] = lambda state: True  # noqa: ARG005
     # Whether it is asked when it matters; otherwise the suggestion is taken.
@@ -269,6 +271,13 @@ def _check_workers(text: str, state: WizardState) -> str:
     return str(number)
 
 
+def _doubt_workers(answer: str, state: WizardState) -> str | None:
+    processors = state.facts.hardware.cpu_count
+    if state.answers.get("where") in ("here", "cpu") and answer.isdecimal() and int(answer) > processors:
+        return f"{answer} workers share {processors} processors here"
+    return None
+
+
 def _read_workers(config: Config, state: WizardState) -> str | None:
     if config.launch.workers_per_node is not None:
         return str(config.launch.workers_per_node)
@@ -291,6 +300,7 @@ WORKERS = Question(
     ),
     read=_read_workers,
     check=_check_workers,
+    doubt=_doubt_workers,
     applies=lambda state: not state.on_tpus,  # PyTorch/XLA has one process per chip or per host
     asked=lambda state: state.facts.gpus_per_node != 1 or state.answers.get("where") != "here",
     remark=_workers_remark,

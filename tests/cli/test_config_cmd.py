@@ -168,3 +168,18 @@ def test_set_changes_what_follows_a_key_too(cli, tmp_path):
             shown = (tmp_path / "fsdp.yaml").read_text() if not script else done.stdout.lower()
             assert f"reshard_after_forward{'=' if script else ': '}{reshard}" in shown
     assert cli("config", "validate", "--strict").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("fsdplaunch config presets single", "single_node"),
+        ("fsdplaunch config set mixed_precision=b", "mixed_precision=bf16"),
+        ("fsdplaunch config explain keep_gl", "keep_global_batch"),
+        ("fsdplaunch runs logs 2026", "2026-run"),
+    ],
+)
+def test_presets_keys_values_and_runs_are_completed(cli, tmp_path, words, found):
+    (tmp_path / "runs" / "2026-run").mkdir(parents=True)
+    done = cli(_FSDPLAUNCH_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    assert done.stdout.split() == [found]

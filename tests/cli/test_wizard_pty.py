@@ -11,7 +11,7 @@ from fsdplaunch.config.load import load_config
 
 pytestmark = pytest.mark.timeout(120)
 
-ENTER, BACK_TAB = "\r", "\x1b[Z"
+ENTER, DOWN, BACK_TAB = "\r", "\x1b[B", "\x1b[Z"
 PATIENCE = 30
 
 
@@ -60,6 +60,8 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     child.send(ENTER)
     child.expect_exact("How many workers on each node?")
     child.send("999" + ENTER)
+    child.expect_exact("Is that meant?")
+    child.send(DOWN + ENTER)
     child.expect_exact("Model folder, or its size")
     child.send("124m" + ENTER)
     child.expect_exact("124 M parameters")
