@@ -15,12 +15,12 @@ _HOMES = {
     "clip_grad_norm_": "fsdplaunch.runtime.api.gradients",
     "clip_grad_value_": "fsdplaunch.runtime.api.gradients",
     "no_sync": "fsdplaunch.runtime.api.gradients",
-    "context_parallel": "fsdplaunch.runtime.context_parallel.split_blocks",
+    "context_parallel": "fsdplaunch.runtime.split.split_blocks",
     "apply": "fsdplaunch.runtime.api.summon_full_params",
     "summon_full_params": "fsdplaunch.runtime.api.summon_full_params",
     "fsdp_modules": "fsdplaunch.runtime.inspection.units",
-    "named_buffers": "fsdplaunch.runtime.inspection.parameters",
-    "named_parameters": "fsdplaunch.runtime.inspection.parameters",
+    "named_buffers": "fsdplaunch.runtime.inspection",
+    "named_parameters": "fsdplaunch.runtime.inspection",
     "params_with_grad": "fsdplaunch.runtime.inspection.units",
     "state_dict_type": "fsdplaunch.runtime.state_dict.state_dict_type",
     "load_weights": "fsdplaunch.runtime.loading.load",
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
     from fsdplaunch.runtime.api.gradients import clip_grad_norm_, clip_grad_value_, no_sync
     from fsdplaunch.runtime.api.prepare import prepare
     from fsdplaunch.runtime.api.summon_full_params import apply, summon_full_params
-    from fsdplaunch.runtime.context_parallel.split_blocks import context_parallel
+    from fsdplaunch.runtime.inspection import named_buffers, named_parameters
     from fsdplaunch.runtime.inspection.describe import describe
-    from fsdplaunch.runtime.inspection.parameters import named_buffers, named_parameters
     from fsdplaunch.runtime.inspection.units import fsdp_modules, params_with_grad
     from fsdplaunch.runtime.loading.load import load_weights
     from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
     from fsdplaunch.runtime.saving.save_load import load_checkpoint, save_checkpoint
     from fsdplaunch.runtime.should_stop import should_stop
+    from fsdplaunch.runtime.split.split_blocks import context_parallel
     from fsdplaunch.runtime.state_dict.named_states import (
         full_optim_state_dict,
         rekey_optim_state_dict,

@@ -16,8 +16,8 @@ WARM_CLIENT = "fsdplaunch.warm.client"
 WARM_IMPORTS = "fsdplaunch.warm.import_record"
 WARM_SERVER = "fsdplaunch.warm.server"
 XLA = "fsdplaunch.runtime.xla.set_up"
-LAYERS = "fsdplaunch.runtime.tensor_parallel.split_layers"
-SEQUENCES = "fsdplaunch.runtime.context_parallel.split_blocks"
+LAYERS = "fsdplaunch.runtime.split.split_layers"
+SEQUENCES = "fsdplaunch.runtime.split.split_blocks"
 
 FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
@@ -26,8 +26,7 @@ FOLDERS = {
     "fsdplaunch.warm": "interpreters that are kept warm (launch.keep_warm_seconds)",
     KUBERNETES: "Kubernetes",
     "fsdplaunch.runtime.xla": "PyTorch/XLA",
-    "fsdplaunch.runtime.tensor_parallel": "splitting layers (tp_size)",
-    "fsdplaunch.runtime.context_parallel": "splitting sequences (cp_size)",
+    "fsdplaunch.runtime.split": "splitting layers and sequences (tp_size, cp_size)",
 }
 """Folders that an installation may be without, and what each is for."""
 

@@ -1,10 +1,14 @@
 """How files are written and read: whole or not at all, JSON of strangers within bounds, the kernel's own.
 
+And the standard streams, closed before this process began, or left by a script as objects that only write:
+trainers copy what they print to a file by a class with `write` alone, put in the place of both.
+
 Standard library only.
 """
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,3 +118,34 @@ def read_size(path: Path, name: str) -> int | None:
     """Return one of the sizes that MEMORY or PROCESS names, in bytes: `MemTotal:  16301 kB`; else None."""
     lines = read_text(path).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def write_error(text: str) -> None:
+    """Write to stderr, the script's or, where that takes nothing, the process's own."""
+    streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
+    for stream in streams:
+        if callable(getattr(stream, "write", None)) and getattr(stream, "closed", False) is not True:
+            stream.write(text)
+            flush(stream)
+            return
+
+
+def flush_both() -> None:
+    """Flush stdout and stderr, as far as they can be."""
+    flush(sys.stdout)
+    flush(sys.stderr)
+
+
+def flush(stream: Any) -> None:
+    """Flush a stream, if it can be."""
+    if callable(getattr(stream, "flush", None)) and getattr(stream, "closed", False) is not True:
+        stream.flush()
+
+
+def open_missing_streams() -> None:
+    """Give closed standard streams a place, or the next files that are opened take it."""
+    for place in range(3):
+        try:
+            os.fstat(place)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

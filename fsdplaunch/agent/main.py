@@ -33,6 +33,7 @@ from fsdplaunch.config.environment import RUN_DIR, decode
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, LaunchError
 from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
+from fsdplaunch.files import open_missing_streams
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
@@ -41,7 +42,6 @@ from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
 from fsdplaunch.run_secret import SECRET, leave_outer_run
 from fsdplaunch.sockets import take_held
-from fsdplaunch.standard_streams import open_missing_streams
 
 if TYPE_CHECKING:
     from fsdplaunch.warm.import_record import ImportRecord

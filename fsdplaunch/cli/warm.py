@@ -4,8 +4,8 @@ import os
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.errors import MachineError
+from fsdplaunch.warm import UnsafeFolderError, folder_path
 from fsdplaunch.warm.client import ask_all
-from fsdplaunch.warm.identity import UnsafeFolderError, folder_path
 
 
 def warm(*, stop: bool, as_json: bool, out: Output) -> int:

@@ -28,7 +28,7 @@ from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.compat.accelerate import shuffle_alike_of_accelerate
-from fsdplaunch.runtime.inspection.parameters import clean_name, named_parameters
+from fsdplaunch.runtime.inspection import clean_name, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, local_tensor
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import SEED, random_digest, seed_all, seeding_from

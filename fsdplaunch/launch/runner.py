@@ -18,6 +18,7 @@ from fsdplaunch.config.render import render
 from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
+from fsdplaunch.files import open_missing_streams
 from fsdplaunch.launch.coordination.run_control import AgentProcess, RunControl, attach, conclude_run
 from fsdplaunch.launch.diagnosis import diagnose_record
 from fsdplaunch.launch.entry_points import preload_lists
@@ -30,7 +31,6 @@ from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_secret import SECRET
 from fsdplaunch.sockets import HELD, inherited_limit
-from fsdplaunch.standard_streams import open_missing_streams
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""

@@ -25,6 +25,7 @@ from fsdplaunch.config.resolve import shards_models, uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.features import COMPARISON_WORKER, TUNE_WORKER, XLA, feature
+from fsdplaunch.files import flush_both
 from fsdplaunch.parent_death import die_with_parent
 from fsdplaunch.runtime.patch import (
     ABANDON_GROUP,
@@ -44,7 +45,6 @@ from fsdplaunch.runtime.patch import (
 from fsdplaunch.runtime.rank import hide_ranks, rank, start_heartbeat, world_size
 from fsdplaunch.runtime.script import ScriptTarget, conclude, parse_target, run_target
 from fsdplaunch.runtime.torch_error_notes import explaining_mixtures
-from fsdplaunch.standard_streams import flush_both
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +167,7 @@ def _check_group() -> None:
 
 def _set_up(config: Config, script: str) -> None:
     """Prepare for sharding."""
-    from fsdplaunch.runtime.compat.adapt_libraries import adapt_libraries
+    from fsdplaunch.runtime.compat import adapt_libraries
     from fsdplaunch.runtime.device import choose_device, join_group, see_own_gpu
     from fsdplaunch.runtime.sharding_watch import check_at_first_step, watch_libraries, watch_sharding
     from fsdplaunch.runtime.torch_internals.fsdp import gather_outside_of_inference_mode
@@ -191,7 +191,7 @@ def _install_hooks(config: Config, device: "torch.device") -> None:
     """Shard what the script does not; until the process ends, for exit handlers may save."""
     from torch.optim import optimizer
 
-    from fsdplaunch.runtime.auto.context import HookContext
+    from fsdplaunch.runtime.auto import HookContext
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
     from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others

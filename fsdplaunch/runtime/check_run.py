@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.run_dir import REHEARSAL
-from fsdplaunch.runtime.inspection.parameters import named_parameters
+from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import local_tensor
 from fsdplaunch.runtime.rank import own_folder, rank
 from fsdplaunch.runtime.saving.background_save import finish_saves

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.display_text import printable
+from fsdplaunch.files import write_error
 from fsdplaunch.runtime.rank import rank
-from fsdplaunch.standard_streams import write_error
 
 unequal: list[str] = []
 """What was said to differ from one process, on this rank; `fsdplaunch check --compare` names it as the cause."""

@@ -25,8 +25,8 @@ from typing import Any
 
 from fsdplaunch.display_text import MOST, printable, shortened, text_of
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
+from fsdplaunch.files import write_error
 from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN, MARKED
-from fsdplaunch.standard_streams import write_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

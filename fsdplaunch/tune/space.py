@@ -8,8 +8,8 @@ from typing import Any
 from fsdplaunch.config.layers import read_assignments
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.resolve import mesh_sizes
+from fsdplaunch.config.schema import Tunable
 from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, keys_by_path, value_at
-from fsdplaunch.config.schema.key import Tunable
 from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import LaunchError, UsageError
 

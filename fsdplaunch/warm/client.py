@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.channel import Channel
-from fsdplaunch.warm.identity import (
+from fsdplaunch.warm import (
     PROTOCOL,
     UnsafeFolderError,
     connect,

@@ -12,7 +12,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsdplaunch.warm.identity import has_say, native_variables
+from fsdplaunch.warm import has_say, native_variables
 
 _FileMark = tuple[int, int, int]
 """Time of change in ns, size and number of a file."""

@@ -23,12 +23,16 @@ from fsdplaunch.channel import Channel
 from fsdplaunch.files import MEMORY, read_size
 from fsdplaunch.parent_death import LIFELINE
 from fsdplaunch.sockets import HELD
-from fsdplaunch.warm import identity
-from fsdplaunch.warm.identity import (
+from fsdplaunch.warm import (
     PROTOCOL,
+    SUFFIX,
     UnsafeFolderError,
     folder_path,
+    is_at,
     kernel_text,
+    listen,
+    opened_folder,
+    peer_user,
     server_name,
     surroundings,
 )
@@ -136,8 +140,8 @@ class WarmServer:
             signal.signal(number, lambda *_: self.close())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        with identity.opened_folder(path, make=True) as opened:
-            self._listener, self._identity = identity.listen(opened, name)
+        with opened_folder(path, make=True) as opened:
+            self._listener, self._identity = listen(opened, name)
 
     def serve(self) -> list[str]:
         """Serve until the time is over, and end; returns in forked agents only."""
@@ -172,7 +176,7 @@ class WarmServer:
             end, _ = self._listener.accept()
         except OSError:  # it has left again
             return None
-        if identity.peer_user(end) != os.geteuid():
+        if peer_user(end) != os.geteuid():
             end.close()
             return None
         end.setblocking(True)
@@ -253,7 +257,7 @@ class WarmServer:
     def _is_wanted(self) -> bool:
         """Return whether it has time left, can be found, leaves memory, and nothing imported has changed."""
         now = time.monotonic()
-        if now > self._deadline or not identity.is_at(self._path, self._name, self._identity):
+        if now > self._deadline or not is_at(self._path, self._name, self._identity):
             return False
         total, available = (read_size(MEMORY, name) or 0 for name in ("MemTotal", "MemAvailable"))
         if available < _SHORT_OF_MEMORY * total:
@@ -265,9 +269,9 @@ class WarmServer:
 
     def close(self) -> None:
         """Take no more launches; the end comes with that of the last run."""
-        if not self._is_closing and identity.is_at(self._path, self._name, self._identity):
+        if not self._is_closing and is_at(self._path, self._name, self._identity):
             with suppress(OSError):
-                os.unlink(f"{self._path}/{self._name}{identity.SUFFIX}")  # noqa: PTH108
+                os.unlink(f"{self._path}/{self._name}{SUFFIX}")  # noqa: PTH108
         self._is_closing = True
 
 

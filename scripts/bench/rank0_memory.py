@@ -51,7 +51,7 @@ def _rank(rank: int, ranks: int, gigabytes: float, folder: str) -> None:
     from fsdplaunch.config.environment import encode
     from fsdplaunch.config.resolve import resolve
     from fsdplaunch.config.schema.config import build_config
-    from fsdplaunch.runtime.auto.context import HookContext
+    from fsdplaunch.runtime.auto import HookContext
     from fsdplaunch.runtime.auto.install import hooks
     from fsdplaunch.runtime.auto.rank0.service import close
 

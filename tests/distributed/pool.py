@@ -24,7 +24,7 @@ PRELOAD = [
     "fsdplaunch.runtime.saving.save_load",
     "fsdplaunch.runtime.api.prepare",
     "fsdplaunch.runtime.auto.install",
-    "fsdplaunch.runtime.compat.adapt_libraries",
+    "fsdplaunch.runtime.compat",
     "accelerate",
     "transformers.models.llama.modeling_llama",
     "peft",

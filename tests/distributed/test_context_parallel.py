@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel.split_blocks import attend, own_piece, split_blocks
+from fsdplaunch.runtime.split.split_blocks import attend, own_piece, split_blocks
 from fsdplaunch.runtime.torch_internals import tensors
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import fsdplaunch
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime.tensor_parallel.styles import Cut
+from fsdplaunch.runtime.split.styles import Cut
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.needs import needs

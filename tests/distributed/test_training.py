@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import fsdplaunch
-from fsdplaunch.runtime.inspection.parameters import clean_name
+from fsdplaunch.runtime.inspection import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import (
     VOCAB,

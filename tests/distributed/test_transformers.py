@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsdplaunch
-from fsdplaunch.runtime.inspection.parameters import clean_name
+from fsdplaunch.runtime.inspection import clean_name
 from tests.distributed.pool import RankPool
 from tests.distributed.tiny import plugin
 

@@ -116,7 +116,7 @@ def _parameters() -> list[dict[str, Any]]:
     """Return what every parameter of every model of the program is on this rank."""
     from torch.distributed.tensor import DTensor
 
-    from fsdplaunch.runtime.inspection.parameters import named_parameters
+    from fsdplaunch.runtime.inspection import named_parameters
     from fsdplaunch.runtime.sharding.registry import _models
 
     return [

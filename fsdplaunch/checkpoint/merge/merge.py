@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fsdplaunch.checkpoint.merge.options import MergeOptions, MergeResult, Progress, ProgressMeter
+from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, Progress, ProgressMeter
 from fsdplaunch.checkpoint.merge.prepare import PreparedMerge, copy_model_files, prepare, remove_checkpoint
 from fsdplaunch.checkpoint.merge.write import verify_merge, write_plan
 from fsdplaunch.checkpoint.output_folder import atomic_output, check_output

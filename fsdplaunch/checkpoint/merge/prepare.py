@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, model_entry, read_json
-from fsdplaunch.checkpoint.merge.options import MergeOptions
+from fsdplaunch.checkpoint.merge import MergeOptions
 from fsdplaunch.checkpoint.merge.plan import MergePlan, build_plan, plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import Selection, select_weights
 from fsdplaunch.checkpoint.merge.write import written_blocks

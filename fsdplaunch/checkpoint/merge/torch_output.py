@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdplaunch.checkpoint.merge.options import MergeOptions, MergeResult, Progress, ProgressMeter
+from fsdplaunch.checkpoint.merge import MergeOptions, MergeResult, Progress, ProgressMeter
 from fsdplaunch.checkpoint.merge.plan import plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import final_names
 from fsdplaunch.checkpoint.merge.write import ChecksumCheck, blocks_of, gather_block

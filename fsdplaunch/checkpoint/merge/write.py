@@ -17,7 +17,7 @@ from zlib import crc32
 from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, write_all
 from fsdplaunch.checkpoint.chunks import Piece, Region, flat_offset, intersect, row_major
 from fsdplaunch.checkpoint.dtypes import convert
-from fsdplaunch.checkpoint.merge.options import ProgressMeter
+from fsdplaunch.checkpoint.merge import ProgressMeter
 from fsdplaunch.checkpoint.merge.plan import MergePlan, PlannedFile, PlannedTensor
 from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.dtypes import DTYPES, Dtype
-from fsdplaunch.checkpoint.safe_pickle.unpickle import Interpreter, PickledCallable, PickledObject, unpickle
+from fsdplaunch.checkpoint.safe_pickle import Interpreter, PickledCallable, PickledObject, unpickle
 from fsdplaunch.checkpoint.untrusted_files import (
     LARGEST,
     InvalidFileError,

@@ -7,14 +7,14 @@ from typing import Any
 
 from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.dtypes import STORAGES, Dtype
-from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES, is_memory_format
-from fsdplaunch.checkpoint.safe_pickle.unpickle import (
+from fsdplaunch.checkpoint.safe_pickle import (
     OBJECT,
     PickledCallable,
     PickledDict,
     PickledObject,
     unpickle,
 )
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import SIZE_NAMES, is_memory_format
 from fsdplaunch.checkpoint.untrusted_files import MAX_DIMENSIONS, InvalidFileError, check_counts, refuse, short
 from fsdplaunch.errors import CheckpointError
 

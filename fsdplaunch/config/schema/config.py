@@ -13,8 +13,8 @@ from functools import cache
 from keyword import iskeyword
 from typing import Any
 
+from fsdplaunch.config.schema import Key, Tunable, key
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import Key, Tunable, key
 from fsdplaunch.config.schema.launch_sections import (
     CheckpointSection,
     KubernetesSection,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.config.schema import key
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

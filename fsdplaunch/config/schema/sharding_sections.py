@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
+from fsdplaunch.config.schema import Tunable, key
 from fsdplaunch.config.schema import kinds as v
-from fsdplaunch.config.schema.key import Tunable, key
 from fsdplaunch.config.schema.kinds import Kind
 
 _FLAGS = (

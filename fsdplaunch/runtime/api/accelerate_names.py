@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.inspection import unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded
 from fsdplaunch.runtime.loading.load import LaterValues, load_full
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin, load_on_first_ranks_only

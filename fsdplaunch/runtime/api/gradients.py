@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameters import parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, is_unit, local_tensor, outermost
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import XLA_CLIP, XLA_NO_SYNC, call_if_imported, wrap

@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.files import flush_both
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.gradients import average_gradients
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.adopt_models import adopt_model, regroup
 from fsdplaunch.runtime.auto.rank0.passes import passes_of
-from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.inspection import unwrapped
 from fsdplaunch.runtime.inspection.units import has_shards, is_sharded, is_unit
 from fsdplaunch.runtime.messages import is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
@@ -42,7 +43,6 @@ from fsdplaunch.runtime.torch_internals.modules import (
     untraced,
 )
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
-from fsdplaunch.standard_streams import flush_both
 
 
 def build_zero(

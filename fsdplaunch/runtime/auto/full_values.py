@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import in_optimizer_step
 from fsdplaunch.runtime.auto.rank0.service import service
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, reshard

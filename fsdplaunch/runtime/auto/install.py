@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.batch.loaders import count_rows_once
 from fsdplaunch.runtime.auto.batch.streams import seed_ranks
-from fsdplaunch.runtime.auto.context import HookContext
 from fsdplaunch.runtime.auto.model.adopt_models import decide_when_training_begins
 from fsdplaunch.runtime.auto.rank0.position import track_position
 from fsdplaunch.runtime.auto.torch_calls import compute_with_shards, refuse_collectives, step_shards

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.api.gradients import average_local_gradients
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.parameters import (
     ShardReference,
     data_of_parameters,

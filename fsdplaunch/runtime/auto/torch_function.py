@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.probe.torch_version import parse
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.full_values import (
     FullView,
     Gathered,

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fsdplaunch.files import flush
 from fsdplaunch.probe.torch_version import PRINTING_GLOO, installed_numbers
 from fsdplaunch.runtime.patch import wrap
-from fsdplaunch.standard_streams import flush
 
 _LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. [^\n]*\n")
 _swapping = threading.Lock()

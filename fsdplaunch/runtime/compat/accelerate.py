@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import RankGroup
+from fsdplaunch.runtime.collectives import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection.parameters import clean_name, count, named_parameters, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import clean_name, count, named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameters import (
+from fsdplaunch.runtime.inspection import (
     clean_name,
     count,
     named_parameters,

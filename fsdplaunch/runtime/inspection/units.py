@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.inspection import parameters_of
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD, WRAPPER_ATTRIBUTES, own_children, put_child
 
 _sharded_class: "weakref.WeakKeyDictionary[nn.Module, type]" = weakref.WeakKeyDictionary()

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.errors import CheckpointError, UsageError
-from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.inspection.parameters import ModelTensor, model_tensors
+from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.inspection import ModelTensor, model_tensors
 from fsdplaunch.runtime.inspection.units import is_unit, refuse_of_xla
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
 from fsdplaunch.runtime.loading.load_plan import LoadPlan, RequestedTensor, execute_plan, make_plan, report_loaded

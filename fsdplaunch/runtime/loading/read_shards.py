@@ -15,7 +15,7 @@ from fsdplaunch.checkpoint.chunks import Region, flat_offset, row_major
 from fsdplaunch.checkpoint.model_weights import StoredWeight, WeightFiles
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.inspection.parameters import clean_name, joined
+from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.torch_internals.distributed import shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp import FlatParameter, flat_parameter, is_flat_parameter
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_tensors

@@ -25,9 +25,10 @@ from torch.optim import optimizer as optimizers
 
 from fsdplaunch.display_text import printable, shortened, text_of
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import flush_both, write_error
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
-from fsdplaunch.runtime.inspection.parameters import clean_name
+from fsdplaunch.runtime.collectives import from_all, raise_on_all_ranks
+from fsdplaunch.runtime.inspection import clean_name
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported
 from fsdplaunch.runtime.saving.save_job import SaveJob, tensors_of
@@ -39,7 +40,6 @@ from fsdplaunch.runtime.torch_internals.distributed import (
     with_local_tensor,
 )
 from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
-from fsdplaunch.standard_streams import flush_both, write_error
 
 _ALIGNMENT = 64
 

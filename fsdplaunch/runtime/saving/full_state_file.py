@@ -21,7 +21,7 @@ from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.safetensors_format import TensorHeader, file_order, header_bytes
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.inspection.parameters import joined
+from fsdplaunch.runtime.inspection import joined
 from fsdplaunch.runtime.inspection.units import as_bytes
 from fsdplaunch.runtime.saving.plain_files import write_large
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor, local_tensor, shape_and_offset

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameters import parameters_of
+from fsdplaunch.runtime.inspection import parameters_of
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.sharding.checks import naming

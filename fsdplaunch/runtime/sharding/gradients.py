@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict.gather import split_like

@@ -17,7 +17,7 @@ from fsdplaunch.config.schema.kinds import alternatives
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameters import clean_name, parameters_of
+from fsdplaunch.runtime.inspection import clean_name, parameters_of
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.sharding.wrap import Units, runs
 from fsdplaunch.runtime.torch_internals.modules import own_parameters

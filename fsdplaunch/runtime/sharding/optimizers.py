@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection import named_parameters, parameters_of
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placements_of, with_local_tensor

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.config.environment import decode
 from fsdplaunch.features import LAYERS, SEQUENCES, feature
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.describe import announce, describe
-from fsdplaunch.runtime.inspection.parameters import (
+from fsdplaunch.runtime.inspection import (
     named_parameters,
     parameters_listed_by_torch,
     parameters_of,
     tied_names,
 )
+from fsdplaunch.runtime.inspection.describe import announce, describe
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding import checks, compute, fsdp2
 from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards

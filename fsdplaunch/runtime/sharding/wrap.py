@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameters import clean_name, count, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import clean_name, count, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals.fsdp import wrap_policy_runner

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.runtime.inspection import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.describe import announcing
-from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import original_class, replace_modules, reshard
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.mesh import ShardTarget, own_device

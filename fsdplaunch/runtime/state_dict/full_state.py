@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.inspection.parameters import clean_name, joined, named_parameters
+from fsdplaunch.runtime.inspection import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute

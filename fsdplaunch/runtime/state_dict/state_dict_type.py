@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.inspection.parameters import clean_name, joined
+from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.plugin import state_dict_name

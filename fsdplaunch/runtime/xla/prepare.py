@@ -18,7 +18,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.data_loaders import shard_loader
-from fsdplaunch.runtime.inspection.parameters import count
+from fsdplaunch.runtime.inspection import count
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.sharding.settings import Settings

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from fsdplaunch.runtime.context_parallel.ring import added
+from fsdplaunch.runtime.split.ring import added
 from fsdplaunch.runtime.torch_internals import tensors
 
 KERNELS = {"float32": "EFFICIENT", "float16": "FLASH", "bfloat16": "FLASH"}

@@ -1,6 +1,5 @@
 """What each worker of a node gets, its processors by the /sys of an invented machine."""
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -39,18 +38,12 @@ def test_program_is_always_executed():
 def test_sharding_is_preloaded_for_runs_that_shard():
     first, then = preload_lists(Config(), PYTHON)
     assert first == ("torch", "torch.distributed")
-    assert "fsdplaunch.runtime.torch_internals.compiler_import" in then
+    assert "torch._dynamo" in then
     _, plain = preload_lists(
         Config(distributed_type="MULTI_GPU", launch=LaunchSection(preload=("torch", "x"))), PYTHON
     )
     assert plain == ("fsdplaunch.runtime.bootstrap", "torch", "x")
     assert preload_lists(Config(), ["./run.sh"]) == ((), ())
-
-
-def test_compiler_import_imports_torchs_compiler():
-    """The first optimizer would import it in every worker, most of a second each."""
-    importlib.import_module("fsdplaunch.runtime.torch_internals.compiler_import")
-    assert "torch._dynamo" in sys.modules
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdplaunch.runtime.inspection.parameters import named_parameters
+from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import without_wrappers
 from fsdplaunch.runtime.torch_internals.modules import checkpoint_wrapper
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fsdplaunch.warm.identity import UnsafeFolderError, connect, folder_path, listen, opened_folder
+from fsdplaunch.warm import UnsafeFolderError, connect, folder_path, listen, opened_folder
 
 
 def test_it_stands_in_the_runtime_folder_where_that_is_private(tmp_path):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.channel import Channel
+from fsdplaunch.warm import connect, opened_folder, socket_names
 from fsdplaunch.warm.client import ask_all, warm_agent
-from fsdplaunch.warm.identity import connect, opened_folder, socket_names
 
 PR_SET_THP_DISABLE = 41
 MODULES = [["own_module"], []]
@@ -37,8 +37,8 @@ SERVE = """
 import json, multiprocessing, os, signal, sys, tempfile, time
 from fsdplaunch.warm.import_record import ImportRecord
 from fsdplaunch.warm.server import WarmServer
-from fsdplaunch.warm.identity import folder_path
-from fsdplaunch.warm.identity import server_name
+from fsdplaunch.warm import folder_path
+from fsdplaunch.warm import server_name
 tempfile.gettempdir()  # as an agent does, for itself
 record = ImportRecord()
 with record.noting():
@@ -220,7 +220,7 @@ def test_launcher_that_says_no_more_leaves_no_agent(environ):
     with serving(environ) as server:
         with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
             end = connect(folder, socket_names(folder)[0])
-        from fsdplaunch.warm.identity import PROTOCOL, handed_over, surroundings
+        from fsdplaunch.warm import PROTOCOL, handed_over, surroundings
 
         request = {
             "launch": PROTOCOL,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.auto import digest
 from fsdplaunch.runtime.auto.batch.in_pass import (
     Draws,
     GlobalBatchNorm,
@@ -44,8 +45,7 @@ from fsdplaunch.runtime.auto.batch.rank_rows import (
     measured,
     weights_of,
 )
-from fsdplaunch.runtime.auto.context import digest
-from fsdplaunch.runtime.collectives.rank_group import from_all
+from fsdplaunch.runtime.collectives import from_all
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
 from fsdplaunch.runtime.rank import DataRanks

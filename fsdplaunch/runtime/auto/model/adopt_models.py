@@ -24,7 +24,7 @@ from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import KeptWrites, keeping_references, late_parameter
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_paths
@@ -32,8 +32,8 @@ from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import open_once
 from fsdplaunch.runtime.auto.torch_calls import average_closure
 from fsdplaunch.runtime.device import joined_by_script
+from fsdplaunch.runtime.inspection import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.describe import announcing
-from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit, reshard, restore_classes
 from fsdplaunch.runtime.messages import being_built, script_line
 from fsdplaunch.runtime.patch import replaced

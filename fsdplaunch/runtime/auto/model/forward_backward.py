@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.parameters import GatheredView, late_parameter
 from fsdplaunch.runtime.auto.rank0.passes import Passes
-from fsdplaunch.runtime.inspection.parameters import named_parameters, parameters_of
+from fsdplaunch.runtime.inspection import named_parameters, parameters_of
 from fsdplaunch.runtime.inspection.units import is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.registry import registered

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.context import HookContext
-from fsdplaunch.runtime.inspection.parameters import named_parameters
+from fsdplaunch.runtime.auto import HookContext
+from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class, reshard
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.gradients import add_hook, hook_local_gradients

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.service import check_all_ranks, open_once, service, sharded_parameters
-from fsdplaunch.runtime.inspection.parameters import clean_name, count
+from fsdplaunch.runtime.inspection import clean_name, count
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, original_class
 from fsdplaunch.runtime.messages import calling_lines, script_line
 from fsdplaunch.runtime.patch import before_first_step

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
-from fsdplaunch.runtime.inspection.parameters import clean_name, joined
+from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
 from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
 from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled

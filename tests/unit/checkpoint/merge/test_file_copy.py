@@ -151,7 +151,7 @@ def test_data_file_that_changes_during_the_merge_is_noticed(dcp, tmp_path, monke
         with (checkpoint / "__0_0.distcp").open("ab") as file:
             file.write(b"more")
 
-    monkeypatch.setattr("fsdplaunch.checkpoint.merge.options.PROGRESS_SECONDS", 0)
+    monkeypatch.setattr("fsdplaunch.checkpoint.merge.PROGRESS_SECONDS", 0)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp changed while it was read"):
         merge(checkpoint, tmp_path / "out", progress=grow)
     assert not (tmp_path / "out").exists()

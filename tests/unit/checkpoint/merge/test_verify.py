@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.checkpoint.merge import ProgressMeter
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge, prepare_merge
-from fsdplaunch.checkpoint.merge.options import ProgressMeter
 from fsdplaunch.checkpoint.merge.write import verify_merge, write_plan
 from fsdplaunch.checkpoint.readers.open import open_checkpoint
 from fsdplaunch.errors import CheckpointError

@@ -12,9 +12,9 @@ import pytest
 from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index
+from fsdplaunch.checkpoint.safe_pickle import PickledCallable, unpickle
 from fsdplaunch.checkpoint.safe_pickle.dcp_classes import INDEX_NAMES
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
-from fsdplaunch.checkpoint.safe_pickle.unpickle import PickledCallable, unpickle
 from fsdplaunch.errors import CheckpointError
 
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"

@@ -8,7 +8,7 @@ import pytest
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index
-from fsdplaunch.checkpoint.safe_pickle.unpickle import unpickle
+from fsdplaunch.checkpoint.safe_pickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
 HUGE = 2**63

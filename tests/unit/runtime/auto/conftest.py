@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdplaunch.config.environment import encode
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import build_config
-from fsdplaunch.runtime.auto.context import HookContext
+from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.install import hooks
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from fsdplaunch.runtime.compat import adapt_libraries
+from fsdplaunch.runtime import compat
 
 
 class Connector:
@@ -30,7 +30,7 @@ def test_fsdp_is_taken_on_a_cpu(monkeypatch: pytest.MonkeyPatch, module_name: st
     connector = module._Connector("fsdp")
     with pytest.raises(ValueError, match="requires a GPU"):
         connector._check_strategy_and_fallback()
-    adapt_libraries.adapt_lightning_to_cpu()
+    compat.adapt_lightning_to_cpu()
     connector._check_strategy_and_fallback()
     assert connector._accelerator_flag == "cpu"
     with pytest.raises(ValueError, match="forking"):

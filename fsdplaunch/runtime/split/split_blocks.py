@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.config.schema.kinds import SequenceAttentionName
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.context_parallel.ring import ring_attention
-from fsdplaunch.runtime.inspection.parameters import unwrapped
+from fsdplaunch.runtime.inspection import unwrapped
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks
+from fsdplaunch.runtime.split.ring import ring_attention
 from fsdplaunch.runtime.split_checks import FirstPass, check_first_inputs, draw_alike
 from fsdplaunch.runtime.torch_internals.modules import untraced
 

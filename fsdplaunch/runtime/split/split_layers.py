@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection.parameters import ModelTensor, clean_name, joined
+from fsdplaunch.runtime.inspection import ModelTensor, clean_name, joined
 from fsdplaunch.runtime.inspection.units import has_shards, local_tensor
 from fsdplaunch.runtime.sharding.mesh import split_groups
 from fsdplaunch.runtime.sharding.wrap import class_name
-from fsdplaunch.runtime.split_checks import FirstPass, check_first_gradients, check_first_inputs, draw_alike
-from fsdplaunch.runtime.tensor_parallel.styles import (
+from fsdplaunch.runtime.split.styles import (
     ROPE,
     STYLES,
     Cut,
@@ -32,6 +31,7 @@ from fsdplaunch.runtime.tensor_parallel.styles import (
     matrix_outputs,
     rope_style,
 )
+from fsdplaunch.runtime.split_checks import FirstPass, check_first_gradients, check_first_inputs, draw_alike
 from fsdplaunch.runtime.torch_internals.distributed import (
     operator_handlers,
     silence_slow_exchanges,

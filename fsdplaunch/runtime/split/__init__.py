@@ -1,0 +1,1 @@
+"""Layers whose matrices are divided over ranks (tensor parallelism), and sequences (context parallelism)."""
