@@ -97,11 +97,34 @@ def is_bare_section(names: Iterable[str]) -> bool:
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
 
 
-def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
-    """Return the spellings most like `word`, best first."""
-    from difflib import get_close_matches
+_LEAST_SHARED = 0.62
+"""How like a name of several words must be, in letters and in words together."""
 
-    return get_close_matches(word, words, n=3, cutoff=cutoff)
+
+def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
+    """Return the spellings most like `word`, best first.
+
+    Of names of several words each word counts, and the last one, which says what it is, twice: `main_training_ip`
+    is rather `main_process_ip` than `main_training_function`.
+    """
+    from difflib import SequenceMatcher
+
+    def like(one: str, other: str) -> float:
+        return SequenceMatcher(None, one, other).ratio()
+
+    def score(candidate: str) -> float:
+        parts = word.replace("-", "_").split("_")
+        if len(parts) == 1:
+            return like(word, candidate)
+        weights = [*[1] * (len(parts) - 1), 2]
+        found = [
+            max(like(part, other) for other in candidate.replace("-", "_").split("_")) >= cutoff for part in parts
+        ]
+        share = sum(weight for weight, has in zip(weights, found, strict=True) if has) / sum(weights)
+        return (like(word, candidate) + share) / 2 + cutoff - _LEAST_SHARED
+
+    scores = {candidate: score(candidate) for candidate in words}
+    return sorted((each for each in scores if scores[each] >= cutoff), key=scores.__getitem__, reverse=True)[:3]
 
 
 def _guess(section: str, name: str) -> str | None:

@@ -66,6 +66,8 @@ LAUNCH = [
     ("-c broken.yaml", "broken.yaml:3"),
     ("-c list.yaml", "mapping"),
     ("-c misspelt.yaml", "did you mean fsdp_sharding_strategy"),
+    ("--fsdp_full_shard true", "did you mean --fsdp_sharding_strategy?"),
+    ("--set main_training_ip=10.0.0.1", "did you mean main_process_ip?"),
     ("-c misspelt.yaml", "misspelt.yaml:2:3"),
     ("-c two.yaml", "2 problems"),
     ("--set nope=1", "nope"),
