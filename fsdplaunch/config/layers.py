@@ -119,15 +119,12 @@ def variables_layer(environ: Mapping[str, str], *, own: bool) -> Layer:
             layer.take(spec, value, TextPosition(source=f"env {spec.env}"))
     if not own:
         return layer
-    from difflib import get_close_matches  # a third of a millisecond, for launches alone
-
     read = [spec.env for spec in all_keys() if not spec.key.unread]
     known = {spec.env for spec in all_keys()}
-    for name in environ:
-        near = (
-            get_close_matches(name, read, cutoff=0.9) if name.startswith(_PREFIXES) and name not in known else []
-        )
-        if near:
+    for name in (name for name in environ if name.startswith(_PREFIXES) and name not in known):
+        from difflib import get_close_matches  # milliseconds, which few runs need
+
+        if near := get_close_matches(name, read, cutoff=0.9):
             place = TextPosition(source=f"env {name}")
             layer.note("unread-variable", "", f"is not read; did you mean {near[0]}?", place)
     return layer
