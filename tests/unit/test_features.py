@@ -16,7 +16,7 @@ CODE = """
 import fsdplaunch, fsdplaunch.runtime.bootstrap
 from fsdplaunch.cli.app import run
 from fsdplaunch.errors import LaunchError
-from fsdplaunch.features import KUBERNETES, LAYERS, WARM_CLIENT, XLA, feature
+from fsdplaunch.features import KUBERNETES, WARM_CLIENT, XLA, feature
 from fsdplaunch.runtime.sharding.shard import shard_model
 
 assert run(["--help"]) == 0
@@ -27,7 +27,7 @@ for name in ("prepare", "clip_grad_norm_", "no_sync", "save_checkpoint", "load_c
 for command in (["tune", "train.py"], ["estimate", "8b"], ["check", "--compare", "train.py"]):
     assert run(command) == 1
 for use in (
-    lambda: feature(WARM_CLIENT), lambda: feature(KUBERNETES), lambda: feature(XLA), lambda: feature(LAYERS),
+    lambda: feature(WARM_CLIENT), lambda: feature(KUBERNETES), lambda: feature(XLA),
     lambda: fsdplaunch.context_parallel,
 ):
     try:
