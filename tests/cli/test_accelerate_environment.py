@@ -121,7 +121,7 @@ ONLY_OURS = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "read from its other spellings too, which accelerate ignores",
 }
 OTHERWISE = {
-    "FSDP_SHARDING_STRATEGY": "accelerate sends FULL_SHARD under FSDP2, where its plugin does not read it",
+    "FSDP_SHARDING_STRATEGY": "accelerate sends FULL_SHARD under FSDP2, where its plugin does not read it"
 }
 WITHOUT_FSDP = "FSDP_* are sent in runs that shard nothing too; nobody reads them without ACCELERATE_USE_FSDP"
 

@@ -157,17 +157,15 @@ def test_what_is_not_there_ends_with_2_and_its_name(config, words, said):
     assert (status, out, said in err) == (2, "", True)
 
 
-def test_set_changes_what_follows_a_key_too(cli, tmp_path):
-    assert cli("config", "--yes").returncode == 0
-    for words in (["config", "set"], ["launch", "--dry-run", "--set"]):
-        script = [] if words[0] == "config" else ["t.py"]
-        (tmp_path / "t.py").write_text("")
-        for strategy, reshard in (("SHARD_GRAD_OP", "false"), ("FULL_SHARD", "true")):
-            done = cli(*words, f"fsdp_sharding_strategy={strategy}", *script)
-            assert done.returncode == 0, done.stderr
-            shown = (tmp_path / "fsdp.yaml").read_text() if not script else done.stdout.lower()
-            assert f"reshard_after_forward{'=' if script else ': '}{reshard}" in shown
-    assert cli("config", "validate", "--strict").returncode == 0
+def test_set_changes_what_follows_a_key_too(config, capsys):
+    assert config("--yes")[0] == 0
+    put(t="")
+    for strategy, reshard in (("SHARD_GRAD_OP", "false"), ("FULL_SHARD", "true")):
+        assert config(f"set fsdp_sharding_strategy={strategy}")[0] == 0
+        assert f"reshard_after_forward: {reshard}" in Path("fsdp.yaml").read_text()
+        assert run(["launch", "--dry-run", "--set", f"fsdp_sharding_strategy={strategy}", "t.yaml"]) == 0
+        assert f"reshard_after_forward={reshard}" in capsys.readouterr().out.lower()
+    assert config("validate --strict")[0] == 0
 
 
 @pytest.mark.parametrize(

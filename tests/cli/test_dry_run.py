@@ -62,19 +62,6 @@ def test_variables_that_hold_defaults_are_shown_when_asked_for(cli, tmp_path):
     assert "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP" in short.stdout  # accelerate's default is another one
 
 
-def test_command_line_beats_file_beats_accelerates_variables(cli, tmp_path):
-    (tmp_path / "fsdp.yaml").write_text(YAML)
-    (tmp_path / "t.py").write_text("")
-
-    def precision(*options: str, **env: str) -> str:
-        done = cli("launch", "--dry-run", "--json", *options, "t.py", **env)
-        return json.loads(done.stdout)["env"]["ACCELERATE_MIXED_PRECISION"]
-
-    assert precision() == "bf16"
-    assert precision(ACCELERATE_MIXED_PRECISION="fp16") == "bf16"
-    assert precision("--mixed-precision", "no", ACCELERATE_MIXED_PRECISION="fp16") == "no"
-
-
 def test_kubernetes_objects_are_printed_as_they_would_be_applied(cli, tmp_path):
     (tmp_path / "t.py").write_text("")
     words = ["--kubernetes", "--dry-run", "--num-machines", "2", "--kubernetes.image", "i:1"]

@@ -57,9 +57,3 @@ def test_folder_of_100_shards_is_read_without_torch(tmp_path, folder):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1.05 B parameters, 100 blocks (headers of 100 files in" in done.stdout
-
-
-def test_folder_in_the_working_directory_is_found(cli, folder):
-    done = cli("estimate", "--gpu-memory", "80GB", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["model"]["parameters"] == 100 * 40 * 512 * 512

@@ -53,12 +53,8 @@ def test_merge_weights_copies_the_model_folder_and_names_tied_weights(cli, tmp_p
     [
         (["--dtype", "int4"], ["dtype 'int4' is not known", "bf16, fp16, fp32"]),
         (["--format", "onnx"], ["--format 'onnx' is not known"]),
-        (["--only", "layer"], ["--only 'layer' fits none of the 3 weights", "layers.0.w"]),
-        (["--exclude", "*"], ["leave none of the 3 weights"]),
         (["--rename", "layers"], ["--rename 'layers' is not OLD=NEW", "--rename model.language_model=model"]),
-        (["--rename", "nope=x"], ["--rename nope=x fits none"]),
         (["--dtype", "bf16", "--unsafe-serialization"], ["dtype works only in a merge to safetensors"]),
-        (["--format", "onnx"], ["--format 'onnx' is not known"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else None,
 )

@@ -1,21 +1,8 @@
 """Messages and files between the agent and its fork server."""
 
-import os
 import threading
 
 from fsdplaunch.channel import open_channel
-
-
-def test_message_and_open_files_arrive_together():
-    here, there = open_channel()
-    reading, writing = os.pipe()
-    here.send({"argv": ["a b", "\udcff", "\u2192"], "n": 1}, [writing])
-    message, files = there.receive()
-    assert message == {"argv": ["a b", "\udcff", "\u2192"], "n": 1}
-    os.write(files[0], b"through")
-    assert os.read(reading, 99) == b"through"
-    for file in (reading, writing, *files):
-        os.close(file)
 
 
 def test_message_larger_than_the_sockets_buffer_arrives_whole():

@@ -42,22 +42,6 @@ def begin(relay, tmp_path):
     return make
 
 
-def test_lines_of_two_ranks_are_not_joined(relay, begin, screen, tmp_path):
-    first, second = begin("one", b"[0] "), begin("two", b"[1] ")
-    for part in (b"be", b"gin\nand ", b"so on\n"):
-        os.write(first, part)
-        time.sleep(0.05)
-        os.write(second, b"50%\r")
-    os.write(second, b"no end")
-    os.close(first)
-    os.close(second)
-    relay.drain(5, failed=False)
-    lines = shown(screen[0]).splitlines()
-    assert [line for line in lines if line.startswith("[0] ")] == ["[0] begin", "[0] and so on"]
-    assert [line for line in lines if line.startswith("[1] ")] == ["[1] 50%"] * 3 + ["[1] no end"]
-    assert (tmp_path / "two").read_bytes() == b"50%\r" * 3 + b"no end"
-
-
 @pytest.mark.parametrize(("prefix", "text"), [(b"", b"(Pdb) "), (b"[0] ", b"x" * LONGEST_LINE)])
 def test_unfinished_line_of_one_rank_is_shown_at_once_and_a_very_long_one_of_several(
     relay, begin, screen, prefix, text
@@ -74,14 +58,6 @@ def test_unfinished_line_of_one_rank_is_shown_at_once_and_a_very_long_one_of_sev
     assert shown(screen[0]) == ("" if prefix else "\n") + "fsdplaunch: a note\n"
     os.close(first)
     relay.drain(5, failed=False)
-
-
-def test_stream_that_stays_open_is_let_go_of(relay, begin):
-    first = begin("one")
-    relay.drain(0.2, failed=False)
-    with pytest.raises(BrokenPipeError):
-        os.write(first, b"too late")
-    os.close(first)
 
 
 def test_reader_that_has_stopped_is_waited_for_until_patience_is_lost(relay, begin, screen):

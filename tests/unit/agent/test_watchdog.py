@@ -1,13 +1,12 @@
 """Who is behind, read from heartbeats and from stacks as faulthandler writes them."""
 
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fsdplaunch.agent.watchdog import Watchdog, describe_stall, read_position
-from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, Heartbeat, read_heartbeat
+from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, Heartbeat
 
 WAITING = """Thread 0x00007f3b (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -44,15 +43,6 @@ def test_ranks_that_the_others_wait_for_are_named_with_the_users_innermost_line(
     ]
     line = describe_stall(positions, 600, run_dir=Path("runs/x"))
     assert line == f"no rank has got on for 600 s: {found}; stacks in runs/x/ranks/*/stack.txt"
-
-
-@pytest.mark.parametrize("data", [b"", b"short", None])
-def test_heartbeat_that_is_not_there_is_none(tmp_path, data):
-    if data is not None:
-        (tmp_path / HEARTBEAT).write_bytes(data)
-    assert read_heartbeat(tmp_path) is None
-    (tmp_path / HEARTBEAT).write_bytes(struct.pack("<QQQ", 12, 34, 56))
-    assert read_heartbeat(tmp_path) == Heartbeat(pid=12, steps=34, time_ns=56)
 
 
 @pytest.fixture

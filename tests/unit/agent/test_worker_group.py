@@ -2,16 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fsdplaunch
 from fsdplaunch.agent.fork_server import kill_group, kill_worker
-from fsdplaunch.agent.worker_group import StopRequest, last_words, stop_status
-from fsdplaunch.errors import EXIT_SAVED
+from fsdplaunch.agent.worker_group import StopRequest, last_words
 
 TERM, INT, USR1 = int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGUSR1)
 
@@ -37,23 +34,6 @@ def test_request_after_a_warning_is_a_first_request_whose_grace_ends():
     assert stop.is_over
 
 
-@pytest.mark.parametrize(
-    ("number", "codes", "status"),
-    [
-        (TERM, [0, 0], EXIT_SAVED),
-        (USR1, [0, 0], EXIT_SAVED),
-        (INT, [0, 0], 130),
-        (INT, [1, -9], 130),
-        (TERM, [-15, 0], 143),
-        (TERM, [None, 0], 143),
-        (TERM, [], 143),
-        (TERM, [3, 0], None),
-    ],
-)
-def test_status_follows_how_the_workers_ended(number, codes, status):
-    assert stop_status(number, codes) == status
-
-
 def test_a_worker_that_leads_no_group_yet_is_killed():
     pid = os.fork()
     if pid == 0:
@@ -62,16 +42,6 @@ def test_a_worker_that_leads_no_group_yet_is_killed():
     kill_worker(pid)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     kill_group(pid)  # says nothing where there is none
-
-
-def test_what_a_worker_started_is_killed_with_it():
-    leads = "import os, subprocess; os.setsid(); subprocess.Popen(['sleep', '60']); print(flush=True); os.wait()"
-    with subprocess.Popen([sys.executable, "-c", leads], stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == b"\n"
-        kill_worker(worker.pid)
-        assert worker.stdout.read() == b""  # sleep had it open, too
-    assert worker.returncode == -signal.SIGKILL
 
 
 def test_of_a_crash_what_was_said_and_the_scripts_lines_are_kept_and_else_the_end():

@@ -21,20 +21,6 @@ def test_options_end_where_the_workers_command_begins():
     assert split(["--a=1", "./run.sh", "--a=1"]) == (["--a=1"], ["./run.sh", "--a=1"])
 
 
-def test_python_is_forked_warm_unless_the_preload_list_is_empty():
-    warm = made()
-    assert (warm.cold, warm.command) == (False, ("t.py", "--x"))
-    fresh = (sys.executable, "-u", *PYTHON)
-    assert warm.cold_command == fresh
-    cold = made(Config(launch=LaunchSection(preload=())))
-    assert (cold.cold, cold.command, cold.cold_command) == (True, fresh, fresh)
-
-
-def test_program_is_always_executed():
-    spec = made(command=["./run.sh", "-m", "x"])
-    assert (spec.cold, spec.command, spec.cold_command) == (True, ("./run.sh", "-m", "x"), ("./run.sh", "-m", "x"))
-
-
 def test_sharding_is_preloaded_for_runs_that_shard():
     first, then = preload_lists(Config(), PYTHON)
     assert first == ("torch", "torch.distributed")

@@ -64,10 +64,7 @@ BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "negative": ({"model.safetensors": {"a": entry(-4, 0, [1])}}, "an offset of 'a' is -4"),
     "huge": ({"model.safetensors": {"a": entry(0, 16, [2**70])}}, "the shape of 'a'"),
     "no table": ({"model.safetensors": {"a": 3}}, "no safetensors header"),
-    "twice": (
-        {f"model-0000{n}-of-00002.safetensors": {"a": entry(0, 4)} for n in (1, 2)},
-        "both hold 'a'",
-    ),
+    "twice": ({f"model-0000{n}-of-00002.safetensors": {"a": entry(0, 4)} for n in (1, 2)}, "both hold 'a'"),
     "one of two": ({"model-00002-of-00002.safetensors": {"a": entry(0, 4)}}, "model-00001-of-00002.safetensors"),
     "several": ({"a.safetensors": {}, "b.safetensors": {}}, "nothing says which is the model"),
     "shards": ({"shard-00001-model-00001-of-00001.safetensors": {"a": entry(0, 4)}}, "files of single ranks"),

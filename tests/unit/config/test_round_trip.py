@@ -103,7 +103,7 @@ def configs(draw):
 
 
 SLOW = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 
 
@@ -172,7 +172,7 @@ def test_a_converted_file_shards_the_same_way(config):
         assert value_at(converted, ("fsdp_config", name)) == value_at(resolved, ("fsdp_config", name))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(spec=st.sampled_from(all_keys()), data=st.data())
 def test_every_value_reaches_the_worker(spec, data):
     """Each allowed value -> environment -> schema in the worker: the same value."""

@@ -34,15 +34,6 @@ def test_table_has_a_row_per_way_to_shard_that_adds_up(report):
     assert not any("(yours)" in line for line in rows[1:])
 
 
-def test_answers_name_verdict_world_and_batch(report):
-    text = "\n".join(text_report(report))
-    assert re.search(
-        r"^fits +\d\.\d of 8\.0 GiB per GPU \(--gpu-memory\), \d\.\d GiB to spare$", text, re.MULTILINE
-    )
-    assert f"smallest world  {report.fewest} rank" in text
-    assert f"largest batch   {report.batch} x 512 tokens per rank, with 16 ranks" in text
-
-
 def test_memory_that_is_not_known_gives_no_verdict(report):
     blind = Report(title="t", words="m", model=report.model, setup=report.setup)
     text = "\n".join(text_report(blind))

@@ -6,14 +6,7 @@ import pytest
 
 from fsdplaunch.launch.diagnosis import Diagnosis
 from fsdplaunch.launch.root_cause import failure_status, first_failure, has_failed, own_signal, user_frames
-from fsdplaunch.launch.run_result import (
-    RunResult,
-    describe_others,
-    duration,
-    end_line,
-    failure_lines,
-    read_result,
-)
+from fsdplaunch.launch.run_result import RunResult, describe_others, duration, end_line, failure_lines, read_result
 
 TRACEBACK = """Traceback (most recent call last):
   File "/opt/pkg/fsdplaunch/runtime/bootstrap.py", line 10, in main

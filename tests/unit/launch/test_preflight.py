@@ -9,13 +9,7 @@ import pytest
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
 from fsdplaunch.launch import preflight
 from fsdplaunch.launch.plan import LaunchTarget, join_port
-from fsdplaunch.launch.preflight import (
-    check_port,
-    check_space,
-    check_target,
-    check_weights,
-    is_taken,
-)
+from fsdplaunch.launch.preflight import check_port, check_space, check_target, check_weights, is_taken
 from fsdplaunch.probe import torch_version
 
 

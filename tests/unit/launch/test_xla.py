@@ -147,10 +147,7 @@ def test_the_guides_keys_mean_the_same_at_the_top_and_in_their_section():
             "{mark_step_on_finalization: no, sync_on_finalization: yes}",
             "mark_step_on_finalization is the former name of sync_on_finalization, and both are set",
         ),
-        (
-            "{compute_dtypes: bf16, flatten_parameters: yes}",
-            "that a file can hold (is compute_dtype meant?)",
-        ),
+        ("{compute_dtypes: bf16, flatten_parameters: yes}", "that a file can hold (is compute_dtype meant?)"),
         ("yes", "must be a mapping of arguments of XlaFullyShardedDataParallel"),
     ],
 )

@@ -51,15 +51,6 @@ def test_read_gpus_without_a_driver_that_answers_reports_none(install_driver, nu
     assert read_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ((), notes)
 
 
-def test_read_gpus_lost_gpu_is_named_and_the_others_are_reported(install_driver):
-    first, _, third = cards(3)
-    nvml = install_driver([first, None, third])
-    found, notes = read_gpus({})
-    assert [gpu.index for gpu in found] == [0, 2]
-    assert notes == ("GPU 1 does not answer: GPU is lost",)
-    assert nvml.calls == ["init", "shutdown"]
-
-
 def test_read_gpus_memory_that_is_not_told_does_not_hide_the_gpu(install_driver):
     install_driver([("NVIDIA GB10", None, (12, 1), "GPU-1", ())])
     found, notes = read_gpus({})

@@ -6,14 +6,7 @@ import pytest
 
 from fsdplaunch.display_text import GIB
 from fsdplaunch.probe import hardware
-from fsdplaunch.probe.hardware import (
-    Gpu,
-    Hardware,
-    describe_hardware,
-    read_hardware,
-    usable_cpus,
-    usable_memory,
-)
+from fsdplaunch.probe.hardware import Gpu, Hardware, describe_hardware, read_hardware, usable_cpus, usable_memory
 
 MEMINFO = {"proc/meminfo": "MemTotal:       67108864 kB\nMemFree: 1 kB\n"}
 V1, V2 = {"proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/\n"}, {"proc/self/cgroup": "0::/\n"}
@@ -73,23 +66,6 @@ def test_usable_cpus_are_the_affinity_cut_by_a_quota(make_root, monkeypatch, fil
 
 def gpu(index, name="Tesla T4", gib=15, capability=(7, 5)):
     return Gpu(index=index, name=name, memory_bytes=gib * GIB, compute_capability=capability)
-
-
-def test_read_hardware_in_a_container_reports_gpus_and_limits(install_driver, make_root, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    install_driver([("NVIDIA A100", 40 * GIB, (8, 0), "GPU-1", ())])
-    root = make_root(
-        {
-            "proc/meminfo": "MemTotal: 67108864 kB\n",
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": str(32 * GIB),
-            "sys/fs/cgroup/cpu.max": "600000 100000",
-        }
-    )
-    found = read_hardware({}, root=root)
-    assert (len(found.gpus), found.cpu_count, found.memory_bytes) == (1, 6, 32 * GIB)
-    assert found.all_have_bf16
-    assert describe_hardware(found) == "1 x NVIDIA A100 (40 GiB, sm_80)   32 GiB of memory   6 processors"
 
 
 def test_read_hardware_amd_driver_without_nvidia_is_said(install_driver, make_root):

@@ -65,28 +65,6 @@ def test_read_cluster_torchrun_inside_slurm_is_torchrun():
     assert (found.num_nodes, found.node_rank) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (
-            {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_RANK": "5"},
-            (8, 4, 5),
-        ),
-        ({"PMI_SIZE": "4", "PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, (4, 2, 0)),
-    ],
-)
-def test_read_cluster_mpi_ranks(environ, expected):
-    found = read_cluster(environ)
-    assert (found.kind, found.num_tasks, found.tasks_on_node, found.task) == ("mpi", *expected)
-
-
-def test_read_cluster_indexed_kubernetes_job():
-    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3", "PET_NNODES": "4"}
-    found = read_cluster(environ)
-    assert (found.kind, found.num_nodes, found.node_rank) == ("kubernetes", 4, 3)
-    assert describe_cluster(found) == "Kubernetes job   4 nodes"
-
-
 def test_read_cluster_numbers_that_are_none_are_left_out():
     found = read_cluster({"SLURM_JOB_ID": "1", "SLURM_NNODES": "", "SLURM_NODEID": "x"})
     assert (found.num_nodes, found.node_rank) == (None, None)

@@ -70,15 +70,6 @@ def place(tmp_path):
     return user, work, WriteGuard(str(user / "runs" / "t"), str(user), (str(tmp_path),))
 
 
-def test_a_link_that_is_written_becomes_a_copy(place):
-    user, work, guard = place
-    guard.audit("open", (str(work / "data.bin"), "a", os.O_WRONLY | os.O_APPEND))
-    with (work / "data.bin").open("a") as file:
-        file.write(" and more")
-    assert (work / "data.bin").read_text() == "mine and more"
-    assert (user / "data.bin").read_text() == "mine"
-
-
 def test_what_is_the_users_is_refused_by_any_way_in(place):
     user, work, guard = place
     ways = [

@@ -1,6 +1,5 @@
 """What is said of a search that has ended: table, words, JSON, YAML."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -57,14 +56,6 @@ def test_words_without_a_winner_and_when_stopped(result):
     stopped = replace(result, kept=YOURS, is_complete=False)
     assert list(table_lines(stopped))[-1] == "so far, yours is the one to keep: nothing tried is clearly faster"
     assert stopped.speed == 1.0
-
-
-def test_data_is_plain(result):
-    data = json.loads(json.dumps(result.to_dict()))
-    assert data["best"] == {"fsdp_config.fsdp_reshard_after_forward": False}
-    assert data["speed"] == pytest.approx(4 / 3)
-    assert [row["state"] for row in data["candidates"]] == ["slower", "measured", "failed"]
-    assert data["comparisons"][0]["rounds"] == [[0.15, 0.2]] * 2
 
 
 def test_written_file_keeps_the_users_text_and_says_what_was_gained(result, tmp_path):

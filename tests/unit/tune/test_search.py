@@ -6,7 +6,7 @@ import pytest
 
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.tune.search import MOST_ROUNDS, CannotMeasureError, Search, SearchStopped, contenders, decide
+from fsdplaunch.tune.search import MOST_ROUNDS, CannotMeasureError, Search, contenders, decide
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import Outcome
 
@@ -149,18 +149,6 @@ def test_two_changes_that_only_fit_together_are_found():
     assert searching(machine(lambda changes: 1.0, lambda changes: 9 * GIB), limit=GIB).run() is None
 
 
-def test_a_candidate_that_fails_is_a_row():
-    def trial(candidate, steps):
-        if "activation_checkpointing" in set_of(candidate):
-            return Outcome(failure="rank 0: ValueError: no blocks", kind="error")
-        return machine(lambda changes: 0.5 if "reshard_after_forward" in changes else 1.0)(candidate, steps)
-
-    search = searching(trial)
-    assert set_of(search.run()) == {"reshard_after_forward": False}
-    (failed,) = [row for row in search.rows.values() if row.state == "failed"]
-    assert failed.reason == "rank 0: ValueError: no blocks"
-
-
 @pytest.mark.parametrize("kind", ["error", "write"])
 def test_a_script_that_fails_as_it_is_ends_the_search(kind):
     with pytest.raises(CannotMeasureError, match="bad argument"):
@@ -185,18 +173,3 @@ def test_values_that_are_the_same_run_are_measured_once():
     (same,) = [row for row in search.rows.values() if row.state == "same run"]
     assert same.reason == "the same run as auto_wrap_policy=NO_WRAP"
     assert same.candidate.label not in [label for label, _ in calls]
-
-
-def test_a_stopped_search_keeps_what_it_knows():
-    calls, known = [], machine(lambda changes: 1.0 - 0.2 * len(changes))
-
-    def trial(candidate, steps):
-        calls.append(candidate.label)
-        if len(calls) == 3:
-            raise SearchStopped
-        return known(candidate, steps)
-
-    search = searching(trial)
-    with pytest.raises(SearchStopped):
-        search.run()
-    assert search.best().label == calls[1]

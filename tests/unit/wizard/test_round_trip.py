@@ -73,7 +73,7 @@ def start(tmp_path):
     return tmp_path / "start.yaml"
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=configs(), machine=st.sampled_from(["laptop", "one_t4", "eight_h100", "slurm_2x8"]))
 def test_run_wizard_starting_from_any_valid_file_says_the_same(config, machine, start, machines):
     assume(not check(config))

@@ -95,7 +95,7 @@ def selected(stored) -> Selection:
 
 
 @given(models(), st.integers(1, 3000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_plan_places_every_byte_of_every_tensor_once_and_in_order(model, max_shard_size):
     stored, items, storages = model
     plan = build_plan(selected(stored), items, max_shard_size=max_shard_size)
@@ -140,7 +140,7 @@ def assert_bytes(tensor, storages) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_tilings_are_accepted_and_spoilt_ones_are_not(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     boxes = data.draw(cuttings(shape))

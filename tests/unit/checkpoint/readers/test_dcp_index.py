@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index
 from fsdplaunch.checkpoint.safe_pickle import PickledCallable, unpickle
@@ -49,24 +48,6 @@ def test_checkpoint_of_the_oldest_and_newest_torch_is_merged_exactly(dcp, versio
     assert [transposed[4 * (at % 3) + at // 3] for at in range(12)] == [at * 37 % 251 for at in range(12)]
     assert struct.unpack("<f", found["s"][2]) == (3.5,)
     assert found["flag"][2] == b"\1\0"
-
-
-def properties_of(draft, name):
-    return draft.entries[name].state["properties"]
-
-
-def test_index_gives_tensors_values_and_files(dcp, rows):
-    index = parse_index(rows.index(), where="it")
-    weight = next(tensor for tensor in index.tensors if tensor.name == "model.layer.weight")
-    assert (weight.path, weight.dtype.name, weight.shape, weight.nbytes) == (
-        ("model", "layer.weight"),
-        "float32",
-        (6, 4),
-        96,
-    )
-    assert [chunk.region for chunk in weight.chunks] == [Region((0, 0), (3, 4)), Region((3, 0), (3, 4))]
-    assert [value.name for value in index.values] == ["model.step"]
-    assert index.files == {name: len(content) for name, content in rows.files.items()}
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])

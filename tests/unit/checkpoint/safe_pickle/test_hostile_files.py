@@ -8,7 +8,6 @@ import pytest
 
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.checkpoint.readers.dcp_index import parse_index
-from fsdplaunch.checkpoint.safe_pickle import unpickle
 from fsdplaunch.errors import CheckpointError
 
 HUGE = 2**63
@@ -105,6 +104,7 @@ def test_index_with_a_foreign_pickle_is_refused(dcp, place, tmp_path):
             (folder / ".metadata").write_bytes(dcp.dumps(attack))
         assert_refused(folder, r"\.metadata (is not a checkpoint that is safe to read|is damaged)")
     assert not (tmp_path / "canary").exists()
+    assert "antigravity" not in sys.modules
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -263,14 +263,6 @@ def test_records_without_their_state_are_refused(dcp, tmp_path):
         draft = dcp.Draft().add("w", (4,))
         draft.entries["model.w"] = dcp.Made(dcp.Named(dcp.METADATA, name))
         assert_refused(draft.save(tmp_path / f"ckpt{number}"), "'model.w' (is a|of shape|has no)")
-
-
-def test_unpickler_never_calls_or_imports(dcp):
-    before = set(sys.modules)
-    for attack in code_pickles(dcp, Path("/nonexistent/canary")).values():
-        with pytest.raises(CheckpointError):
-            unpickle(dcp.dumps(attack), {}, where="it")
-    assert set(sys.modules) == before
 
 
 def test_index_of_many_chunks_is_checked_in_reasonable_time(dcp):

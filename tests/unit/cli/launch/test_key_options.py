@@ -41,11 +41,6 @@ def test_two_options_that_set_one_key_otherwise_are_refused():
     assert expand(["--use_fsdp", "--use-fsdp", "t.py"], **OWN)[-1] == "t.py"
 
 
-def test_options_after_the_script_are_left_alone():
-    argv = ["--dry-run", "-c", "a.yaml", "t.py", "--num-processes", "4", "--", "--fsdp", "x"]
-    assert expand(argv, **OWN) == argv
-
-
 def test_transformers_command_line_is_understood(tmp_path):
     (tmp_path / "fsdp.yaml").write_text("fsdp_version: 1\n")
     argv = ["--fsdp=full shard auto_wrap offload", f"--fsdp_config={tmp_path}", "my-training-script.py"]
@@ -109,13 +104,6 @@ def test_every_option_of_torchrun_is_known():
     for option in options - others:
         with suppress(UsageError):  # says more than that there is no such option
             assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
-
-
-@pytest.mark.parametrize("before", [["-c", "a.yaml"], ["--config", "a.yaml"], ["--set", "num_machines=1"]])
-def test_keys_after_launchs_own_options_are_options_too(before):
-    argv = ["launch", *before, "--num-processes", "2", "train.py", "--num-processes", "9"]
-    set_two = ["--set", "num_processes=2"]
-    assert expanded(argv) == ["launch", *before, *set_two, "train.py", "--num-processes", "9"]
 
 
 def test_an_option_of_the_script_before_it_is_told_where_it_goes():

@@ -37,7 +37,7 @@ def read(text, **more):
     return stack(read_text(text, "x.yaml"), **more)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join) | st.text(max_size=60))
 def test_no_text_makes_anything_but_a_configuration_or_problems(text):
     try:
@@ -49,7 +49,7 @@ def test_no_text_makes_anything_but_a_configuration_or_problems(text):
         assert read(render(config)).config == config
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join))
 def test_setting_a_key_changes_that_key_or_is_refused(text):
     spec = keys_by_path()["fsdp_config", "fsdp_offload_params"]
@@ -65,7 +65,7 @@ def test_setting_a_key_changes_that_key_or_is_refused(text):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20) | st.sampled_from(OVERRIDES)))
 def test_no_override_makes_anything_but_a_configuration_or_problems(overrides):
     try:

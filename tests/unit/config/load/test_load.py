@@ -118,14 +118,6 @@ def test_variables_of_a_run_around_this_one_do_not_count_unless_changed_since(tm
     assert (changed.launch.role, changed.launch.max_restarts) == ("inner", 0)
 
 
-def test_a_policy_on_the_command_line_is_what_runs_on_xla(tmp_path):
-    path = write(tmp_path, "fsdp_config:\n  xla: true\n  fsdp_min_num_params: 5\n")
-    name = "TRANSFORMER_BASED_WRAP"
-    # By its name it is that; left empty, of transformers' --fsdp, units are by the size in the file.
-    for given, policy in ((f"fsdp_auto_wrap_policy={name}", name), ("fsdp_auto_wrap_policy=", "SIZE_BASED_WRAP")):
-        assert load_config(path, environ={}, overrides=[given]).config.fsdp_config.fsdp_auto_wrap_policy == policy
-
-
 def test_problems_of_all_layers_are_reported_together(tmp_path):
     path = write(tmp_path, "num_process: 2\nfsdp_config:\n  fsdp_version: 3\n")
     with pytest.raises(ConfigError) as caught:

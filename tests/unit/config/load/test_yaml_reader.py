@@ -49,14 +49,6 @@ def test_plain_scalars_mean_what_yaml_1_2_says(written, meant):
     assert type(got) is type(meant)
 
 
-def test_places_are_lines_and_columns_from_one():
-    read = read_text("a: 1\nb:\n  c: 2\n", "x.yaml")
-    entries = read.entries(read.root)
-    inner = read.entries(entries[1].node)
-    assert str(entries[1].place) == "x.yaml:2:1"
-    assert str(inner[0].place) == "x.yaml:3:3"
-
-
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", "---\n...\n", "~\n", "\ufeff"])
 def test_an_empty_text_says_nothing(text):
     assert values(text) == {}

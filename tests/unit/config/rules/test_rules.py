@@ -218,18 +218,6 @@ def test_a_file_for_another_engine_is_refused_with_one_sentence():
     assert [note.id for note in caught.value.notes] == ["other-spelling"]
 
 
-def test_a_launch_prints_five_notes_and_counts_the_rest():
-    names = [f"fsdp_{name}" for name in ("offload_params", "forward_prefetch", "use_orig_params")]
-    text = FSDP1 + "".join(f"  {name.removeprefix('fsdp_')}: true\n" for name in names)
-    more = "  wrap_policy: 1\n  cpu_offload: true\n"
-    assert len(read(text).note_lines()) == len(read(text).notes) == 3
-    text = text.replace("  offload_params: true\n", "") + more + "tpu_env: []\nfp16: true\n"
-    loaded = stack(read_text(text, "a.yaml"), path=Path("a.yaml"))
-    assert len(loaded.notes) == 6
-    assert loaded.notes[-1].id == "written-by-accelerate"
-    assert loaded.note_lines()[5:] == ["1 more note: fsdplaunch config validate a.yaml"]
-
-
 FSDP_JSON = """{
   "version": 1, "reshard_after_forward": "full_shard", "cpu_offload": true, "auto_wrap_policy":
   "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["BertLayer"], "min_num_params": 0,

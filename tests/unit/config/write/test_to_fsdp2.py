@@ -60,6 +60,7 @@ def test_every_key_of_version_1_is_named_with_its_consequence():
     assert told["fsdp_config.fsdp_version"] == ("changed", "2")
     for gone in ("prefetch", "orig_params", "buffer", "LOCAL"):
         assert gone not in converted.text
+    assert load(converted.text).notes == ()
 
 
 def test_comments_and_order_stay():
@@ -84,22 +85,8 @@ def test_a_file_for_version_2_comes_back_as_it_is_and_so_do_mesh_sizes():
     text = "# mine\nfsdp_config: {fsdp_version: 2}\n"
     assert to_fsdp2(text).text == text
     assert to_fsdp2(text).changes == ()
-
-
-def test_keys_that_fsdp2_does_not_have_are_dropped():
-    dead = ("forward_prefetch", "sync_module_states", "use_orig_params", "limit_all_gathers")
-    lines = "".join(
-        f"  fsdp_{name}: {value}\n" for name, value in zip(dead, ("false", "true", "true", "true"), strict=True)
-    )
-    converted = to_fsdp2(version_1("FULL_SHARD", lines))
-    assert {change.key for change in converted.changes if change.action == "dropped"} >= {
-        f"fsdp_config.fsdp_{name}" for name in dead
-    }
-    assert not any(name in converted.text for name in dead)
-    assert load(converted.text).notes == ()
-    assert (
-        "use_orig_params" not in to_fsdp2("fsdp_config:\n  fsdp_version: 2\n  fsdp_use_orig_params: false\n").text
-    )
+    dead = "fsdp_config:\n  fsdp_version: 2\n  fsdp_use_orig_params: false\n"
+    assert "use_orig_params" not in to_fsdp2(dead).text
 
 
 def test_a_converted_json_file_is_json():

@@ -7,12 +7,7 @@ import pytest
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, LaunchSection
 from fsdplaunch.launch.coordination.join import config_texts
-from fsdplaunch.launch.coordination.node_info import (
-    NodeInfo,
-    assign_ranks,
-    find_incompatibilities,
-    unreachable,
-)
+from fsdplaunch.launch.coordination.node_info import NodeInfo, assign_ranks, find_incompatibilities, unreachable
 
 VERSIONS = {"fsdplaunch": "0.1.0", "torch": "2.13", "python": "3.11"}
 ONE = NodeInfo(host="a", address="10.0.0.1", versions=VERSIONS, command=("t.py",), script="1")

@@ -69,7 +69,8 @@ def test_variable_that_is_no_secret_is_refused(tmp_path):
         ("", "asks for the run's secret, and this node has none", "came without a secret"),
     ],
 )
-def test_node_without_the_secret_and_the_coordinator_are_told(secret, node_hears, coordinator_says):
+def test_node_without_the_secret_and_the_coordinator_are_told(monkeypatch, secret, node_hears, coordinator_says):
+    monkeypatch.setattr(secret_source, "_PATIENCE_SECONDS", 0.2)
     place = Place(2, seconds=6)
     gathering = threading.Thread(target=place.coordinator.gather, args=(counter(),), daemon=True)
     gathering.start()

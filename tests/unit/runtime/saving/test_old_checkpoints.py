@@ -10,13 +10,7 @@ import pytest
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
-from fsdplaunch.runtime.saving.checkpoint_dirs import (
-    begin,
-    find_checkpoint,
-    next_sequence,
-    publish,
-    remove_old,
-)
+from fsdplaunch.runtime.saving.checkpoint_dirs import begin, find_checkpoint, next_sequence, publish, remove_old
 
 
 def save(root: Path, step: int) -> Path:
