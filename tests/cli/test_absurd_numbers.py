@@ -40,8 +40,7 @@ def refused(capsys, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
-def test_option_takes_numbers_alone(capsys, monkeypatch, tmp_path, words):
-    monkeypatch.chdir(tmp_path)
+def test_option_takes_numbers_alone(capsys, words):
     for text in [*NO_NUMBERS, str(10**30)]:
         assert words[-1] in refused(capsys, *words[:-1], f"{words[-1]}={text}", *words[len(words) :])
     if words[-1] not in ("--rank", "--tolerance"):
@@ -53,16 +52,14 @@ def test_option_takes_numbers_alone(capsys, monkeypatch, tmp_path, words):
     "words",
     [("estimate", "8b", "--gpu-memory"), ("merge-weights", "a", "b", "--max-shard-size"), ("tune", "--memory")],
 )
-def test_sizes_are_sizes(capsys, monkeypatch, tmp_path, words, text):
-    monkeypatch.chdir(tmp_path)
+def test_sizes_are_sizes(capsys, words, text):
     assert words[-1] in refused(capsys, *words[:-1], f"{words[-1]}={text}")
 
 
 @pytest.mark.parametrize(
     "name", [name for name in LLAMA if name != "model_type"] + ["num_key_value_heads", "head_dim"]
 )
-def test_models_number_is_a_number(capsys, monkeypatch, tmp_path, name):
-    monkeypatch.chdir(tmp_path)
+def test_models_number_is_a_number(capsys, tmp_path, name):
     for value in (10**9 * 3, 10**30, 10**400, -1, 0, "64", [64], {"a": "\x1b[31m"}, True, 1.5, float("inf")):
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | {name: value}))
         said = refused(capsys, "estimate", "config.json")
@@ -70,8 +67,7 @@ def test_models_number_is_a_number(capsys, monkeypatch, tmp_path, name):
         assert "\x1b" not in said
 
 
-def test_blocks_are_written_out_up_to_a_limit(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_blocks_are_written_out_up_to_a_limit(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4097}))
     assert "num_hidden_layers is 4097" in refused(capsys, "estimate", "config.json")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4096}))

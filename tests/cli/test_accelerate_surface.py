@@ -201,8 +201,7 @@ train.py --mixed_precision fp16 --cpu 0
 
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_lines_of_its_documentation_run(line, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_lines_of_its_documentation_run(line, tmp_path, capsys):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "config.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
     words = shlex.split(line)

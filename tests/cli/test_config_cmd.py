@@ -1,7 +1,6 @@
 """What `config show, set, validate, explain, schema, presets, convert` print, write and return."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -14,11 +13,8 @@ GOOD = "# mine\nnum_processes: 2   # here\nfsdp_config:\n  fsdp_version: 2\n"
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch, capsys):
+def config(capsys):
     """Run `fsdplaunch config WORDS` in an empty folder; return its status, and what it printed on each stream."""
-    for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE", "PARALLELISM"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
     def call(words: str) -> tuple[int, str, str]:
         return (run(["config", *shlex.split(words)]), *capsys.readouterr())

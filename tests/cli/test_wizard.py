@@ -28,11 +28,6 @@ CTRL_C, CTRL_D, CLEAR = "\x03", "\x04", "\x15"
 EIGHT = MACHINES["eight_h100"]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 class Words(list):
     """What was told beside the prompts."""
 

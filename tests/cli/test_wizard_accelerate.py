@@ -28,13 +28,10 @@ TWO_MACHINES = {"where": "machines", "nodes": "2", "rendezvous": "n1:29400"}
     ids=["suggested", "fastest", "biggest", "unwrapped", "two machines", "hybrid"],
 )
 @pytest.mark.parametrize("version", [1, 2])
-def test_wizard_file_gives_accelerate_the_environment_it_gives_us(tmp_path, monkeypatch, answers, version):
+def test_wizard_file_gives_accelerate_the_environment_it_gives_us(answers, version):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    monkeypatch.chdir(tmp_path)
-    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
     overrides = [f"fsdp_version={version}"]
     result = run_wizard(facts=EIGHT, out=None, answers=answers, overrides=overrides, interactive=False, yes=True)
     Path("fsdp.yaml").write_text(result.text)

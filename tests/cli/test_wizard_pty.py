@@ -16,11 +16,9 @@ PATIENCE = 30
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start():
     """Start `fsdplaunch config` in an empty folder; returns the running program."""
-    monkeypatch.chdir(tmp_path)
-    hidden = ("FSDP", "ACCELERATE_", "SLURM_", "PARALLELISM_", "OMPI_", "PMI_", "TORCHELASTIC_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden) and name != "CI"}
+    environ = {name: value for name, value in os.environ.items() if name != "CI"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
     children = []
 
