@@ -1,6 +1,5 @@
 """What each worker of a node gets, its processors by the /sys of an invented machine."""
 
-import sys
 from pathlib import Path
 
 import pytest
