@@ -7,7 +7,13 @@ import pytest
 from tests.distributed.pool import RankPool
 
 MANY_THREADS = 60
-_pools = {size: RankPool(size) for size in (2, 4)}
+_pools = {size: RankPool(size) for size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[RankPool]:
+    yield _pools[1]
+    _pools[1].stop()
 
 
 @pytest.fixture(scope="session")

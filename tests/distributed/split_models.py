@@ -12,7 +12,7 @@ import fsdplaunch
 from fsdplaunch.runtime.sharding.mesh import data_ranks
 from fsdplaunch.runtime.sharding.registry import registered
 
-STEPS, ROWS, LENGTH, WORDS = 10, 4, 12, 96
+STEPS, ROWS, LENGTH, WORDS = 6, 4, 12, 96
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

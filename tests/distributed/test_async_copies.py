@@ -25,10 +25,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "2": {"fsdp_version": 2},
     "2 kept": {"fsdp_version": 2, "reshard_after_forward": False},
     "2 full": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
-    "1": {"fsdp_version": 1},
     "1 flat": {"fsdp_version": 1, "use_orig_params": False},
     "1 local": {"fsdp_version": 1, "use_orig_params": False, "state_dict_type": "LOCAL_STATE_DICT"},
-    "1 whole": {"fsdp_version": 1, "sharding_strategy": "NO_SHARD"},
 }
 
 
@@ -115,7 +113,7 @@ def test_step_right_after_the_call_does_not_reach_the_file(two_ranks: RankPool, 
     answers = two_ranks.run(save_twice, str(tmp_path), FORMS[form], env=ASYNC)
     assert [equal for equal, _ in answers] == [[True] * 2] * 2
     waits = answers[0][1].count("the optimizer's step waited 0.")
-    assert waits == (0 if form in ("1", "1 flat") else 1)  # FSDP1's state dicts are copies already; said once
+    assert waits == (0 if form == "1 flat" else 1)  # FSDP1's state dicts are copies already; said once
 
 
 def change_meanwhile(folder: str) -> tuple[str, str, bool]:

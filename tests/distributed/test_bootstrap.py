@@ -31,13 +31,6 @@ def alone(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
 
 
-def workers(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Two workers under torch's own launcher."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "fsdplaunch.runtime.bootstrap", *argv]
-    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize(
     ("line", "status", "says"),
     [
@@ -114,33 +107,3 @@ def test_wrong_variable_is_named(tmp_path: Path) -> None:
     done = alone("script.py", cwd=tmp_path, FSDP_VERSION="3")
     assert (done.returncode, done.stdout) == (1, "")
     assert "environment variable FSDP_VERSION must be one of 1, 2, got '3'" in done.stderr
-
-
-# With torch and two workers
-
-
-def test_training_script_runs_shards_and_leaves_its_marks(tmp_path: Path) -> None:
-    write(
-        tmp_path / "train.py",
-        """
-        import os, sys
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        import fsdplaunch
-
-        dist.init_process_group("gloo")  # as scripts for torchrun do; the group is there already
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model, optimizer = fsdplaunch.prepare(model, torch.optim.AdamW(model.parameters()))
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        line = f"rank {dist.get_rank()} of {dist.get_world_size()} {sys.argv[1:]} {dist.get_backend()}\\n"
-        sys.stdout.write(line)  # one write: the other rank's line must not come between
-        """,
-    )
-    run_dir = tmp_path / "run"
-    done = workers("train.py", "--lr", "1", cwd=tmp_path, FSDPLAUNCH_RUN_DIR=str(run_dir))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 ['--lr', '1'] gloo" for rank in (0, 1)]
-    assert done.stderr.count("sharded Sequential: 2 x Linear, 40 parameters, FSDP2 FULL_SHARD over 2 ranks") == 1
-    assert all((run_dir / "ranks" / str(rank) / "sharded").exists() for rank in (0, 1))

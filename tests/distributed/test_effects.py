@@ -171,6 +171,10 @@ def norms(module: nn.Module) -> bool:
     return isinstance(module, Norm)
 
 
+def never(module: nn.Module) -> bool:
+    return False
+
+
 def head_of(model: Any) -> dict[str, Any]:
     return {"ignored_modules": [model.head]}
 
@@ -277,6 +281,7 @@ ROWS: list[Row] = [
         ("transformer_based_wrap", {"units": 2}, {"units": 2}),
         ("NO_WRAP", {"units": 0}, {"units": 0}),
         (norms, {"units": 5}, {"units": 5}),
+        (never, "makes no unit of Model", "makes no unit of Model"),
     ),
     *rows("auto_wrap_policy", ("SIZE_BASED_WRAP", {"units": 6}, {"units": 6}), along={"min_num_params": 250}),
     *rows(
@@ -304,7 +309,7 @@ ROWS: list[Row] = [
         ("head", {"whole": ["head.weight"]}, {"whole": ["head.weight"]}),
         (["head", "norm"], {"whole": ["head.weight", "norm.weight"]}, {"whole": ["head.weight", "norm.weight"]}),
         (head_of, {"whole": ["head.weight"]}, {"whole": ["head.weight"]}),
-        ("hea", "matches no module", "matches no module"),
+        ("(?:head)|(?:hea)", "'hea' matches no module", "'hea' matches no module"),
     ),
     *rows(
         "state_dict_type",

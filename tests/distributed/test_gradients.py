@@ -15,9 +15,7 @@ from tests.distributed.tiny import batch, build, loss_of, my_part, plugin
 ORDERS = (2.0, float("inf"))
 HYBRID = {"fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "dp_replicate_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "FSDP1": (2, {"fsdp_version": 1}),
     "FSDP1 flat": (2, {"fsdp_version": 1, "use_orig_params": False}),
-    "FSDP2": (2, {"fsdp_version": 2}),
     "with ignored": (2, {"fsdp_version": 2, "ignored_modules": r"layers\.0"}),
     "each replica once": (4, HYBRID),
 }

@@ -218,12 +218,6 @@ def test_merge_equals_torch_loader_and_safetensors_bytes(request, ranks, name, t
     assert_merged(request.getfixturevalue(ranks) / name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["fsdp1_sharded_tensor", "accelerate1", "accelerate2"])
-def test_merge_equals_the_model_that_was_sharded(name, two, tmp_path):
-    merge(two / name, tmp_path / "out")
-    assert_same(load_file(tmp_path / "out/model.safetensors"), Model().state_dict())
-
-
 @pytest.mark.parametrize("name", ["odd", "fsdp2", "fsdp1_sharded_tensor", "run/optimizer_0"])
 def test_merge_to_the_torch_format_equals_torch_loader(name, two, tmp_path):
     if name == "run/optimizer_0":

@@ -63,7 +63,7 @@ def write(specs: list[Spec], folder: str) -> None:
     dist.barrier()
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=st.lists(specs(), min_size=20, max_size=30))
 def check(four_ranks: RankPool, tmp_path: Path, drawn: list[Spec]) -> None:
     for name in ("ckpt", "out"):

@@ -20,6 +20,11 @@ GPT2 = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32)
 T5 = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
 
 
+COPIED = ["chat_template.jinja", "config.json", "merges.txt", "spiece.model", "tokenizer.json"]
+COPIED += ["tokenizer_config.json", "vocab.json"]
+"""Everything but weights and the state of training."""
+
+
 def build(config) -> nn.Module:
     torch.manual_seed(0)
     return T5ForConditionalGeneration(config) if config is T5 else AutoModelForCausalLM.from_config(config)
@@ -51,6 +56,10 @@ def test_merge_with_copied_files_is_loaded_by_transformers_with_the_same_answers
     model = build(config)
     options = MergeOptions(copy_from=tmp_path / "base", verify=True)
     result = merge(save(model, tmp_path), tmp_path / "out", options=options)
+    assert [path.name for path in result.copied] == COPIED
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*COPIED, "model.safetensors"])
+    for name in COPIED:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
     assert {name for name, _ in result.tied} == left_out & set(model.state_dict())
     assert {name for _, name in result.tied} <= {kept}
     found = load_file(tmp_path / "out/model.safetensors")
@@ -64,17 +73,6 @@ def test_merge_with_copied_files_is_loaded_by_transformers_with_the_same_answers
     more = {"decoder_input_ids": tokens} if config is T5 else {}
     model.eval()
     assert torch.equal(loaded.eval()(tokens, **more).logits, model(tokens, **more).logits)
-
-
-def test_merge_copies_everything_but_weights_and_training_state(tmp_path):
-    options = MergeOptions(copy_from=tmp_path / "base")
-    result = merge(save(build(LLAMA), tmp_path), tmp_path / "out", options=options)
-    names = ["chat_template.jinja", "config.json", "merges.txt", "spiece.model", "tokenizer.json"]
-    names += ["tokenizer_config.json", "vocab.json"]
-    assert [path.name for path in result.copied] == names
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*names, "model.safetensors"])
-    for name in names:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
 def test_tied_weight_is_noted_as_safetensors_does_and_kept_on_request(tmp_path):

@@ -59,10 +59,6 @@ def of_another_seed() -> nn.Module:
     return build(seed=dist.get_rank())
 
 
-def never(module: nn.Module) -> bool:
-    return False
-
-
 def preparing(make: Callable[[], Any], fields: dict[str, Any]) -> None:
     fsdplaunch.prepare(make(), plugin=plugin(**fields))
 
@@ -118,7 +114,6 @@ CASES: dict[str, Case] = {
         ["no module of class Blok in TinyLM", "did you mean Block?", "3 x Block (2.6 k parameters each)"],
     ),
     "no blocks": (preparing, OneLinear, {}, ["no repeated blocks found in OneLinear", "NO_WRAP"]),
-    "policy that never says yes": (preparing, build, {"auto_wrap_policy": never}, ["makes no unit of TinyLM"]),
     "most of the model in no unit": (
         preparing,
         Encoder,
@@ -127,12 +122,6 @@ CASES: dict[str, Case] = {
             "leaves 4.2 k of 4.2 k parameters of Encoder in no unit: it wraps 2 x Linear only",
             "the largest left are large.weight, large.bias",
         ],
-    ),
-    "no such module in a list": (
-        preparing,
-        build,
-        {"ignored_modules": "(?:head)|(?:layer)"},
-        ["'layer' matches no module"],
     ),
     "another model": (preparing, of_another_width, {}, ["embed.weight is 37x16 on rank 0 and 37x18 on rank 1"]),
     "other settings": (

@@ -94,7 +94,7 @@ def save_both(folder: str, fields: dict[str, Any]) -> list[tuple[bool, bool]]:
 
 @pytest.mark.parametrize(
     ("ranks", "form"),
-    [(2, "2"), (2, "1"), (4, "2"), (4, "1 flat"), (4, "2 hybrid"), (4, "1 hybrid")],
+    [(2, "1"), (4, "2"), (4, "1 flat"), (4, "2 hybrid"), (4, "1 hybrid")],
     indirect=["ranks"],
 )
 def test_what_is_written_is_what_torch_writes(ranks: RankPool, tmp_path: Path, form: str) -> None:

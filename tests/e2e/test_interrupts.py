@@ -7,7 +7,7 @@ import pytest
 
 from scripts.campaigns.attack_classes.kills import _COMMANDS, interrupt
 
-EACH = 4
+EACH = 2
 
 
 @pytest.mark.parametrize("command", _COMMANDS, ids=lambda words: words[0])

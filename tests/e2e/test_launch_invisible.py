@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import clean_environ, run_to_the_end
+from tests.e2e.conftest import clean_environ
 
 PROBE = """
 import gc, importlib, json, locale, multiprocessing, os, resource, signal, sys, threading, time, warnings
@@ -150,14 +150,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def many(side_by_side):
-    return side_by_side(run_to_the_end, {"warm": (MANY,), "cold": (MANY, "--launch.preload", "none")})
-
-
-@pytest.mark.parametrize("workers", ["warm", "cold"])
-def test_data_loaders_and_pools_work_with_every_start_method(many, workers):
-    run = many[workers].result()
+def test_data_loaders_and_pools_work_with_every_start_method(launch):
+    run = launch(MANY)
     assert run.code == 0, run.log(0, "stderr.log") + run.log(1, "stderr.log")
     assert (run.log(0), run.log(1)) == ("all well 0\n", "all well 1\n")
 
@@ -188,7 +182,6 @@ if os.environ["RANK"] != "1": {end}
 
 
 ENDS = {
-    "pass": 0,
     "sys.exit(4)": 4,
     "raise KeyError('x')": 1,
     "sys.stdout = open('own' + os.environ['RANK'], 'w'); print('own')": 0,
@@ -218,16 +211,6 @@ def test_end_of_a_script_is_that_of_an_interpreter(endings, end):
     assert run.log(0).splitlines() == plain.stdout.splitlines()
     assert (run.folder / "unclosed0").read_text() == "flushed"  # rank 1 may be stopped because of rank 0
     assert not (run.folder / "own0").exists() or (run.folder / "own0").read_text() == "own\n"
-
-
-COUNTING = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)"
-"""A library that looks at the interpreter's complete end whether its objects are gone, as nanobind's do."""
-
-
-@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("import sys; sys.exit(4)", 4), ("1 / 0", 1)])
-def test_libraries_that_workers_share_do_not_report_what_they_share(start, tmp_path, end, code):
-    run = preload(start, tmp_path, COUNTING, f"import own_module\n{end}")
-    assert run.code == code, run.stderr
 
 
 COMPILER = """
@@ -319,11 +302,14 @@ def test_script_may_fork_and_execute(launch):
 
 SETS = "import os; os.environ['FROM_IMPORT'] = str(os.getpid())\n"
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+COUNTING = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)"
+"""A library that looks at the interpreter's complete end whether its objects are gone, as nanobind's do."""
 MODULES = {
     "fine": (
         SETS,
         "import os, sys; print('own_module' in sys.modules, os.environ['FROM_IMPORT'] != str(os.getpid()))",
     ),
+    "reports": (COUNTING, "import own_module, sys; sys.exit(4)"),
     "fails": ("1 / 0", "print('ran')"),
     "crashes": ("import ctypes; ctypes.string_at(0)", "import sys; print('torch' in sys.modules)"),
     "threads": (
@@ -350,6 +336,7 @@ def preloaded(side_by_side):
     ("module", "code", "printed", "said"),
     [
         ("fine", 0, "True True\n", "finished in"),
+        ("reports", 4, "", "failed with exit code 4"),
         ("fails", 0, "ran\n", "importing own_module failed (ZeroDivisionError: division by zero)"),
         ("crashes", 1, "", "what launch.preload names ended the interpreter (SIGSEGV)"),
         ("threads", 0, "False None\n", "importing own_module started threads"),

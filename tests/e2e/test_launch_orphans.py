@@ -11,7 +11,7 @@ import pytest
 from fsdplaunch.agent.fork_client import CLOSE_SECONDS
 from fsdplaunch.parent_death import ORPHAN_SECONDS
 from scripts.campaigns.attack_classes.stores import descendants
-from tests.e2e.conftest import WARM
+from tests.e2e.conftest import WARM, alive, gone_within
 
 COLD = True
 """Which process is whose child is another thing where the agent is forked."""
@@ -24,41 +24,24 @@ time.sleep(300)
 """
 
 
-def status_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return status_of(pid)[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone_within(pids, seconds):
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
-
-
 def parent_of(pid: int) -> int:
-    return int(status_of(pid)[1])
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-VICTIMS = {
-    "launcher": ("launcher", "torch"),
-    "agent": ("agent", "torch"),
-    "fork server": ("fork server", "torch"),
-    "agent-cold": ("agent", "none"),
-    "launcher of a stopped agent": ("launcher of a stopped agent", "torch"),
-    "launcher and fork server of a stopped agent": ("launcher and fork server of a stopped agent", "torch"),
-    "agent of a stopped fork server": ("agent of a stopped fork server", "torch"),
+CODES = {
+    "launcher": -9,
+    "agent": 137,
+    "fork server": 137,
+    "agent, cold": 137,
+    "launcher of a stopped agent": -9,
+    "launcher and fork server of a stopped agent": -9,
+    "agent of a stopped fork server": 137,
 }
 
 
-def kill(start, _folder, victim, preload):
-    run = start(SCRIPT, "--launch.preload", preload)
+def kill(start, _folder, case):
+    victim = case.removesuffix(", cold")
+    run = start(SCRIPT, "--launch.preload", "torch" if victim == case else "none")
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     workers, fork_server = [int(word[0]) for word in words], int(words[0][1])
     children = [int(word[2]) for word in words]
@@ -70,7 +53,7 @@ def kill(start, _folder, victim, preload):
         os.kill(pids[stopped], signal.SIGSTOP)
     if victim == "launcher of a stopped agent":  # what a worker leaves behind is the agent's to end otherwise
         os.kill(workers[0], signal.SIGKILL)
-        assert gone_within(workers[:1], 5)
+        assert gone_within(workers[:1], 5) == []
     for each in reversed(dead.split(" and ")):  # the launcher last
         os.kill(pids[each], signal.SIGKILL)
     if victim == "launcher of a stopped agent":  # as one that is stuck in C, it is not to be woken
@@ -78,9 +61,9 @@ def kill(start, _folder, victim, preload):
             with suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGSTOP)
             time.sleep(0.01)
-    assert gone_within([run.pid, agent, fork_server, *workers], CLOSE_SECONDS + ORPHAN_SECONDS + 5)
+    assert gone_within([run.pid, agent, fork_server, *workers], CLOSE_SECONDS + ORPHAN_SECONDS + 5) == []
     if "fork server" not in dead:  # what workers started themselves is the fork server's to end
-        assert gone_within(children, 2)
+        assert gone_within(children, 2) == []
     for child in filter(alive, children):
         os.kill(child, signal.SIGKILL)
     return run.end()
@@ -88,23 +71,12 @@ def kill(start, _folder, victim, preload):
 
 @pytest.fixture(scope="module")
 def killed(side_by_side):
-    return side_by_side(kill, VICTIMS)
+    return side_by_side(kill, {case: (case,) for case in CODES})
 
 
-@pytest.mark.parametrize(
-    ("case", "code"),
-    [
-        ("launcher", -9),
-        ("agent", 137),
-        ("fork server", 137),
-        ("agent-cold", 137),
-        ("launcher of a stopped agent", -9),
-        ("launcher and fork server of a stopped agent", -9),
-        ("agent of a stopped fork server", 137),
-    ],
-)
-def test_no_process_outlives_a_killed(killed, case, code):
-    assert killed[case].result() == code
+@pytest.mark.parametrize("case", CODES)
+def test_no_process_outlives_a_killed(killed, case):
+    assert killed[case].result() == CODES[case]
 
 
 def test_agent_that_is_stuck_while_it_imports_torch_does_not_outlive_a_killed_launcher(start):
@@ -115,7 +87,7 @@ def test_agent_that_is_stuck_while_it_imports_torch_does_not_outlive_a_killed_la
         assert run.process.poll() is None  # until the fork has become the agent
     os.kill(family[1], signal.SIGSTOP)
     os.kill(run.pid, signal.SIGKILL)
-    is_gone = gone_within(family, 10)
+    is_gone = gone_within(family, 10) == []
     for left in filter(alive, family):
         os.kill(left, signal.SIGKILL)
     assert is_gone
@@ -127,4 +99,4 @@ def test_failed_rank_takes_what_it_started_with_it(start):
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     assert run.end() == 5
     ended = [(word[0], word[2]) if WARM else word for word in words]  # the fork server may stay
-    assert gone_within([int(pid) for word in ended for pid in word], 2)
+    assert gone_within([int(pid) for word in ended for pid in word], 2) == []

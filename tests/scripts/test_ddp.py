@@ -1,8 +1,6 @@
 """Scripts for DistributedDataParallel, unchanged: sharded, they compute and write what torchrun's ranks do."""
 
 import re
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,17 +15,6 @@ NAMES = [
     pytest.param(name, marks=ONLY_NEWER.get(name, ())) for name in sorted(path.stem for path in DDP.glob("*.py"))
 ]
 LOSS = re.compile(r"loss (-?\d+\.\d+)")
-
-
-@pytest.fixture(scope="module")
-def replicated(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Run a program as torchrun would, once for all tests."""
-
-    @cache
-    def run(name: str) -> Run:
-        return _without_us(forks, DDP / f"{name}.py", tmp_path_factory.mktemp(name) / "torchrun", 2)
-
-    return run
 
 
 def _without_us(forks: Forks, script: Path | str, folder: Path, ranks: int, *arguments: str) -> Run:
@@ -46,9 +33,9 @@ def losses(text: str) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ddp_script_computes_and_writes_sharded_what_it_does_replicated(
-    forks: Forks, replicated: Callable[[str], Run], tmp_path: Path, name: str
+    forks: Forks, tmp_path: Path, name: str
 ) -> None:
-    wanted = replicated(name)
+    wanted = _without_us(forks, DDP / f"{name}.py", tmp_path / "torchrun", 2)
     done = forks.passes(DDP / f"{name}.py", tmp_path / "sharded", ranks=2)
     for ours, theirs in zip(done.out, wanted.out, strict=True):
         assert losses(theirs)
@@ -143,20 +130,16 @@ def train(rank, folder):
     open(f"{folder}/trained-{rank}", "w").close()
 
 if __name__ == "__main__":
-    folder, join = sys.argv[1:]
+    (folder,) = sys.argv[1:]
     for rank in range(2):
         process = mp.Process(target=train, args=(rank, folder))
         process.start()
-        if join == "join":
-            process.join()
+        process.join()
 """
 
 
-@pytest.mark.parametrize("join", ["join", "leave"])
-def test_a_process_that_would_train_alone_after_the_refusal_is_ended(
-    forks: Forks, tmp_path: Path, join: str
-) -> None:
-    done = forks.run(ALONE, tmp_path / "run", str(tmp_path), join, ranks=2)
+def test_a_process_that_would_train_alone_after_the_refusal_is_ended(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(ALONE, tmp_path / "run", str(tmp_path), ranks=2)
     assert done.codes == [1, 1]
     assert not list(tmp_path.glob("trained-*"))
     for err in done.err:
@@ -242,34 +225,6 @@ def line_of(body: str, text: str) -> int:
     return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if text in line)
 
 
-def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_are_used(
-    forks: Forks, tmp_path: Path
-) -> None:
-    done = forks.passes(HEAD + UNSYNCED, tmp_path / "run", ranks=2)
-    line = line_of(UNSYNCED, "clip_grad_norm_")
-    assert done.err[0].count(f"train.py:{line}: no pass outside of no_sync() has averaged these gradients") == 1
-
-
-def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(forks: Forks, tmp_path: Path) -> None:
-    done = forks.passes(HEAD + UNSENT, tmp_path / "run", ranks=2)
-    assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
-
-
-def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(HEAD + SKIPS, tmp_path / "run", ranks=2)
-    assert done.codes == [9, 9]
-    at = (f"rank 0 at train.py:{line_of(SKIPS, 'backward')}", f"rank 1 at train.py:{line_of(SKIPS, 'pow')}")
-    told = f"the ranks wait for each other at different lines, and none goes on: {at[0]} (<module>); {at[1]}"
-    assert done.err[0].count(told) == 1
-
-
-def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(forks: Forks, tmp_path: Path) -> None:
-    done = forks.passes(HEAD + SAME, tmp_path / "run", ranks=2)
-    line = line_of(SAME, "backward")
-    warned = f"train.py:{line}: all 2 ranks compute the same rows, because the script has no DistributedSampler"
-    assert done.err[0].count(warned) == 1
-
-
 REFUSED = {
     "join": (
         "with Join([model]):\n    model(rows).mean().backward()\n",
@@ -299,15 +254,45 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refused(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return forks.beside(
-        tmp_path_factory.mktemp("refused"), {name: HEAD + body for name, (body, _) in REFUSED.items()}
-    )
+def beside(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """What was written by scripts that end well or are refused, by their text: all in one launch."""
+    bodies = (SAME, UNSYNCED, UNSENT, *(body for body, _ in REFUSED.values()))
+    found = forks.beside(tmp_path_factory.mktemp("beside"), {body: HEAD + body for body in bodies}, ranks=2)
+    assert not [err for body in bodies[:3] for err in found[body].err if "Traceback" in err]
+    return found
+
+
+def test_gradients_that_no_pass_has_averaged_are_averaged_and_told_where_they_are_used(
+    beside: dict[str, Run],
+) -> None:
+    done = beside[UNSYNCED]
+    line = line_of(UNSYNCED, "clip_grad_norm_")
+    assert done.err[0].count(f"train.py:{line}: no pass outside of no_sync() has averaged these gradients") == 1
+
+
+def test_buffers_that_the_wrapper_does_not_send_stay_each_ranks_own(beside: dict[str, Run]) -> None:
+    done = beside[UNSENT]
+    assert done.out == ["0.0 0.0\n0.0 0.0\n", "1.0 1.0\n1.0 0.0\n"]
+
+
+def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(HEAD + SKIPS, tmp_path / "run", ranks=2)
+    assert done.codes == [9, 9]
+    at = (f"rank 0 at train.py:{line_of(SKIPS, 'backward')}", f"rank 1 at train.py:{line_of(SKIPS, 'pow')}")
+    told = f"the ranks wait for each other at different lines, and none goes on: {at[0]} (<module>); {at[1]}"
+    assert done.err[0].count(told) == 1
+
+
+def test_same_rows_on_all_ranks_are_told_with_the_sampler_that_divides_them(beside: dict[str, Run]) -> None:
+    done = beside[SAME]
+    line = line_of(SAME, "backward")
+    warned = f"train.py:{line}: all 2 ranks compute the same rows, because the script has no DistributedSampler"
+    assert done.err[0].count(warned) == 1
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_with_shards_is_refused_at_its_line(refused: dict[str, Run], name: str) -> None:
-    for err in refused[name].err:
+def test_what_cannot_be_done_with_shards_is_refused_at_its_line(beside: dict[str, Run], name: str) -> None:
+    for err in beside[REFUSED[name][0]].err:
         assert re.search(r"train\.py:\d+" + re.escape(REFUSED[name][1]), err), err
 
 

@@ -36,9 +36,85 @@ TRAIN = """
 """
 
 
-def test_script_that_shards_nothing_is_sharded_and_named(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, TRAIN)
-    assert done.codes == [0, 0], done.err
+PART_FIRST = """
+    model = Net()
+    model.layers[0].to("cpu")
+    model.layers.to("cpu")
+    model.to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    print({type(param).__name__ for param in model.parameters()})
+"""
+
+BATCHES = """
+    model = Net().to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+    print(len(loader), [x for batch in loader for x in batch.tolist()], torch.randint(10**9, (1,)).item())
+    print(len(loader), [x for batch in loader for x in batch.tolist()])
+    model.eval()
+    print(len(loader), sorted(x for batch in loader for x in batch.tolist()) == list(range(12)))
+"""
+
+SAMPLERS = """
+    from torch.utils.data import Sampler, SubsetRandomSampler
+    class Buckets(Sampler):
+        def __init__(self, n):
+            self.n = n
+        def __iter__(self):
+            order = torch.randperm(self.n).tolist()
+            return iter([order[i : i + 4] for i in range(0, self.n, 4)])
+        def __len__(self):
+            return self.n // 4
+    model = Net().to("cpu")
+    subset = DataLoader(torch.arange(16), batch_size=4, sampler=SubsetRandomSampler(range(8)))
+    buckets = DataLoader(torch.arange(16), batch_sampler=Buckets(16))
+    single = DataLoader(torch.arange(16), batch_size=None)
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.randperm(16))
+        def __len__(self):
+            return 16
+    stream = DataLoader(Stream(), batch_size=4)
+    for loader in (subset, buckets, single, stream):
+        print(len(loader), [x for batch in loader for x in batch.reshape(-1).tolist()])
+"""
+
+UNSEEDED = """
+    import os
+    torch.manual_seed(int.from_bytes(os.urandom(7), "big"))  # torch.seed() is the same on all ranks
+    model = Net()
+    print(model.layers[0].weight.sum().item())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    print(model.layers[0].weight.sum().item())
+"""
+
+OF_NO_MODULE = """
+    import torch.distributed as dist
+    model = Net()
+    temperature = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.Adam([*model.parameters(), temperature], lr=0.1)
+    for step in range(3):
+        ((model(torch.randn(2, 4)) - temperature) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{temperature.item():.7f}")
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Scripts that end well, by their text: all in one launch."""
+    bodies = (TRAIN, PART_FIRST, SAMPLERS, UNSEEDED, OF_NO_MODULE)
+    texts = {body: textwrap.dedent(HEAD) + textwrap.dedent(body) for body in bodies}
+    found = forks.beside(tmp_path_factory.mktemp("trained"), texts)
+    assert not [err for run in found.values() for err in run.err if "Traceback" in err]
+    return found
+
+
+def test_script_that_shards_nothing_is_sharded_and_named(trained: dict[str, Run]) -> None:
+    done = trained[TRAIN]
     assert done.err[0].count(", for the script, train.py:") == 1
     assert "sharded Net: 2 x Linear, 40 parameters, FSDP2 FULL_SHARD over 2 ranks" in done.err[0]
     assert done.err[1] == ""
@@ -55,21 +131,9 @@ def test_full_save_names_the_call_for_shards_where_they_are_configured(
     assert done.err[1] == ""
 
 
-def test_submodule_moved_first_leaves_the_model_to_be_sharded(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        model = Net()
-        model.layers[0].to("cpu")
-        model.layers.to("cpu")
-        model.to("cpu")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
-    assert [line for line in done.err[0].splitlines() if "sharded Net" in line]
-    assert {found["model"] for found in done.parameters[0]} == {"Net"}
-    assert all(found["sharded"] for found in done.parameters[0])
+def test_submodule_moved_first_leaves_the_model_to_be_sharded(trained: dict[str, Run]) -> None:
+    done = trained[PART_FIRST]
+    assert done.out == ["{'DTensor'}\n"] * 2
 
 
 def test_script_that_prepares_keeps_doing_so(forks: Forks, tmp_path: Path) -> None:
@@ -198,17 +262,7 @@ def test_nobody_shards_when_that_is_asked_for(forks: Forks, tmp_path: Path) -> N
 
 
 def test_ranks_draw_their_own_batches_from_one_order(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        model = Net().to("cpu")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
-        print(len(loader), [x for batch in loader for x in batch.tolist()], torch.randint(10**9, (1,)).item())
-        print(len(loader), [x for batch in loader for x in batch.tolist()])
-        model.eval()
-        print(len(loader), sorted(x for batch in loader for x in batch.tolist()) == list(range(12)))
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
+    done = run(forks, tmp_path, BATCHES)
     assert "batches of 2 on each of 2 ranks, 4 together" in done.err[0]
     orders = []
     for epoch in (0, 1):
@@ -223,32 +277,8 @@ def test_ranks_draw_their_own_batches_from_one_order(forks: Forks, tmp_path: Pat
     assert [out.splitlines()[2] for out in done.out] == ["6 True", "6 True"]
 
 
-def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        from torch.utils.data import Sampler, SubsetRandomSampler
-        class Buckets(Sampler):
-            def __init__(self, n):
-                self.n = n
-            def __iter__(self):
-                order = torch.randperm(self.n).tolist()
-                return iter([order[i : i + 4] for i in range(0, self.n, 4)])
-            def __len__(self):
-                return self.n // 4
-        model = Net().to("cpu")
-        subset = DataLoader(torch.arange(16), batch_size=4, sampler=SubsetRandomSampler(range(8)))
-        buckets = DataLoader(torch.arange(16), batch_sampler=Buckets(16))
-        single = DataLoader(torch.arange(16), batch_size=None)
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                return iter(torch.randperm(16))
-            def __len__(self):
-                return 16
-        stream = DataLoader(Stream(), batch_size=4)
-        for loader in (subset, buckets, single, stream):
-            print(len(loader), [x for batch in loader for x in batch.reshape(-1).tolist()])
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
+def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(trained: dict[str, Run]) -> None:
+    done = trained[SAMPLERS]
     for index, (length, items) in enumerate([(1, 8), (2, 16), (8, 16), (2, 16)]):
         lines = [out.splitlines()[index] for out in done.out]
         assert all(line.startswith(f"{length} [") for line in lines)
@@ -257,37 +287,16 @@ def test_samplers_of_the_script_are_divided_without_a_gap_or_a_double(forks: For
     assert "Buckets: rank 0 draws its batches, ranks take turns" in done.err[0]
 
 
-def test_model_built_without_a_seed_is_rank_0s_everywhere(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        import os
-        torch.manual_seed(int.from_bytes(os.urandom(7), "big"))  # torch.seed() is the same on all ranks
-        model = Net()
-        print(model.layers[0].weight.sum().item())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        print(model.layers[0].weight.sum().item())
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
+def test_model_built_without_a_seed_is_rank_0s_everywhere(trained: dict[str, Run]) -> None:
+    done = trained[UNSEEDED]
     (before, after), (other, same) = (out.splitlines() for out in done.out)
     assert before != other
     assert after == same
     assert float(after) == pytest.approx(float(before), abs=1e-5)
 
 
-def test_parameters_of_no_module_stay_equal(forks: Forks, tmp_path: Path) -> None:
-    body = """
-        import torch.distributed as dist
-        model = Net()
-        temperature = torch.nn.Parameter(torch.zeros(()))
-        optimizer = torch.optim.Adam([*model.parameters(), temperature], lr=0.1)
-        for step in range(3):
-            ((model(torch.randn(2, 4)) - temperature) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        print(f"{temperature.item():.7f}")
-    """
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
+def test_parameters_of_no_module_stay_equal(trained: dict[str, Run]) -> None:
+    done = trained[OF_NO_MODULE]
     assert done.out[0] == done.out[1] != "0.0000000\n"
     assert "1 parameters of no module stay unsharded" in done.err[0]
 

@@ -44,6 +44,8 @@ print("checked")
 """
 
 UNEVEN = """
+from fsdplaunch.runtime.collectives import waits
+waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS, waits.STILL_SECONDS = 0.5, 0.5, 0.5
 model.eval()
 count = 0
 with torch.no_grad():

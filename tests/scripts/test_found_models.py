@@ -67,8 +67,9 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("body", [TAGGED, LISTED], ids=["attributes", "own parameters()"])
+@pytest.mark.parametrize(
+    ("given", "body"), [("prepared", TAGGED), ("moved", LISTED)], ids=["attributes", "own parameters()"]
+)
 def test_what_a_script_put_on_its_model_survives_sharding(
     forks: Forks, tmp_path: Path, given: str, body: str
 ) -> None:
@@ -93,11 +94,6 @@ optimizer.step()
 """
 
 
-def test_a_model_that_is_mostly_in_no_block_is_gathered_as_one_unit(forks: Forks, tmp_path: Path) -> None:
-    many = forks.passes(HEAD + WIDE, tmp_path / "many", ranks=2)
-    assert "sharded Wide: one unit, 535 parameters" in many.err[0]
-
-
 SEVERAL = """
 nets = [nn.Linear(4, 4) for _ in range(4)] + [nn.Sequential(nn.Linear(4, 4), nn.ReLU())]
 optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
@@ -107,8 +103,11 @@ for net, optimizer in zip(nets, optimizers):
 """
 
 
-def test_several_small_models_are_named_in_one_line(forks: Forks, tmp_path: Path) -> None:
-    many = forks.passes(HEAD + SEVERAL, tmp_path / "many", ranks=2)
-    named = [line for line in many.err[0].splitlines() if "sharded" in line]
+def test_a_model_mostly_in_no_block_is_one_unit_and_small_models_are_named_in_one_line(
+    forks: Forks, tmp_path: Path
+) -> None:
+    run = forks.beside(tmp_path, {"wide": HEAD + WIDE, "several": HEAD + SEVERAL})
+    assert "sharded Wide: one unit, 535 parameters" in run["wide"].err[0]
+    named = [line for line in run["several"].err[0].splitlines() if "sharded" in line]
     assert len(named) == 1
     assert "sharded 5 models: 4 x Linear, Sequential, 100 parameters, FSDP2 FULL_SHARD over 2 ranks" in named[0]

@@ -77,8 +77,7 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("precision", "kept"), [("no", True), ("bf16", False)])
 def test_normalisation_over_all_ranks_runs_on_the_cpu(
     forks: Forks, tmp_path: Path, precision: str, kept: bool
 ) -> None:

@@ -105,19 +105,13 @@ if rank == 0:
 )
 
 
-def run(forks: Forks, folder: Path, body: str, *arguments: str) -> tuple[list[int], list[str], list[str]]:
-    done = forks.run(body, folder / "run", *arguments, ranks=2, timeout=60)
-    return done.codes, done.out, done.err
-
-
 def test_rank_0_alone_computes_what_the_full_tensor_gives_and_training_goes_on(
     forks: Forks, tmp_path: Path
 ) -> None:
     refused = ["refused norm True True", "refused row True True"]
     for way, said in (("together", []), ("alone", [*refused, "compared"])):
-        codes, out, err = run(forks, tmp_path, COMPUTES, way)
-        assert codes == [0, 0], "\n".join(err)
-        assert out[0].splitlines() == said
+        done = forks.passes(COMPUTES, tmp_path / "run", way, ranks=2, timeout=60)
+        assert done.out[0].splitlines() == said
     together, alone = (torch.load(tmp_path / "run" / f"{way}.pt") for way in ("together", "alone"))
     assert all(torch.equal(together[name], value) for name, value in alone.items())
 
@@ -173,9 +167,7 @@ if rank == 0:
 
 
 def test_rank_0_alone_keeps_copies_and_its_threads_save_them_and_shards(forks: Forks, tmp_path: Path) -> None:
-    codes, _, err = run(forks, tmp_path, KEPT)
-    assert codes == [0, 0], "\n".join(err)
-    folder = tmp_path / "run"
+    folder = forks.passes(KEPT, tmp_path / "run", ranks=2, timeout=60).folder
     expected = torch.load(folder / "expected.pt")
     files = [*(torch.load(folder / f"at-once-{number}.pt") for number in range(3))]
     for saved in (*files, load_file(folder / "file.safetensors")):
@@ -200,9 +192,7 @@ torch.save(state, "same.pt")
 
 
 def test_each_rank_of_a_script_that_saves_a_file_per_rank_writes_its_own(forks: Forks, tmp_path: Path) -> None:
-    codes, _, err = run(forks, tmp_path, EACH)
-    assert codes == [0, 0], "\n".join(err)
-    folder = tmp_path / "run"
+    folder = forks.passes(EACH, tmp_path / "run", ranks=2, timeout=60).folder
     expected = torch.load(folder / "same.pt")
     for rank in range(2):
         saved = torch.load(folder / f"state-00{rank}-of-002.pt")
@@ -229,7 +219,7 @@ from fsdplaunch.runtime.state_dict import gather
 gather.PATIENCE_SECONDS = 0.3
 state = model.module.state_dict()
 thread = threading.Thread(target=lambda: print(sum(each.abs().sum() for each in tuple(state.values()))))
-if rank == 0 or sys.argv[1] == "all":
+if rank == 0:
     thread.start()
 for _ in range(500):
     step()
@@ -247,26 +237,19 @@ step()
 
 
 @pytest.mark.parametrize(
-    ("body", "argument", "says", "hint"),
+    ("body", "says", "hint"),
     [
-        (GRADIENT, "", "is neither a parameter nor", "have every rank make this call"),
-        (THREAD, "rank 0", "gathers shards in another thread, while the main thread goes on", "join the thread"),
-        (THREAD, "all", "gathers shards in another thread, while the main thread goes on", "join the thread"),
-        (STATE, "rank 0", "state_dict() at train.py:", "copy what it writes before it starts"),
-        (SEVERAL, "", "on all ranks in several threads at once", "save on rank 0 alone"),
+        (GRADIENT, "is neither a parameter nor", "have every rank make this call"),
+        (THREAD, "gathers shards in another thread, while the main thread goes on", "join the thread"),
+        (STATE, "state_dict() at train.py:", "copy what it writes before it starts"),
+        (SEVERAL, "on all ranks in several threads at once", "save on rank 0 alone"),
     ],
-    ids=[
-        "gradient before the step",
-        "thread of rank 0",
-        "threads of all ranks",
-        "state in a thread",
-        "threads at once",
-    ],
+    ids=["gradient before the step", "thread of rank 0", "state in a thread", "threads at once"],
 )
 def test_what_cannot_be_gathered_ends_the_run_with_what_to_do(
-    forks: Forks, tmp_path: Path, body: str, argument: str, says: str, hint: str
+    forks: Forks, tmp_path: Path, body: str, says: str, hint: str
 ) -> None:
-    codes, _, err = run(forks, tmp_path, HEAD + "step()\n" + body, argument)
-    assert 1 in codes, err
-    failed = next((text for text in err if says in text), "")  # another rank may fail by its end
-    assert hint in failed, err
+    done = forks.run(HEAD + "step()\n" + body, tmp_path / "run", ranks=2, timeout=60)
+    assert 1 in done.codes, done.err
+    failed = next((text for text in done.err if says in text), "")  # another rank may fail by its end
+    assert hint in failed, done.err

@@ -186,8 +186,7 @@ def run(forks: Forks, folder: Path, body: str, **keys: object) -> Run:
 
 
 def test_unused_imports_and_dead_branches_count_for_nothing(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, UNUSED)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + UNUSED, tmp_path / "run", ranks=2)
     assert re.search(r"sharded Sequential: .*, for the script, train\.py:\d+\n", done.err[0])
     assert_sharded(done)
 
@@ -200,8 +199,7 @@ def test_unused_imports_and_dead_branches_count_for_nothing(forks: Forks, tmp_pa
 def test_what_others_shard_is_left_to_them_and_described_once(
     forks: Forks, tmp_path: Path, body: str, owner: str
 ) -> None:
-    done = run(forks, tmp_path, body)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + body, tmp_path / "run", ranks=2)
     assert "for the script" not in done.err[0]
     assert done.err[0].count("sharded Sequential") == 1
     assert re.search(rf"FSDP2 FULL_SHARD over 2 ranks.*, by {owner}\n", done.err[0])
@@ -209,8 +207,7 @@ def test_what_others_shard_is_left_to_them_and_described_once(
 
 
 def test_layers_that_a_script_divides_over_ranks_are_left_to_it(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, LAYERS_DIVIDED)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + LAYERS_DIVIDED, tmp_path / "run", ranks=2)
     assert "for the script" not in done.err[0]
     plain = LAYERS_DIVIDED.replace("full_tensor().", "").splitlines()
     (tmp_path / "plain.py").write_text(HEAD + "\n".join(line for line in plain if "mesh" not in line))
@@ -233,8 +230,7 @@ def test_length_asked_before_it_is_known_who_shards_is_named(forks: Forks, tmp_p
 
 
 def test_model_is_sharded_for_the_script_always_if_that_is_set(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, UNPREPARED, launch__shard="always")
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + UNPREPARED, tmp_path / "run", ranks=2, launch__shard="always")
     assert_sharded(done)
 
 
@@ -282,8 +278,7 @@ def test_script_without_an_optimizer_ends_at_its_second_backward_or_is_sharded_w
     line = HEAD.count("\n") + 3
     assert f"found at its second backward pass, train.py:{line}" in done.err[0]
     assert "model.to(device)" in done.err[0]
-    moved = run(forks, tmp_path, "model.to('cpu')" + BY_ITSELF)
-    assert moved.codes == [0, 0], moved.err
+    moved = forks.passes(HEAD + "model.to('cpu')" + BY_ITSELF, tmp_path / "run", ranks=2)
     assert_sharded(moved)
 
 
@@ -336,8 +331,7 @@ def test_a_library_that_shards_after_a_model_was_sharded_for_the_script_is_refus
 
 
 def test_ddp_around_a_sharded_model_is_a_wrapper_like_torchs(forks: Forks, tmp_path: Path) -> None:
-    done = run(forks, tmp_path, ALREADY_SHARDED)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + ALREADY_SHARDED, tmp_path / "run", ranks=2)
     assert re.findall(r"train.py:(\d+): Sequential is compiled without fullgraph", done.err[0]) == ["22"]
     assert done.out == ["stepped\nstepped\n0.0 False False\n"] * 2
     assert_sharded(done)
@@ -357,7 +351,6 @@ def test_script_with_hidden_ranks_takes_its_way_for_one_process(forks: Forks, tm
 def test_accelerate_shards_models_that_have_buffers_and_parameters_of_their_own(
     forks: Forks, tmp_path: Path
 ) -> None:
-    done = run(forks, tmp_path, BUFFERS)
-    assert done.codes == [0, 0], done.err
+    done = forks.passes(HEAD + BUFFERS, tmp_path / "run", ranks=2)
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert done.out == ["stepped\nplace " + " ".join(f"1.{name}" for name in names) + "\n"] * 2

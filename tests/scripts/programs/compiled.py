@@ -41,7 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 inputs = torch.from_numpy(np.random.randn(24, 4).astype(np.float32))
 targets = torch.from_numpy(np.random.randint(0, 2, 24))
 history = []
-for step in range(6):
+for step in range(4):
     index = torch.randint(0, len(inputs), (8,))
     loss = nn.functional.cross_entropy(model(inputs[index].to(device)), targets[index].to(device))
     optimizer.zero_grad(set_to_none=True)

@@ -32,8 +32,8 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 model.to(device)
-train_loader = DataLoader(Tokens(32, 12), batch_size=8, shuffle=True)
-eval_loader = DataLoader(Tokens(12, 12), batch_size=4)
+train_loader = DataLoader(Tokens(16, 12), batch_size=8, shuffle=True)
+eval_loader = DataLoader(Tokens(6, 12), batch_size=4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 epochs = 2
 total_steps = len(train_loader) * epochs

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 batch_size = 8
 block_size = 16
-max_iters = 6
+max_iters = 4
 learning_rate = 1e-2
 min_lr = 1e-3
 grad_clip = 1.0
