@@ -99,15 +99,6 @@ class Membership:
         self.held_since = now if self.held_since is None else self.held_since
         return self.has_changed() or now - self.held_since < _HOLD_SECONDS
 
-    def is_to_start_again(self) -> bool:
-        """Return whether the workers are to start again with other nodes; the present ones are killed then."""
-        stop = self.worker_group.stop
-        if (stop.number is not None and not stop.is_warning) or not self.has_changed():
-            return False  # workers that were asked to stop have their grace, whoever leaves meanwhile
-        self.worker_group.is_replaced = True
-        self.worker_group.send(signal.SIGKILL)
-        return True
-
 
 class _WatchedStore:
     """A store whose waiting ends when the run is to end.
@@ -167,28 +158,15 @@ class AgreedRendezvous(RendezvousHandler):
         run_id: str,
         rank: int = 0,
         nodes: int = 1,
-        place: tuple[str, int] = ("127.0.0.1", 0),
+        place: tuple[str, int] = ("127.0.0.1", 0),  # of node 0's store; port 0 for any on a lone node
         secret: str = "",
-        held: socket.socket | None = None,
-        join_seconds: float = 300.0,
-        read_seconds: float = 60.0,
-        is_stopped: Callable[[], None] = lambda: None,
-        membership: Membership | None = None,
+        held: socket.socket | None = None,  # on node 0, the socket that its launcher has bound there
+        join_seconds: float = 300.0,  # how long the others may take to come
+        read_seconds: float = 60.0,  # how long one call to the store may take
+        is_stopped: Callable[[], None] = lambda: None,  # raises when the run is to end, while this node waits
+        membership: Membership | None = None,  # which nodes take part, where that may change
     ) -> None:
-        """Begin before the first attempt, with what the launchers agreed on; a lone node has no secret.
-
-        Args:
-            run_id: The run's name.
-            rank: This node's.
-            nodes: How many there are.
-            place: Where node 0's store listens; port 0 for any on a lone node.
-            secret: The run's.
-            held: On node 0, the socket that its launcher has bound there.
-            join_seconds: How long the others may take to come.
-            read_seconds: How long one call to the store may take.
-            is_stopped: Raises when the run is to end; called while this node waits.
-            membership: Which nodes take part, where that may change.
-        """
+        """Begin before the first attempt, with what the launchers agreed on; a lone node has no secret."""
         self._run_id, self._rank, self._nodes, self._secret, self._held = run_id, rank, nodes, secret, held
         self._host, self._port = place
         self._join_seconds, self._read_timeout = join_seconds, timedelta(seconds=read_seconds)
@@ -297,8 +275,14 @@ class AgreedRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when workers are to start again: another node has begun an attempt, or nodes come or go."""
-        if self.membership is not None and self.membership.is_to_start_again():
-            return 1
+        membership = self.membership
+        if membership is not None and membership.has_changed():
+            group, stop = membership.worker_group, membership.worker_group.stop
+            # Workers that were asked to stop have their grace, whoever leaves meanwhile; others are killed.
+            if stop.number is None or stop.is_warning:
+                group.is_replaced = True
+                group.send(signal.SIGKILL)
+                return 1
         now = time.monotonic()
         if self._control is not None and now - self._asked > self._nodes / _ASKED_PER_SECOND:
             self._asked = now
@@ -363,12 +347,11 @@ class _WorkerGroupContext(PContext):
     def start(self) -> None:
         """Start the workers, unless the run has been asked to stop meanwhile."""
         raise_if_stopped(self._worker_group)
-        self._start()
-
-    def _start(self) -> None:
         if self._membership is not None:
             self._membership.held_since = None
         self._worker_group.start(self.envs)
+
+    _start = start  # torch's own `start` would call it
 
     def pids(self) -> dict[int, int]:
         """Return process ids by local rank."""
@@ -379,21 +362,16 @@ class _WorkerGroupContext(PContext):
         worker_group, stop = self._worker_group, self._worker_group.stop
         worker_group.look(worker_group.spec.launch.monitor_interval_seconds)
         if stop.number is not None:
-            return self._poll_stopping()
+            if stop.is_warning and stop.is_over and not stop.insisted and not worker_group.failed:
+                stop.number = None  # a warning: the script has saved and gone on
+                return self._outcome() if not worker_group.running else None
+            if not worker_group.running or stop.insisted or stop.is_over:
+                worker_group.finish(number=signal.SIGKILL)
+                raise_if_stopped(worker_group)
+            return None
         if not worker_group.failed and worker_group.running:
             return None
         return None if self._membership is not None and self._membership.holds() else self._outcome()
-
-    def _poll_stopping(self) -> RunProcsResult | None:
-        worker_group, stop = self._worker_group, self._worker_group.stop
-        if stop.is_warning and stop.is_over and not stop.insisted and not worker_group.failed:
-            stop.number = None  # a warning: the script has saved and gone on
-            return self._outcome() if not worker_group.running else None
-        if worker_group.running and not stop.insisted and not stop.is_over:
-            return None
-        worker_group.finish(number=signal.SIGKILL)
-        raise_if_stopped(worker_group)
-        return None
 
     def _outcome(self) -> RunProcsResult:
         failed = {

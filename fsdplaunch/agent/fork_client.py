@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +162,14 @@ class ForkServer:
 
     def close(self, *, keep_seconds: float = 0.0) -> None:
         """End the fork server and what still runs in it; or let it go for so long, where it can be forked from."""
-        if keep_seconds and self._ready and self.obstacle is None and self._release(keep_seconds):
-            return
+        if keep_seconds and self._ready and self.obstacle is None:
+            self._channel.limit_waiting(CLOSE_SECONDS)
+            with suppress(OSError, _ForkServerGoneError):
+                self._channel.send({"released": keep_seconds})
+                while not self._released:  # it has then left the run's files behind
+                    self._take_message()
+                self._channel.close()
+                return
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
         end = time.monotonic() + patience
@@ -171,18 +177,6 @@ class ForkServer:
             if time.monotonic() > end:
                 os.kill(self._pid, signal.SIGKILL)
             time.sleep(0.005)
-
-    def _release(self, seconds: float) -> bool:
-        """Let the server go; return whether it has left the run's files behind."""
-        self._channel.limit_waiting(CLOSE_SECONDS)
-        try:
-            self._channel.send({"released": seconds})
-            while not self._released:
-                self._take_message()
-        except (OSError, _ForkServerGoneError):
-            return False
-        self._channel.close()
-        return True
 
     def _take_message(self) -> None:
         try:

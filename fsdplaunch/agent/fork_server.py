@@ -26,7 +26,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,16 +49,11 @@ _AGENT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preloaded:
-    """What came of it.
+    """What came of it."""
 
-    Attributes:
-        obstacle: Why workers cannot be forked from this process, or None when they can.
-        notes: What the user should read once.
-        changes: Variables that importing changed, as it would anywhere: their values before (or None) and after.
-    """
-
-    obstacle: str | None = None
-    notes: tuple[str, ...] = ()
+    obstacle: str | None = None  # why workers cannot be forked from this process, or None when they can
+    notes: tuple[str, ...] = ()  # what the user should read once
+    # Variables that importing changed, as it would anywhere: their values before (or None) and after
     changes: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
 
 
@@ -227,22 +222,18 @@ class ForkServerProcess:
             elif self._lifeline is not None:
                 watched.append(self._lifeline)
             readable, _, _ = select.select(watched, [], [], seconds)
-            self._look_after_launcher(readable)
+            if self._lifeline in readable:  # its only other end has closed
+                self._deadline = time.monotonic() + ORPHAN_SECONDS + _AGENT_SECONDS
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                if os.getppid() == self._agent:  # it did not end by itself: it may be stopped, or stuck in C
+                    os.kill(self._agent, signal.SIGKILL)
+                self._end()
             if self._wake[0] in readable:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
             self._report_ended()
             if self._channel.fileno() in readable:
                 return self._channel.receive()
-
-    def _look_after_launcher(self, readable: Sequence[int]) -> None:
-        """Kill the agent when it does not end by itself after its launcher: it may be stopped, or stuck in C."""
-        if self._lifeline in readable:  # its only other end has closed
-            self._deadline = time.monotonic() + ORPHAN_SECONDS + _AGENT_SECONDS
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            if os.getppid() == self._agent:
-                os.kill(self._agent, signal.SIGKILL)
-            self._end()
 
     def _report_ended(self) -> None:
         while self._children:

@@ -54,7 +54,13 @@ class OutputFilter:
         *lines, rest = (self._line + shown).splitlines(keepends=True) or [b""]
         if rest.endswith(b"\n"):
             lines, rest = [*lines, rest], b""
-        shown = b"".join(line for line in lines if not self._is_alarm(line))
+        shown = b""
+        for line in lines:
+            self._in_alarm = bool(_ALARM.match(line)) or (self._in_alarm and line.startswith(_GOES_ON))
+            if self._in_alarm:
+                self._held += line
+            else:
+                shown += line
         waits = self._in_alarm or any(rest[: len(start)] == start[: len(rest)] for start in _MAY_BEGIN)
         self._line = rest if waits else b""
         return kept, shown if waits else shown + rest
@@ -79,30 +85,16 @@ class OutputFilter:
             self._hidden ^= bool(found)
         return bytes(kept), bytes(shown)
 
-    def _is_alarm(self, line: bytes) -> bool:
-        self._in_alarm = bool(_ALARM.match(line)) or (self._in_alarm and line.startswith(_GOES_ON))
-        if self._in_alarm:
-            self._held += line
-        return self._in_alarm
-
 
 @dataclass(slots=True, kw_only=True)
 class OutputStream:
-    """One stream of one shown rank.
+    """One stream of one shown rank."""
 
-    Attributes:
-        end: Our end of its pipe or terminal.
-        file: Descriptor of its log file.
-        screen: Descriptor it is shown on.
-        prefix: Put before each line; empty when only one rank is shown, whose bytes then pass untouched.
-        is_terminal: `end` is a terminal's, whose size follows the screen's.
-    """
-
-    end: int
-    file: int
-    screen: int
-    prefix: bytes
-    is_terminal: bool
+    end: int  # our end of its pipe or terminal
+    file: int  # descriptor of its log file
+    screen: int  # descriptor it is shown on
+    prefix: bytes  # put before each line; empty when only one rank is shown, whose bytes then pass untouched
+    is_terminal: bool  # `end` is a terminal's, whose size follows the screen's
     output_filter: OutputFilter | None = None
     partial: bytearray = field(default_factory=bytearray)
     since: float = 0.0
@@ -189,7 +181,12 @@ class OutputRelay:
                 for key, _ in ready:
                     if key.data in self._sources:
                         self._copy(key.data)
-                self._look_after()
+                now = time.monotonic()
+                for source in self._sources:
+                    if now - source.since > _HELD_SECONDS:
+                        self._show_partial(source)
+                    if source.is_terminal:
+                        copy_size(source.screen, source.end)
 
     def _copy(self, source: OutputStream) -> None:
         try:
@@ -225,14 +222,6 @@ class OutputRelay:
         if source.partial:
             write_all(source.screen, source.prefix + bytes(source.partial) + b"\n")
             source.partial.clear()
-
-    def _look_after(self) -> None:
-        now = time.monotonic()
-        for source in self._sources:
-            if now - source.since > _HELD_SECONDS:
-                self._show_partial(source)
-            if source.is_terminal:
-                copy_size(source.screen, source.end)
 
     def _finish(self, source: OutputStream) -> None:
         if source.output_filter is not None:

@@ -94,19 +94,13 @@ class Watchdog:
         if seen != self._seen:
             self._seen, self._since, self._told = seen, now, False
         elif not self._told and now - self._since >= self._seconds:
-            self._asked = (now, self._ask())
+            self._asked = (now, {rank: _size(folder / STACK) for rank, folder in self._folders.items()})
+            for rank, folder in self._folders.items():  # have every rank that can write its stack
+                beat = read_heartbeat(folder)
+                if beat is not None and beat.pid == self._pids[rank] and STACK_SIGNAL is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(beat.pid, STACK_SIGNAL)
         return None
-
-    def _ask(self) -> dict[int, int]:
-        """Have every rank that can write its stack; return how long their files were before."""
-        before = {}
-        for rank, folder in self._folders.items():
-            before[rank] = _size(folder / STACK)
-            beat = read_heartbeat(folder)
-            if beat is not None and beat.pid == self._pids[rank] and STACK_SIGNAL is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(beat.pid, STACK_SIGNAL)
-        return before
 
     def _answer(self, before: Mapping[int, int], now: float) -> str:
         self._asked, self._told = None, True

@@ -40,19 +40,12 @@ _STREAMS = ("stdout", "stderr")
 
 @dataclass(slots=True)
 class StopRequest:
-    """State of a request to stop.
+    """State of a request to stop."""
 
-    Attributes:
-        grace: Seconds the workers get to end by themselves.
-        number: The signal that was received, or None.
-        since: When, on the monotonic clock.
-        insisted: A second signal came: kill.
-    """
-
-    grace: float
-    number: int | None = None
-    since: float = 0.0
-    insisted: bool = False
+    grace: float  # seconds the workers get to end by themselves
+    number: int | None = None  # the signal that was received, or None
+    since: float = 0.0  # when, on the monotonic clock
+    insisted: bool = False  # a second signal came: kill
 
     def request(self, number: int) -> bool:
         """Take note of a signal; return whether it is to be passed on to the workers.
@@ -109,19 +102,14 @@ def last_words(lines: list[str], most: int = 20) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """One started worker.
-
-    Attributes:
-        sent: Signals that were sent to it.
-        ended: How it ended, or None while it runs.
-    """
+    """One started worker."""
 
     rank: int
     local_rank: int
     pid: int
     started_ns: int
-    sent: list[int] = field(default_factory=list)
-    ended: EndedWorker | None = None
+    sent: list[int] = field(default_factory=list)  # signals that were sent to it
+    ended: EndedWorker | None = None  # how it ended, or None while it runs
 
     def send(self, number: int) -> None:
         """Signal it, if it still runs; SIGKILL also reaches what it started."""

@@ -47,27 +47,20 @@ def is_shown(launch: LaunchSection, *, rank: int, local_rank: int, stream: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What to start on this node, as often as it takes.
-
-    Attributes:
-        command: What the bootstrap is to run; or, when `cold`, a whole command line to execute.
-        cpus: By local rank, the processors it may use; empty for no change.
-        variables: By local rank, variables that only that worker gets.
-        is_reported: A launcher waits that will report the failure.
-        node: This node's number; None where torch numbers the nodes.
-        secret: The run's; empty on a lone node.
-        held: The socket at which the run's store is to listen, where the launcher has bound one.
-    """
+    """What to start on this node, as often as it takes."""
 
     run_dir: Path
     launch: LaunchSection = field(default_factory=LaunchSection)
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # what the bootstrap is to run; or, when `cold`, a whole command line to execute
     cold: bool
+    # By local rank, the processors it may use; empty for no change
     cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    # By local rank, variables that only that worker gets
     variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    is_reported: bool = True
-    node: int | None = None
-    secret: str = field(default="", repr=False)
+    is_reported: bool = True  # a launcher waits that will report the failure
+    node: int | None = None  # this node's number; None where torch numbers the nodes
+    secret: str = field(default="", repr=False)  # the run's; empty on a lone node
+    # The socket at which the run's store is to listen, where the launcher has bound one
     held: socket.socket | None = field(default=None, repr=False)
 
     @property
@@ -88,27 +81,23 @@ def make_worker_spec(
         for local_rank, name in enumerate((visible.split(",") if visible else every)[:workers]):
             own_gpus[local_rank] = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": name.strip()}
     interpreter = (sys.executable, "-u") if is_python(command) and not warm else ()
+    mode, cpus = config.launch.numa_binding or ("node" if config.enable_cpu_affinity else None), {}
+    if mode is not None and hasattr(os, "sched_getaffinity"):
+        from fsdplaunch.probe.hardware import read_gpus
+
+        gpus = [] if config.use_cpu else [gpu.bus_id for gpu in read_gpus(os.environ)[0]]
+        places = [*gpus, *[""] * workers][:workers]
+        cpus = dict(enumerate(processors_for_ranks(mode, places, allowed=os.sched_getaffinity(0), root=Path("/"))))
     return WorkerSpec(
         run_dir=run_dir,
         launch=config.launch,
         command=tuple(command[2:]) if warm else (*interpreter, *command),
         cold=not warm,
-        cpus=_bind(config, workers),
+        cpus=cpus,
         is_reported=is_reported,
         node=config.machine_rank,
         variables=own_gpus,
     )
-
-
-def _bind(config: Config, workers: int) -> dict[int, list[int]]:
-    mode = config.launch.numa_binding or ("node" if config.enable_cpu_affinity else None)
-    if mode is None or not hasattr(os, "sched_getaffinity"):
-        return {}
-    from fsdplaunch.probe.hardware import read_gpus
-
-    gpus = [] if config.use_cpu else [gpu.bus_id for gpu in read_gpus(os.environ)[0]]
-    places = [*gpus, *[""] * workers][:workers]
-    return dict(enumerate(processors_for_ranks(mode, places, allowed=os.sched_getaffinity(0), root=Path("/"))))
 
 
 def processors_for_ranks(mode: str, gpus: Sequence[str], *, allowed: Iterable[int], root: Path) -> list[list[int]]:

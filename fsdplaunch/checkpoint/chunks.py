@@ -107,28 +107,15 @@ class ItemKey(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One chunk on its way into the merged tensor.
+    """One chunk on its way into the merged tensor."""
 
-    Attributes:
-        region: The elements of the tensor that it holds.
-        place: Its item.
-        file_offset: Where the item's data starts in its file, in bytes.
-        data_length: Bytes of the item's data.
-        strides: How the elements are laid out there, in elements.
-        start: The first element's place there, in elements.
-        crc: CRC32 of the item's data, None when not known.
-        run: Source and target are each one run of bytes, so that the kernel can copy it.
-        target: Where its first element goes, in bytes from the tensor's start.
-        nbytes: Bytes that it contributes.
-    """
-
-    region: Region
+    region: Region  # the elements of the tensor that it holds
     place: ItemLocation
-    file_offset: int
-    data_length: int
-    strides: tuple[int, ...]
-    start: int
-    crc: int | None
-    run: bool
-    target: int
-    nbytes: int
+    file_offset: int  # where the item's data starts in its file, in bytes
+    data_length: int  # bytes of the item's data
+    strides: tuple[int, ...]  # how the elements are laid out there, in elements
+    start: int  # the first element's place there, in elements
+    crc: int | None  # CRC32 of the item's data, None when not known
+    run: bool  # source and target are each one run of bytes, so that the kernel can copy it
+    target: int  # where its first element goes, in bytes from the tensor's start
+    nbytes: int  # bytes that it contributes

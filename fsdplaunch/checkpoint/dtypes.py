@@ -9,21 +9,13 @@ from fsdplaunch.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One dtype.
+    """One dtype."""
 
-    Attributes:
-        name: What torch calls it, for example `bfloat16`.
-        code: What safetensors calls it, or None when safetensors cannot hold it.
-        size: Bytes per element, 0 where elements are smaller than a byte and cannot be copied by element.
-        rank: Its place in safetensors' own order; a file's tensors stand in descending rank.
-        lanes: Values that safetensors counts per element (two for packed 4-bit floats).
-    """
-
-    name: str
-    code: str | None
-    size: int
-    rank: int = -1
-    lanes: int = 1
+    name: str  # what torch calls it, for example `bfloat16`
+    code: str | None  # what safetensors calls it, or None when safetensors cannot hold it
+    size: int  # bytes per element, 0 where elements are smaller than a byte and cannot be copied by element
+    rank: int = -1  # its place in safetensors' own order; a file's tensors stand in descending rank
+    lanes: int = 1  # values that safetensors counts per element (two for packed 4-bit floats)
 
 
 # safetensors writes tensors in the reverse of this order, then by name.

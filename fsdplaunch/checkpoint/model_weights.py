@@ -26,44 +26,27 @@ _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One tensor of a file.
+    """One tensor of a file."""
 
-    Attributes:
-        name: What the file calls it.
-        file: Its file's place among all files.
-        code: What safetensors calls its dtype, or torch for pickled files.
-        dtype: The dtype; None when its elements cannot be read one by one.
-        shape: In elements.
-        start: Where its bytes begin in the file; 0 for pickled files.
-    """
-
-    name: str
-    file: int
-    code: str
-    dtype: Dtype | None
-    shape: tuple[int, ...]
-    start: int
+    name: str  # what the file calls it
+    file: int  # its file's place among all files
+    code: str  # what safetensors calls its dtype, or torch for pickled files
+    dtype: Dtype | None  # the dtype; None when its elements cannot be read one by one
+    shape: tuple[int, ...]  # in elements
+    start: int  # where its bytes begin in the file; 0 for pickled files
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weights of one model on disk.
+    """The weights of one model on disk."""
 
-    Attributes:
-        where: What the user named: a folder or a file.
-        paths: The files.
-        sizes: Their sizes in bytes.
-        pickled: Whether they are files of `torch.save`, which one rank has to read whole.
-        weights: What they hold, by the file's name; of pickled files only after somebody has read them.
-        index: File name by tensor name as an index says it, or None without one.
-    """
-
-    where: Path
+    where: Path  # what the user named: a folder or a file
     paths: tuple[Path, ...]
-    sizes: tuple[int, ...]
-    pickled: bool
+    sizes: tuple[int, ...]  # their sizes in bytes
+    pickled: bool  # whether they are files of `torch.save`, which one rank has to read whole
+    # What they hold, by the file's name; of pickled files only after somebody has read them
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)
-    index: Mapping[str, str] | None = None
+    index: Mapping[str, str] | None = None  # file name by tensor name as an index says it, or None without one
 
 
 def find_weight_files(where: Path) -> WeightFiles:

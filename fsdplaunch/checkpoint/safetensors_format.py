@@ -102,37 +102,22 @@ def index_bytes(files: Mapping[str, Sequence[TensorHeader]]) -> bytes:
 
 
 class HeaderEntry(NamedTuple):
-    """What a header says of one tensor.
+    """What a header says of one tensor."""
 
-    Attributes:
-        code: What safetensors calls its dtype.
-        dtype: The dtype; None when it is not known.
-        shape: Values along each dimension.
-        first: Where its bytes begin in the file.
-        last: Where they end.
-    """
-
-    code: str
-    dtype: Dtype | None
-    shape: tuple[int, ...]
-    first: int
-    last: int
+    code: str  # what safetensors calls its dtype
+    dtype: Dtype | None  # the dtype; None when it is not known
+    shape: tuple[int, ...]  # values along each dimension
+    first: int  # where its bytes begin in the file
+    last: int  # where they end
 
 
 class FileHeader(NamedTuple):
-    """What stands before the data of a file.
+    """What stands before the data of a file."""
 
-    Attributes:
-        entries: The tensors by name, in the header's order.
-        metadata: What the writer noted besides.
-        start: Where the data begins, in bytes.
-        size: Bytes of the file.
-    """
-
-    entries: Mapping[str, HeaderEntry]
-    metadata: Mapping[str, Any]
-    start: int
-    size: int
+    entries: Mapping[str, HeaderEntry]  # the tensors by name, in the header's order
+    metadata: Mapping[str, Any]  # what the writer noted besides
+    start: int  # where the data begins, in bytes
+    size: int  # bytes of the file
 
 
 def read_header(path: Path) -> FileHeader:

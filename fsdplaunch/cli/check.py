@@ -87,7 +87,14 @@ def test(script: str | None, arguments: tuple[str, ...], *, out: Output, **optio
 
 
 def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_json: bool, out: Output) -> int:
-    steps, checkpoint, is_complete = _rehearsed(plan)
+    folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
+    records = [json.loads(path.read_text()) for folder in folders if (path := folder / REHEARSAL).is_file()]
+    is_complete, checkpoint = len(records) == WORKERS, None  # or the script ended before we did it
+    if is_complete:
+        steps, checkpoint = min(record["steps"] for record in records), records[0]["checkpoint"]
+    else:
+        beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
+        steps = min(beats, default=0)
     works = result.failure is None and result.exit_code == 0 and steps > 0
     if as_json:
         found: dict[str, Any] = {"works": works, "steps": steps, "checkpoint_bytes": checkpoint}
@@ -109,13 +116,3 @@ def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_j
         why = "another library shards the model and saves it its own way"
         out.say(f"  no checkpoint was tried: {why if is_complete else 'the script ended before --steps'}")
     return result.exit_code
-
-
-def _rehearsed(plan: LaunchPlan) -> tuple[int, int | None, bool]:
-    """Return how many steps every rank made, the bytes of the checkpoint, and whether we ended the script."""
-    folders = [rank_folder(plan.run_dir, rank) for rank in range(WORKERS)]
-    records = [json.loads(path.read_text()) for folder in folders if (path := folder / REHEARSAL).is_file()]
-    if len(records) == WORKERS:
-        return min(record["steps"] for record in records), records[0]["checkpoint"], True
-    beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
-    return min(beats, default=0), None, False

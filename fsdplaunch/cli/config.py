@@ -21,7 +21,7 @@ from fsdplaunch.config.render import (
     set_keys,
     write_text_atomically,
 )
-from fsdplaunch.config.schema.config import KeySpec, all_keys, keys_by_path, value_at
+from fsdplaunch.config.schema.config import all_keys, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import EXIT_USAGE, UsageError
 
@@ -114,7 +114,14 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) ->
     path = find_file(file, os.environ, Path.cwd()) or Path(DEFAULT_FILE)
     text = _text_of(path) if path.exists() else ""
     changes = read_assignments(assignments)
-    changes += _followers(text, path, assignments)
+    # Keys of the file that follow one that is set are set too, or taken out.
+    read = read_text(text, str(path))
+    loaded = stack(read, path=path, overrides=assignments)
+    version = loaded.config.fsdp_config.fsdp_version
+    for key in file_layer(read).values:
+        spec = keys_by_path()[key]
+        if loaded.origins[key].layer == "default" and spec.key.follows:
+            changes.append((spec, value_at(loaded.config, key) if version in spec.key.pinned else None))
     changed = set_keys(text, changes, source=str(path))
     stack(read_text(changed, str(path)), path=path)
     if changed != text:
@@ -122,16 +129,6 @@ def set_values(assignments: Sequence[str], *, file: Path | None, out: Output) ->
     keys = ", ".join(spec.dotted for spec, _ in changes)
     out.say(f"{path}: {keys}" + ("" if changed != text else " (no change)"))
     return 0
-
-
-def _followers(text: str, path: Path, assignments: Sequence[str]) -> list[tuple[KeySpec, Any]]:
-    """Return the keys of the file that follow one that is set, each with its new value; None takes it out."""
-    read = read_text(text, str(path))
-    loaded = stack(read, path=path, overrides=assignments)
-    version = loaded.config.fsdp_config.fsdp_version
-    taken_back = [one for one in file_layer(read).values if loaded.origins[one].layer == "default"]
-    specs = [keys_by_path()[one] for one in taken_back if keys_by_path()[one].key.follows]
-    return [(spec, value_at(loaded.config, spec.path) if version in spec.key.pinned else None) for spec in specs]
 
 
 def _text_of(path: Path) -> str:

@@ -61,7 +61,6 @@ class _Handoff:
         return replace(plan, argv=tuple(argv), env={}, config=config, notes=notes, sent=sent)
 
     def is_only_shown(self, plan: LaunchPlan) -> bool:
-        """Print exactly what would be sent, and what would send it, where nothing is to be started."""
         request, out = self._request, self._out
         if not (request.dry_run or request.check_only):
             return False

@@ -84,7 +84,6 @@ def _assumed_of_pod(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def _launch_elsewhere(request: LaunchRequest, route: str | None, out: Output) -> int:
-    """Hand a run to SLURM, to Kubernetes, or to nodes over ssh."""
     from fsdplaunch.cli.handoff import launch_on_kubernetes, launch_on_slurm, launch_over_ssh
 
     ssh = request.config.ssh

@@ -90,7 +90,13 @@ def merge_weights(
     )
     checkpoint = _choose_checkpoint(checkpoint, out)
     if dry_run:
-        _show_plan(checkpoint, output, options=options, as_json=as_json, out=out)
+        prepared = prepare_merge(checkpoint, options, output=output)
+        if as_json:
+            out.json(prepared.to_dict())
+            return
+        out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
+        for file in prepared.plan.files:
+            out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
         return
     with ended_by_signals(), byte_progress(out) as update:
         result = merge(checkpoint, output, options=options, progress=update)
@@ -102,19 +108,7 @@ def merge_weights(
         out.data(str(path))
 
 
-def _show_plan(checkpoint: Path, output: Path, *, options: MergeOptions, as_json: bool, out: Output) -> None:
-    """Print what a merge would do: files, tensors, sizes. The output's place and the disk are checked as well."""
-    prepared = prepare_merge(checkpoint, options, output=output)
-    if as_json:
-        out.json(prepared.to_dict())
-        return
-    out.say(f"{prepared.folder}: {size_words(prepared.plan.nbytes)}, nothing written")
-    for file in prepared.plan.files:
-        out.data(f"{file.name}  {size_words(file.nbytes)}  {len(file.tensors)} tensors")
-
-
 def _result_as_data(result: MergeResult) -> dict[str, Any]:
-    """Return the result as plain data for `--json`."""
     return {
         "source": str(result.source),
         "output": str(result.output),
@@ -135,7 +129,6 @@ def _result_as_data(result: MergeResult) -> dict[str, Any]:
 
 
 def _say_result(result: MergeResult, given: Path, out: Output) -> None:
-    """Say what was merged, in two or three lines."""
     source = result.source
     if source != given and not (source.exists() and given.exists() and source.samefile(given)):
         out.say(f"used {source}")

@@ -35,7 +35,15 @@ def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardw
     """Run this node's part of a run on several nodes; return the run's status."""
     loaded, config = request.loaded, request.config
     if "SLURM_JOB_ID" in os.environ and not is_step(os.environ) and not (request.dry_run or request.check_only):
-        return _start_on_every_node(request, place, out)
+        # Have srun start a launcher on each node, in a batch script or an interactive allocation.
+        starter = srun_words(config, os.environ, place.least)
+        out.say(f"starting a launcher on each of {place.least} nodes: {shlex.join(starter)} ...")
+        sys.stderr.flush()
+        open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
+        program = [sys.executable, *PROGRAM]
+        words = request.words(program, request.file, overrides=open_ones, as_json=request.as_json)
+        os.environ.update({SECRET: make_secret(), **secrets, **os.environ})  # srun hands the environment on
+        os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
     is_first = is_coordinator(place)
     address = network.own_address() if is_first and place.host is None else place.host or ""
     before = provisional_config(config, place, address=address)
@@ -54,18 +62,6 @@ def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardw
         return _run(plan, agreed, control, as_json=request.as_json, out=out)
     finally:
         secret.withdraw()
-
-
-def _start_on_every_node(request: LaunchRequest, place: NodePlacement, out: Output) -> int:
-    """Have srun start a launcher on each node, in a batch script or an interactive allocation."""
-    starter = srun_words(request.config, os.environ, place.least)
-    out.say(f"starting a launcher on each of {place.least} nodes: {shlex.join(starter)} ...")
-    sys.stderr.flush()
-    open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), request.config)
-    program = [sys.executable, *PROGRAM]
-    words = request.words(program, request.file, overrides=open_ones, as_json=request.as_json)
-    os.environ.update({SECRET: make_secret(), **secrets, **os.environ})  # srun hands the environment on
-    os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
 
 
 def _plan(
@@ -151,17 +147,13 @@ def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -
         where.append(f"main_process_port={place.port}")
     open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
     also = f", with {', '.join(secrets)} set" if secrets else ""
-    out.say(f"node 0 waits at {address}:{place.port}; on {other_nodes(place)} run, in the same folder{also}:")
+    count, may_vary = place.most - 1, place.most > place.least
+    others = f"each of {'up to ' if may_vary else 'the '}{count} other nodes"
+    if count == 1:
+        others = "another node" if may_vary else "the other node"
+    out.say(f"node 0 waits at {address}:{place.port}; on {others} run, in the same folder{also}:")
     words = request.words(["fsdplaunch"], request.file, overrides=[*where, *open_ones])
     out.say(f"  {SECRET}={spec.secret.offer()} {shlex.join(words)}")
-
-
-def other_nodes(place: NodePlacement) -> str:
-    """Return which nodes are to run the command that node 0 prints."""
-    count, may_vary = place.most - 1, place.most > place.least
-    if count == 1:
-        return "another node" if may_vary else "the other node"
-    return f"each of up to {count} other nodes" if may_vary else f"each of the {count} other nodes"
 
 
 def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, *, as_json: bool, out: Output) -> int:

@@ -19,7 +19,6 @@ LOOK_SECONDS = 1.0
 
 
 def _folder_of(file: Path | None, log_dir: Path | None) -> Path:
-    """Return where the runs are: as shown, or as the configuration says."""
     return log_dir if log_dir is not None else Path(load_config(file).config.launch.log_dir)
 
 

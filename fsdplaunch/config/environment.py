@@ -52,9 +52,8 @@ def encode(config: Config) -> dict[str, str]:
     env = {}
     for spec in all_keys():
         value = value_at(config, spec.path)
-        float8 = (
-            spec.path[0] == "fp8_config" and config.mixed_precision == "fp8"
-        )  # a script's Accelerator reads it
+        # A script's Accelerator reads it.
+        float8 = spec.path[0] == "fp8_config" and config.mixed_precision == "fp8"
         unread = (spec.key.unread and not float8) or version not in spec.key.versions or value in ((), {})
         unread = unread or (spec.name.startswith("xla") and not uses_xla(config))
         if value is None or (unread and value == spec.default):

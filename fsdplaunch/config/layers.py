@@ -64,9 +64,7 @@ class Layer:
         try:
             canonical = None if value is None else spec.key.kind.parse(value)
         except ValueError as error:
-            if (
-                value == "" and spec.default is None and spec.key.kind in (TEXT, PORT)
-            ):  # so some tools leave it out
+            if value == "" and spec.default is None and spec.key.kind in (TEXT, PORT):  # so tools leave it out
                 self.note("empty-value", spec.dotted, "says nothing: it is empty", place)
             elif spec.key.noise:  # whatever it says, no run reads it
                 message = f"has no effect here, whatever it says: {shown(value)}"

@@ -7,7 +7,7 @@ lower ones say there. So a contradiction is only what one layer says twice.
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -127,20 +127,16 @@ def stack(
     unread = path is not None and text.root is None and bool(text.problems)
     given = build_config({key: one.value for key, one in _with_implied(values).items()})
     context = RuleContext(given, frozenset(values))
-    notes = (
-        *(note for layer in layers for note in layer.notes),
-        *_notes_of_followers(followers, context.config),
-        *(
-            Problem(
-                id="variable-of-accelerate",
-                key="",
-                message=f"sets {'.'.join(key)}: {write(one.value)}, which nothing else does",
-                place=one.place,
-            )
-            for key, one in theirs.values.items()
-            if values.get(key) is one
-        ),
-    )
+    notes = [note for layer in layers for note in layer.notes]
+    for key, lost, source, leader in followers:  # what was taken back and differs from what runs
+        if lost.value not in (keys_by_path()[key].default, value_at(context.config, key)):
+            name = ".".join(source)
+            message = f"{write(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
+            notes.append(Problem(id="follows", key=".".join(key), message=message, place=lost.place))
+    for key, one in theirs.values.items():
+        if values.get(key) is one:
+            message = f"sets {'.'.join(key)}: {write(one.value)}, which nothing else does"
+            notes.append(Problem(id="variable-of-accelerate", key="", message=message, place=one.place))
 
     def located(rules: Mapping[str, Check]) -> list[Problem]:
         """Return violations with their places; what is said of a key that is wrong itself is left out."""
@@ -149,12 +145,12 @@ def stack(
 
     if not unread:
         problems += located(RULES)
-        notes = in_order([*notes, *located(NOTES)])
-        notes = tuple(sorted(notes, key=lambda note: note.id == "written-by-accelerate"))  # in every such file
+        notes = list(in_order([*notes, *located(NOTES)]))
+        notes.sort(key=lambda note: note.id == "written-by-accelerate")  # in every such file
     if problems:
-        raise ConfigError(problems, notes=notes)
+        raise ConfigError(problems, notes=tuple(notes))
     origins = {spec.path: values.get(spec.path, _DEFAULT) for spec in all_keys()}
-    return LoadedConfig(config=context.config, path=path, origins=origins, notes=notes)
+    return LoadedConfig(config=context.config, path=path, origins=origins, notes=tuple(notes))
 
 
 def check(config: Config) -> tuple[Problem, ...]:
@@ -182,7 +178,6 @@ _Follower = tuple[KeyPath, SetValue, KeyPath, SetValue]
 
 
 def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Problem], list[_Follower]]:
-    """Return the values of all layers, their problems, and what was taken back because it follows another key."""
     values: dict[KeyPath, SetValue] = {}
     problems: list[Problem] = []
     followers: list[_Follower] = []
@@ -206,15 +201,6 @@ def _merge(layers: Iterable[Layer]) -> tuple[dict[KeyPath, SetValue], list[Probl
 def leaders(path: KeyPath) -> tuple[KeyPath, ...]:
     """Return the keys that a key follows."""
     return tuple(tuple(name.split(".")) for name in keys_by_path()[path].key.follows)
-
-
-def _notes_of_followers(followers: Iterable[_Follower], config: Config) -> Iterator[Problem]:
-    """Yield a note about each value that was taken back and differs from what runs."""
-    for path, lost, source, leader in followers:
-        if lost.value not in (keys_by_path()[path].default, value_at(config, path)):
-            name = ".".join(source)
-            message = f"{write(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
-            yield Problem(id="follows", key=".".join(path), message=message, place=lost.place)
 
 
 def _with_implied(values: dict[KeyPath, SetValue]) -> dict[KeyPath, SetValue]:

@@ -243,7 +243,6 @@ def _new_section(
 
 
 def _in_mapping(text: str, read: YamlText, node: Node | None, spec: KeySpec, plain: Any) -> _Splice:
-    """Change a key of a mapping in lines, or add it below the others."""
     section = ".".join(spec.path[:-1])
     entries = read.entries(node)
     entry = next((entry for entry in entries if find_key(section, entry.name) == spec), None)
@@ -271,7 +270,6 @@ def _refuse_shared(text: str, entry: YamlEntry, key: str) -> None:
 
 
 def _below(text: str, index: int, lines: str) -> _Splice:
-    """Insert whole lines below the line that holds `index`."""
     at = _line_end(text, index)
     return at, at, ("" if at == 0 or text[at - 1] == "\n" else "\n") + lines + "\n"
 

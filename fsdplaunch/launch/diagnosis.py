@@ -103,7 +103,6 @@ def _says(pattern: str, why: str, *remedies: str, died_of: Sequence[str] = ()) -
 
 
 def _own_hint(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize an error of this package, which brings its own hint."""
     _, mark, hint = facts.text.partition("\nhint: ")
     return Diagnosis(remedies=(hint.strip(),)) if mark else None
 
@@ -138,7 +137,6 @@ def _bytes(size: str) -> float:
 
 
 def _savings(config: Config | None) -> list[str]:
-    """Return keys that save GPU memory and are not in use, the cheapest first."""
     if config is None or config.distributed_type != "FSDP":
         return ["a smaller batch"]
     fsdp = config.fsdp_config
@@ -153,7 +151,6 @@ def _savings(config: Config | None) -> list[str]:
 
 
 def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a SIGKILL that we did not send, where the kernel has counted a kill for want of memory."""
     if facts.died_of != "SIGKILL" or not facts.memory_kills:
         return None
     limit = f" of {facts.memory_limit / GIB:.1f} GiB" if facts.memory_limit else ""
@@ -167,7 +164,6 @@ def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _unequal_collectives(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize ranks that were in different collectives, of which gloo aborts one."""
     if UNEQUAL_COLLECTIVES not in facts.text:
         return None
     draws_own = facts.config is None or not facts.config.launch.keep_global_batch
@@ -179,7 +175,6 @@ def _unequal_collectives(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _collective_timeout(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a rank that waited for others that did not come."""
     if not _TIMEOUT.search(facts.text):
         return None
     waited = {worker["rank"] for worker in facts.workers if has_failed(worker) and is_consequence(worker)}
@@ -201,7 +196,6 @@ def _lost_connection(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _nccl_error(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize an error of NCCL's that no row explains: what it said last says most."""
     found = re.search(r"Last error:\s*(\S[^\n]*)", facts.text)
     if not found:
         return None
@@ -225,7 +219,6 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize that another library did not find the class to wrap; ours lists those that are there."""
     found = _NOT_TO_WRAP.search(facts.text)
     if not found:
         return None
@@ -250,7 +243,6 @@ def _needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _left_by_itself(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a script that ended itself with a status, without an exception."""
     error, code = facts.cause["error"], facts.cause["code"]
     if error is None and code is not None and code > 0:
         return Diagnosis(why=f"it left with status {code} and no exception: os._exit, or a program it became")

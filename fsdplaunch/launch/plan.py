@@ -157,7 +157,14 @@ def build_plan(
 
 def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> int:
     if device == "xla":
-        return _xla_processes(config, environ=node.environ, chips=node.tpu_chips)
+        on_cpu = _is_on_cpu(config, environ=node.environ, chips=node.tpu_chips)
+        processes = config.xla.processes_per_host or (1 if on_cpu else max(node.tpu_chips, 1))
+        if on_cpu and (processes > 1 or config.num_machines > 1):
+            where = f"{processes} processes" if processes > 1 else f"{config.num_machines} nodes"
+            msg = f"PyTorch/XLA on a CPU cannot join {where}: each would train a model of its own"
+            hint = "use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
+            raise MachineError(msg, hint=hint)
+        return processes
     gpus = gpus if device == "cuda" else 0
     auto, asked = gpus or CPU_WORKERS, config.launch.workers_per_node
     if config.distributed_type == "NO":
@@ -176,7 +183,6 @@ def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> in
 
 
 def _chosen_gpus(config: Config, node: NodeFacts) -> tuple[str, ...]:
-    """Return the GPUs left to this run: those `gpu_ids` names, or all visible ones."""
     if _names_all_gpus(config) or not node.gpus:
         return tuple(node.gpus)
     wanted = [item.strip() for item in (config.gpu_ids or "").split(",") if item.strip()]
@@ -194,7 +200,6 @@ def _names_all_gpus(config: Config) -> bool:
 def _worker_variables(
     config: Config, node: NodeFacts, workers: int, *, device: str, run_dir: Path, ranks: int | None
 ) -> dict[str, str]:
-    """Return the variables that agent and workers get beside the caller's."""
     if device == "cpu" and config.distributed_type.startswith("MULTI"):
         config = replace(config, use_cpu=True)  # accelerate would make no process group without it
     # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
@@ -279,22 +284,9 @@ def opens_port(config: Config) -> bool:
 
 
 def _is_on_cpu(config: Config, *, environ: Mapping[str, str], chips: int) -> bool:
-    """Return whether PyTorch/XLA computes on the CPU: it is set, also by PJRT_DEVICE, or there is no TPU."""
     if config.use_cpu:
         return True
     return environ.get(XLA_DEVICE, "").upper() == "CPU" if environ.get(XLA_DEVICE) else chips == 0
-
-
-def _xla_processes(config: Config, *, environ: Mapping[str, str], chips: int) -> int:
-    """Return how many processes PyTorch/XLA has on this host, which has so many TPU chips."""
-    on_cpu = _is_on_cpu(config, environ=environ, chips=chips)
-    processes = config.xla.processes_per_host or (1 if on_cpu else max(chips, 1))
-    if on_cpu and (processes > 1 or config.num_machines > 1):
-        where = f"{processes} processes" if processes > 1 else f"{config.num_machines} nodes"
-        msg = f"PyTorch/XLA on a CPU cannot join {where}: each would train a model of its own"
-        hint = "use one node and xla.processes_per_host: 1; xla.cpu_devices makes several devices"
-        raise MachineError(msg, hint=hint)
-    return processes
 
 
 def check_groups(config: Config) -> None:
@@ -309,7 +301,6 @@ def check_groups(config: Config) -> None:
 
 
 def _xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) -> dict[str, str]:
-    """Return the variables that choose PyTorch/XLA's device, as far as the caller has not."""
     found = {} if environ.get(_LOG_LEVEL) else {_LOG_LEVEL: "2"}  # a line for every compilation otherwise
     if _is_on_cpu(config, environ=environ, chips=chips):
         given = environ.get(_CPU_DEVICES, "").strip()

@@ -58,7 +58,12 @@ def is_taken(port: int) -> bool:
 
 def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
     """Check everything a launch needs here; `gpus` are the visible ones."""
-    config = plan.config
+    config, found = plan.config, []
+    # Torch waits long for a file that it cannot open.
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * plan.workers
+    if 0 <= limit < needed:
+        message = f"a process here may open {limit} files, and {plan.workers} workers need {needed}"
+        found = [Finding(message=message, hint="ulimit -n 1024, in the shell that starts this")]
     return [
         *check_target(plan.target),
         *check_torch(with_xla=uses_xla(config)),
@@ -66,7 +71,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
         *check_weights(config),
         *check_port(config),
-        *_check_open_files(plan.workers),
+        *found,
         *check_warm_folder(config),
     ]
 
@@ -164,14 +169,6 @@ def check_space(folders: Sequence[Path]) -> Iterator[Finding]:
         if free < _LITTLE_SPACE:
             message = f"{place} has {free / MIB:.0f} MiB of free space left"
             yield Finding(message=message, hint="checkpoints need more", fatal=free < _NO_SPACE)
-
-
-def _check_open_files(workers: int) -> Iterator[Finding]:
-    """Check that a process may open as many files as a run does: torch waits long for one that it cannot open."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * workers
-    if 0 <= limit < needed:
-        message = f"a process here may open {limit} files, and {workers} workers need {needed}"
-        yield Finding(message=message, hint="ulimit -n 1024, in the shell that starts this")
 
 
 def check_weights(config: Config) -> Iterator[Finding]:

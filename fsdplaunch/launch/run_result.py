@@ -72,7 +72,6 @@ class RunResult:
 
 
 def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one attempt in a few values: how long, how each rank ended, which failure explains the others."""
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
         "attempt": attempt["attempt"],
@@ -213,7 +212,6 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
 
 
 def _failed_rank(failure: Failure, folder: str) -> list[str]:
-    """Say how a rank ended, where it ran, its exception with the user's lines, and what became of the others."""
     how = f"was killed by {failure.signal}" if failure.signal else f"failed with exit code {failure.exit_code}"
     after = f" after {duration(failure.seconds)}" if failure.seconds is not None else ""
     steps = f", at step {failure.steps}" if failure.steps else ""

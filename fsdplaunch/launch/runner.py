@@ -113,7 +113,14 @@ def run_plan(
         is_over: Called while the run goes on; where it says so the run is asked to end, and then killed.
     """
     open_missing_streams()
-    _prepare_run_dir(plan)
+    # On a file system that nodes share, another node's part may have made it.
+    plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
+    run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
+    write_job(plan.run_dir, route="here")
+    config_text = render(without_secrets(plan.config)[0], full=True, comments=False)
+    (plan.run_dir / run_dir.CONFIG).write_text(config_text, encoding="utf-8")
+    if not plan.config.machine_rank or plan.nodes == 1:
+        run_dir.link_latest(plan.run_dir)
     start = time.monotonic()
     environ = {**without_run(os.environ), **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
@@ -133,19 +140,13 @@ def run_plan(
     result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
     if result.failure is not None:
         result = replace(result, diagnosis=diagnose_record(record, plan.config, plan.argv[0]))
-    return _written(plan, result)
-
-
-def _prepare_run_dir(plan: LaunchPlan) -> None:
-    # On a file system that nodes share, another node's part may have made it.
-    plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
-    run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
-    write_job(plan.run_dir, route="here")
-    (plan.run_dir / run_dir.CONFIG).write_text(
-        render(without_secrets(plan.config)[0], full=True, comments=False), encoding="utf-8"
-    )
-    if not plan.config.machine_rank or plan.nodes == 1:
-        run_dir.link_latest(plan.run_dir)
+    try:
+        run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
+        if result.failure is not None and result.failure.lost:
+            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+    except OSError as error:  # one that finds no room there is the run's result all the same
+        return replace(result, unwritten=error.strerror or str(error))
+    return result
 
 
 def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
@@ -189,17 +190,6 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
     return [rank for rank in ranks if not (run_dir.rank_folder(plan.run_dir, rank) / run_dir.SHARDED).exists()]
-
-
-def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
-    """Write the result into the run's folder; one that finds no room there is the run's all the same."""
-    try:
-        run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
-        if result.failure is not None and result.failure.lost:
-            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
-    except OSError as error:
-        return replace(result, unwritten=error.strerror or str(error))
-    return result
 
 
 @contextmanager

@@ -129,9 +129,7 @@ def _read(path: Path) -> Run:
         state = "unknown", False
     elif job["host"] != socket.gethostname():
         state = f"started on {job['host']}", True
-    elif (since := _start_of(job["pid"])) is not None and since == job.get(
-        "since"
-    ):  # not another one of its number
+    elif job.get("since") is not None and _start_of(job["pid"]) == job["since"]:  # not another one of its number
         state = "running", True
     else:
         state = "lost: its launcher has gone", False

@@ -196,7 +196,6 @@ class Conversation:
         return conclude(self.state, path=self.path, overwrite=self.path.exists(), edited=self.edited)
 
     def _ask_about_file(self) -> None:
-        """Ask what to do about the file that is there."""
         try:
             values, unread = read_source(self.path), None
         except ConfigError as error:

@@ -13,36 +13,26 @@ PROGRESS_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """How to merge.
+    """How to merge."""
 
-    Attributes:
-        safe_serialization: Write safetensors; False: one `pytorch_model.bin`, which needs torch and the memory.
-        max_shard_size: Bytes of tensors per safetensors file; larger models become several files and an index.
-        overwrite: Replace the weights in an existing output folder; its other files stay.
-        verify: Read the result back and compare every byte with the source and its checksums.
-        checksums: Compare what is taken with the checksums that the checkpoint stores of it.
-        strip_wrappers: Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
-        remove_checkpoint_dir: Delete the checkpoint after the result was verified.
-        dtype: Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
-        only: Merge only the weights that fit one of these patterns: shell patterns, or leading parts of names.
-        exclude: Leave out the weights that fit one of these patterns.
-        rename: OLD and NEW leading parts of names.
-        keep_tied: Write a weight with several names under each of them instead of once.
-        copy_from: The model's own folder: configuration, tokenizer and the like are copied from there.
-    """
-
+    # Write safetensors; False: one `pytorch_model.bin`, which needs torch and the memory
     safe_serialization: bool = True
+    # Bytes of tensors per safetensors file; larger models become several files and an index
     max_shard_size: int = 50 * 10**9
-    overwrite: bool = False
-    verify: bool = False
-    checksums: bool = True
+    overwrite: bool = False  # replace the weights in an existing output folder; its other files stay
+    verify: bool = False  # read the result back and compare every byte with the source and its checksums
+    checksums: bool = True  # compare what is taken with the checksums that the checkpoint stores of it
+    # Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names
     strip_wrappers: bool = True
-    remove_checkpoint_dir: bool = False
+    remove_checkpoint_dir: bool = False  # delete the checkpoint after the result was verified
+    # Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored
     dtype: str | None = None
+    # Merge only the weights that fit one of these patterns: shell patterns, or leading parts of names
     only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()
-    keep_tied: bool = False
+    exclude: tuple[str, ...] = ()  # leave out the weights that fit one of these patterns
+    rename: tuple[tuple[str, str], ...] = ()  # OLD and NEW leading parts of names
+    keep_tied: bool = False  # write a weight with several names under each of them instead of once
+    # The model's own folder: configuration, tokenizer and the like are copied from there
     copy_from: Path | None = None
 
     @property
@@ -68,41 +58,26 @@ class MergeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeResult:
-    """What a merge wrote.
-
-    Attributes:
-        output: The folder.
-        files: The files that hold the weights, and their index if there is one.
-        source: The checkpoint folder that was read, which may lie below the one that was given.
-        tensors: Number of tensors.
-        nbytes: Bytes of all files.
-        seconds: Wall time.
-        dtypes: Number of tensors of each dtype.
-        skipped: Names of entries that are not in the result: values that are not tensors, optimizers.
-        excluded: Names of weights that were left out on request.
-        renamed: Stored and final name of weights that lost a wrapper's name or were renamed.
-        tied: Names that are not written because another name holds the same weight: left out, and kept.
-        copied: Files that came from the model's folder.
-        verified: The result was read back and compared with the source.
-        unchecked: Bytes of the weights that were not compared with a stored checksum.
-        removed: The checkpoint was deleted.
-    """
+    """What a merge wrote."""
 
     output: Path
-    files: tuple[Path, ...]
-    source: Path
+    files: tuple[Path, ...]  # the files that hold the weights, and their index if there is one
+    source: Path  # the checkpoint folder that was read, which may lie below the one that was given
     tensors: int
-    nbytes: int
-    seconds: float = 0.0
-    dtypes: dict[str, int] = field(default_factory=dict)
+    nbytes: int  # bytes of all files
+    seconds: float = 0.0  # wall time
+    dtypes: dict[str, int] = field(default_factory=dict)  # number of tensors of each dtype
+    # Names of entries that are not in the result: values that are not tensors, optimizers
     skipped: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  # names of weights that were left out on request
+    # Stored and final name of weights that lost a wrapper's name or were renamed
     renamed: tuple[tuple[str, str], ...] = ()
+    # Names that are not written because another name holds the same weight: left out, and kept
     tied: tuple[tuple[str, str], ...] = ()
-    copied: tuple[Path, ...] = ()
-    verified: bool = False
-    unchecked: int = 0
-    removed: bool = False
+    copied: tuple[Path, ...] = ()  # files that came from the model's folder
+    verified: bool = False  # the result was read back and compared with the source
+    unchecked: int = 0  # bytes of the weights that were not compared with a stored checksum
+    removed: bool = False  # the checkpoint was deleted
 
 
 # Called with "copy" or "verify", the bytes done and those of the phase, and the tensor at hand.

@@ -27,27 +27,16 @@ _CONVERTIBLE = {"float64", "float32", "float16", "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of an output file.
+    """One tensor of an output file."""
 
-    Attributes:
-        name: Its name there.
-        stored_name: Its name in the checkpoint.
-        dtype: Its dtype in the checkpoint.
-        shape: Its shape in elements.
-        offset: Where it starts, in bytes from the file's start.
-        nbytes: Its size there, in bytes.
-        pieces: Its chunks, in target order.
-        written: Its dtype in the output file.
-    """
-
-    name: str
-    stored_name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    pieces: tuple[Piece, ...]
-    written: Dtype
+    name: str  # its name there
+    stored_name: str  # its name in the checkpoint
+    dtype: Dtype  # its dtype in the checkpoint
+    shape: tuple[int, ...]  # its shape in elements
+    offset: int  # where it starts, in bytes from the file's start
+    nbytes: int  # its size there, in bytes
+    pieces: tuple[Piece, ...]  # its chunks, in target order
+    written: Dtype  # its dtype in the output file
 
     @property
     def in_runs(self) -> bool:
@@ -71,15 +60,10 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
-    """Everything a merge writes.
+    """Everything a merge writes."""
 
-    Attributes:
-        files: The safetensors files.
-        index: The bytes of `model.safetensors.index.json`, None when one file is enough.
-    """
-
-    files: tuple[PlannedFile, ...]
-    index: bytes | None
+    files: tuple[PlannedFile, ...]  # the safetensors files
+    index: bytes | None  # the bytes of `model.safetensors.index.json`, None when one file is enough
 
     @property
     def names(self) -> list[str]:

@@ -158,21 +158,14 @@ def remove_checkpoint(opened: OpenCheckpoint) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedMerge:
-    """A merge to safetensors that is planned and checked, with nothing written yet.
+    """A merge to safetensors that is planned and checked, with nothing written yet."""
 
-    Attributes:
-        folder: The checkpoint folder that is read.
-        selection: Which entries are merged, and under which names.
-        plan: Which bytes go where.
-        tied: Final names of weights that are written under another name only: left out, and kept.
-        model_files: Files that come from the model's folder.
-    """
-
-    folder: Path
-    selection: Selection
-    plan: MergePlan
+    folder: Path  # the checkpoint folder that is read
+    selection: Selection  # which entries are merged, and under which names
+    plan: MergePlan  # which bytes go where
+    # Final names of weights that are written under another name only: left out, and kept
     tied: tuple[tuple[str, str], ...] = ()
-    model_files: tuple[Path, ...] = ()
+    model_files: tuple[Path, ...] = ()  # files that come from the model's folder
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that would be done as plain data."""

@@ -19,21 +19,13 @@ _OPTIMIZER_TABLES = {"state", "param_groups"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What goes into the merged file.
+    """What goes into the merged file."""
 
-    Attributes:
-        root: The keys under which the weights were found, for example `("model",)`.
-        tensors: Final name and stored tensor of each weight.
-        plain: The weights' names without wrappers, before they were renamed.
-        skipped: Full names of everything that is not a weight of the model.
-        excluded: Full names of the weights that were left out on request.
-    """
-
-    root: NamePath
-    tensors: tuple[tuple[str, StoredTensor], ...]
-    plain: tuple[str, ...]
-    skipped: tuple[str, ...]
-    excluded: tuple[str, ...] = ()
+    root: NamePath  # the keys under which the weights were found, for example `("model",)`
+    tensors: tuple[tuple[str, StoredTensor], ...]  # final name and stored tensor of each weight
+    plain: tuple[str, ...]  # the weights' names without wrappers, before they were renamed
+    skipped: tuple[str, ...]  # full names of everything that is not a weight of the model
+    excluded: tuple[str, ...] = ()  # full names of the weights that were left out on request
 
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:

@@ -49,21 +49,13 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the checkpoint.
+    """One tensor of the checkpoint."""
 
-    Attributes:
-        name: Its full name in the checkpoint.
-        path: The keys that lead to it in the saved state, outermost first.
-        dtype: Its dtype.
-        shape: Its global shape.
-        chunks: What it is made of, without empty chunks, sorted by offset.
-    """
-
-    name: str
-    path: NamePath
+    name: str  # its full name in the checkpoint
+    path: NamePath  # the keys that lead to it in the saved state, outermost first
     dtype: Dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+    shape: tuple[int, ...]  # its global shape
+    chunks: tuple[StoredChunk, ...]  # what it is made of, without empty chunks, sorted by offset
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +74,13 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointIndex:
-    """Everything that `.metadata` says, checked against itself.
+    """Everything that `.metadata` says, checked against itself."""
 
-    Attributes:
-        tensors: The tensors, in the file's order.
-        values: The entries that are not tensors.
-        files: Every data file it refers to, with the end of the last item in it.
-        places: Where each item of a sharded checkpoint stands, those of empty chunks as well.
-    """
-
-    tensors: tuple[StoredTensor, ...]
-    values: tuple[StoredValue, ...]
+    tensors: tuple[StoredTensor, ...]  # the tensors, in the file's order
+    values: tuple[StoredValue, ...]  # the entries that are not tensors
+    # Every data file it refers to, with the end of the last item in it
     files: Mapping[str, int] = field(default_factory=dict)
+    # Where each item of a sharded checkpoint stands, those of empty chunks as well
     places: tuple[ItemLocation, ...] = ()
 
     @property

@@ -198,23 +198,15 @@ def _checked(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """An open checkpoint.
+    """An open checkpoint."""
 
-    Attributes:
-        folder: Where it stands.
-        index: What it says it holds.
-        sources: Its data files.
-        known: Where each chunk's bytes are when the headers had it already; None: its items have to be read.
-        descriptor: The open folder.
-        files: Which file each of its own was when it was read.
-    """
-
-    folder: Path
-    index: CheckpointIndex
+    folder: Path  # where it stands
+    index: CheckpointIndex  # what it says it holds
     sources: DataFiles
+    # Where each chunk's bytes are when the headers had it already; None: its items have to be read
     known: dict[ItemLocation, TorchZipItem] | None
-    descriptor: int
-    files: Mapping[str, Identity]
+    descriptor: int  # the open folder
+    files: Mapping[str, Identity]  # which file each of its own was when it was read
 
     def items(self, tensors: Iterable[StoredTensor]) -> dict[ItemLocation, TorchZipItem]:
         """Return where each chunk's bytes of `tensors` are, by its place."""

@@ -73,21 +73,13 @@ def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
 
 
 class RankFile(NamedTuple):
-    """One rank's file while it is read.
-
-    Attributes:
-        name: Its name.
-        window: Its bytes.
-        built: Its table of contents.
-        state: The dictionary that it holds, with a description for each tensor.
-        most_of_names: How many characters the names in it may have: one dictionary may stand in many places.
-    """
+    """One rank's file while it is read."""
 
     name: str
-    window: ReadWindow
-    built: ZipDirectory
-    state: dict[Any, Any]
-    most_of_names: int
+    window: ReadWindow  # its bytes
+    built: ZipDirectory  # its table of contents
+    state: dict[Any, Any]  # the dictionary that it holds, with a description for each tensor
+    most_of_names: int  # how many characters the names in it may have: one dictionary may stand in many places
 
 
 @contextmanager

@@ -169,19 +169,12 @@ MAX_DESCRIPTION = 2**20
 
 
 class TorchZipItem(NamedTuple):
-    """One chunk's data.
+    """One chunk's data."""
 
-    Attributes:
-        description: Dtype, shape and strides.
-        data_offset: Where the storage's bytes start, counted from the item's start.
-        data_length: Bytes of the storage.
-        crc: CRC32 of those bytes, or None when the writer did not compute it.
-    """
-
-    description: TensorDescription
-    data_offset: int
-    data_length: int
-    crc: int | None
+    description: TensorDescription  # dtype, shape and strides
+    data_offset: int  # where the storage's bytes start, counted from the item's start
+    data_length: int  # bytes of the storage
+    crc: int | None  # CRC32 of those bytes, or None when the writer did not compute it
 
 
 def parse_item(window: ReadWindow) -> tuple[TorchZipItem, ZipDirectory]:

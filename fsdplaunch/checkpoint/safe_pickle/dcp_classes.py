@@ -206,17 +206,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The whole index, not yet compared with itself.
+    """The whole index, not yet compared with itself."""
 
-    Attributes:
-        entries: Tensors by name; None for a value that is not a tensor.
-        paths: Where each was before it was flattened; it may be anything.
-        places: Where each item stands.
-    """
-
-    entries: dict[str, TensorEntry | None]
-    paths: Any
-    places: dict[ItemKey, ItemLocation]
+    entries: dict[str, TensorEntry | None]  # tensors by name; None for a value that is not a tensor
+    paths: Any  # where each was before it was flattened; it may be anything
+    places: dict[ItemKey, ItemLocation]  # where each item stands
 
 
 def read_records(data: bytes, where: str) -> Metadata:

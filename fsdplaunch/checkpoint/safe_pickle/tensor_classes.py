@@ -31,21 +31,13 @@ _TRANSPARENT = {
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """One dense tensor on one storage.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its sizes.
-        strides: Its strides, in elements.
-        start: The first element's place in the storage, in elements.
-        storage: The storage's key inside the item.
-    """
+    """One dense tensor on one storage."""
 
     dtype: Dtype
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    storage: str
+    strides: tuple[int, ...]  # its strides, in elements
+    start: int  # the first element's place in the storage, in elements
+    storage: str  # the storage's key inside the item
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +65,14 @@ class WrapperTensor:
 
 @dataclass(frozen=True, slots=True)
 class MeshShard:
-    """A rank's shard of a tensor on a device mesh.
+    """A rank's shard of a tensor on a device mesh."""
 
-    Attributes:
-        local: The shard.
-        dtype: The dtype.
-        shape: The full tensor's shape.
-        placements: For each dimension of the mesh which of the tensor's it cuts, None when none is.
-        coordinates: The rank's place in the mesh.
-    """
-
-    local: TensorDescription
+    local: TensorDescription  # the shard
     dtype: Dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the full tensor's shape
+    # For each dimension of the mesh which of the tensor's it cuts, None when none is
     placements: tuple[int | None, ...]
-    coordinates: tuple[int, ...]
+    coordinates: tuple[int, ...]  # the rank's place in the mesh
 
     @property
     def weight(self) -> int:

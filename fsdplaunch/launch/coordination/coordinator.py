@@ -289,9 +289,7 @@ class Coordinator(RunControl):
     def _check_done(self) -> None:
         if self._final is None and self._server.own.outcome is not None and not self._server.awaited:
             self._final = self._merged()
-            self._server.broadcast(
-                kind="final", final=self._final | {"workers": []}
-            )  # the cause is enough for them
+            self._server.broadcast(kind="final", final=self._final | {"workers": []})  # they need the cause only
 
     def _merged(self) -> Message:
         nodes = sorted(self._server.connections, key=lambda node: node.rank)

@@ -32,22 +32,15 @@ _LAST_CALL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What this node joins with.
-
-    Attributes:
-        place: Which node this is, as far as it is known.
-        obstacles: What keeps it from starting, each with its hint after a line break.
-        run_id: A name for the run; node 0's counts.
-        fixed_run_id: The run's name is known to all nodes from elsewhere.
-    """
+    """What this node joins with."""
 
     config: Config
-    place: NodePlacement
+    place: NodePlacement  # which node this is, as far as it is known
     target: LaunchTarget
     workers: int
-    obstacles: Sequence[str] = ()
-    run_id: str
-    fixed_run_id: bool = False
+    obstacles: Sequence[str] = ()  # what keeps it from starting, each with its hint after a line break
+    run_id: str  # a name for the run; node 0's counts
+    fixed_run_id: bool = False  # the run's name is known to all nodes from elsewhere
     secret: SecretSource
 
 
@@ -199,9 +192,8 @@ def check_interface(config: Config) -> None:
         msg = f"launch.network_interface is {asked}, but this node ({os.uname().nodename}) has {present}"
         raise MachineError(msg, hint="name one of these, or leave it out")
     if address is not None and not network.is_own(address) and network.own_address_of(address) is None:
-        msg = (
-            f"launch.local_address is {address}, which this node ({os.uname().nodename}) does not have: {present}"
-        )
+        where = f"this node ({os.uname().nodename})"
+        msg = f"launch.local_address is {address}, which {where} does not have: {present}"
         raise MachineError(msg, hint="set it to one of these, or leave it out")
 
 

@@ -15,29 +15,19 @@ _COMMAND_LETTERS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """One node, as it presents itself.
-
-    Attributes:
-        address: Where the others reach it.
-        rank: The number it was given; None when it is to be assigned one.
-        workers: Worker processes it will start.
-        versions: Of fsdplaunch, torch and Python.
-        config: Its configuration as texts, by key; what may differ between nodes left out.
-        script: Digest of the script's text; empty for modules and programs.
-        obstacles: What keeps it from starting.
-        port: At which it listens while nodes try each other.
-    """
+    """One node, as it presents itself."""
 
     host: str
-    address: str
-    rank: int | None = None
-    workers: int = 1
-    versions: Mapping[str, str] = field(default_factory=dict)
+    address: str  # where the others reach it
+    rank: int | None = None  # the number it was given; None when it is to be assigned one
+    workers: int = 1  # worker processes it will start
+    versions: Mapping[str, str] = field(default_factory=dict)  # of fsdplaunch, torch and Python
+    # Its configuration as texts, by key; what may differ between nodes left out
     config: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = ()
-    script: str = ""
-    obstacles: Sequence[str] = ()
-    port: int = 0
+    script: str = ""  # digest of the script's text; empty for modules and programs
+    obstacles: Sequence[str] = ()  # what keeps it from starting
+    port: int = 0  # at which it listens while nodes try each other
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "NodeInfo":

@@ -22,24 +22,15 @@ _SOURCES = {"slurm": "SLURM", "mpi": "mpirun", "kubernetes": "Kubernetes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlacement:
-    """This node among the run's nodes.
+    """This node among the run's nodes."""
 
-    Attributes:
-        least: Nodes the run needs.
-        most: Nodes it may have.
-        rank: This node's number; None when it is to be assigned.
-        host: Address of node 0 as this node knows it; None when this node is to be it.
-        names: The nodes' names by number, where they are known.
-        source: Where this comes from, for messages.
-    """
-
-    least: int
-    most: int
-    rank: int | None = None
-    host: str | None = None
+    least: int  # nodes the run needs
+    most: int  # nodes it may have
+    rank: int | None = None  # this node's number; None when it is to be assigned
+    host: str | None = None  # address of node 0 as this node knows it; None when this node is to be it
     port: int = DEFAULT_PORT
-    names: tuple[str, ...] = ()
-    source: str = "the configuration"
+    names: tuple[str, ...] = ()  # the nodes' names by number, where they are known
+    source: str = "the configuration"  # where this comes from, for messages
 
 
 def assumed_settings(environ: Mapping[str, str]) -> tuple[str, ...]:

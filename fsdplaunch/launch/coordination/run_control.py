@@ -48,30 +48,20 @@ class AgentProcess(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAssignment:
-    """What holds for the run, the same on every node but for `rank`, `store` and `address`.
-
-    Attributes:
-        names: Node 0's name; on node 0 every node's, by rank.
-        place: This node's place among them, which is its rank unless the run is elastic.
-        change: How often nodes have come or gone.
-        world: Workers over all nodes.
-        store: HOST:PORT of torch's store, as this node reaches it.
-        address: This node, as the others reach it.
-        notes: What the user of every node is to read.
-        held_port: On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
-    """
+    """What holds for the run, the same on every node but for `rank`, `store` and `address`."""
 
     run_id: str
     rank: int
-    names: Sequence[str]
+    names: Sequence[str]  # node 0's name; on node 0 every node's, by rank
     nodes: int
-    world: int
-    store: str
-    address: str
-    place: int = 0
-    change: int = 0
-    notes: Sequence[str] = ()
+    world: int  # workers over all nodes
+    store: str  # HOST:PORT of torch's store, as this node reaches it
+    address: str  # this node, as the others reach it
+    place: int = 0  # this node's place among them, which is its rank unless the run is elastic
+    change: int = 0  # how often nodes have come or gone
+    notes: Sequence[str] = ()  # what the user of every node is to read
     secret: str = field(default="", repr=False)
+    # On node 0, the socket at which torch's store is to listen: bound before the others hear of it
     held_port: socket.socket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -84,16 +74,13 @@ class RunAssignment:
 
 @dataclass(slots=True)
 class RunActions:
-    """What a launcher does at another node's request; called from the thread that owns the connections.
+    """What a launcher does at another node's request; called from the thread that owns the connections."""
 
-    Attributes:
-        stop: Pass a signal on to this node's workers; gets how many there have been of its number.
-        end: End this node's workers, at once when the argument is true: the run cannot go on.
-        change: Nodes have come or gone: start the workers again with those that there are now.
-    """
-
+    # Pass a signal on to this node's workers; gets how many there have been of its number
     stop: Callable[[int, int], None] = lambda _number, _count: None
+    # End this node's workers, at once when the argument is true: the run cannot go on
     end: Callable[[bool], None] = lambda _at_once: None
+    # Nodes have come or gone: start the workers again with those that there are now
     change: Callable[[Mapping[str, int]], None] = lambda _members: None
 
 
@@ -154,15 +141,10 @@ class RunControl:
 
 @dataclass(slots=True)
 class JoinProgress:
-    """How far the wait for the nodes has come: shown live on a terminal, else every some seconds by a line.
+    """How far the wait for the nodes has come: shown live on a terminal, else every some seconds by a line."""
 
-    Attributes:
-        say: Shows a line that stays.
-        live: Shows a line that the next one replaces; None where nothing is live.
-    """
-
-    say: Tell
-    live: Tell | None = None
+    say: Tell  # shows a line that stays
+    live: Tell | None = None  # shows a line that the next one replaces; None where nothing is live
     every: float = 10.0
     _start: float = field(default_factory=time.monotonic)
     _last: float = field(default_factory=time.monotonic)
@@ -242,7 +224,13 @@ def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_
         return final | {"status": EXIT_MACHINE, "lost": list(lost)}
     # Workers of a node that was asked to stop may have ended in a way of their own.
     if stopped_by and not any(one["status"] != EXIT_SAVED and not _lost_others(one) for one in failed):
-        statuses = [_stopped_status(outcome, stopped_by) for outcome in outcomes]
+        statuses = []
+        for outcome in outcomes:  # where it only followed from the others' end, what the signal does counts
+            if outcome["status"] and _lost_others(outcome):
+                saved = {worker["code"] for worker in _workers(outcome)} == {0}
+                statuses.append(EXIT_SAVED if saved else 128 + getattr(signal, stopped_by, signal.SIGTERM))
+            else:
+                statuses.append(int(outcome["status"]))
         status = next((status for status in statuses if status not in (0, EXIT_SAVED)), EXIT_SAVED)
         return final | {"status": status, "stopped_by": stopped_by}
     if cause is not None and (failed or stopped_by):
@@ -257,14 +245,6 @@ def _lost_others(outcome: Outcome) -> bool:
     """Return whether a node's part ended because others had: in a stopped run, they were only told before it."""
     cause = first_failure(_workers(outcome))
     return outcome["status"] == EXIT_MACHINE if cause is None else is_consequence(cause)
-
-
-def _stopped_status(outcome: Outcome, stopped_by: str) -> int:
-    """Return how a node's part ended; where that only followed from the others' end, by what the signal does."""
-    if outcome["status"] == 0 or not _lost_others(outcome):
-        return int(outcome["status"])
-    codes = {worker["code"] for worker in _workers(outcome)}
-    return EXIT_SAVED if codes == {0} else 128 + getattr(signal, stopped_by, signal.SIGTERM)
 
 
 def no_better_than(own: Outcome, final: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,57 +34,37 @@ _TURNED_AWAY_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequirements:
-    """What the coordinator requires of the nodes that join.
-
-    Attributes:
-        least: Nodes the run needs.
-        most: Nodes it may have.
-        seconds: How long to wait for the least.
-        last_call: How long to wait for more after that.
-        silence: Seconds without a message after which a node counts as lost.
-        grace: Seconds workers get to end.
-        expected: The nodes' names by rank, where a scheduler or a list names them.
-        address_is_set: This node's address was configured, and is not taken from where the others connected to.
-    """
+    """What the coordinator requires of the nodes that join."""
 
     run_id: str
-    least: int
-    most: int
-    seconds: float
-    last_call: float = 10.0
-    silence: float = 10.0
-    grace: float = 30.0
-    expected: Sequence[str] = ()
+    least: int  # nodes the run needs
+    most: int  # nodes it may have
+    seconds: float  # how long to wait for the least
+    last_call: float = 10.0  # how long to wait for more after that
+    silence: float = 10.0  # seconds without a message after which a node counts as lost
+    grace: float = 30.0  # seconds workers get to end
+    expected: Sequence[str] = ()  # the nodes' names by rank, where a scheduler or a list names them
+    # This node's address was configured, and is not taken from where the others connected to
     address_is_set: bool = False
     secret: str = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)
 class NodeConnection:
-    """A node that has connected; the coordinator's own has no connection.
-
-    Attributes:
-        handshake: Ours with it, until it has proven to belong to the run.
-        came_to: The address of ours that it connected to.
-        node_info: What it said of itself, once it has.
-        offset_ns: What to add to its clock to get ours.
-        reached: Why it could not reach the next node, once it has tried; empty where it could.
-        outcome: How its workers ended.
-        lost: It has gone without reporting an outcome.
-    """
+    """A node that has connected; the coordinator's own has no connection."""
 
     connection: Connection | None
-    handshake: CoordinatorHandshake | None = None
+    handshake: CoordinatorHandshake | None = None  # ours with it, until it has proven to belong to the run
     came_from: str = ""
-    came_to: str = ""
+    came_to: str = ""  # the address of ours that it connected to
     since: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
-    node_info: NodeInfo | None = None
+    node_info: NodeInfo | None = None  # what it said of itself, once it has
     rank: int = -1
-    offset_ns: int = 0
-    reached: str | None = None
-    outcome: dict[str, Any] | None = None
-    lost: bool = False
+    offset_ns: int = 0  # what to add to its clock to get ours
+    reached: str | None = None  # why it could not reach the next node, once it has tried; empty where it could
+    outcome: dict[str, Any] | None = None  # how its workers ended
+    lost: bool = False  # it has gone without reporting an outcome
 
     @property
     def name(self) -> str:

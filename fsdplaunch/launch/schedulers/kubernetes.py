@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fsdplaunch.config.resolve import node_range
@@ -222,7 +223,6 @@ def status_of(job: Job) -> int:
 
 
 def _pods(job: Job) -> list[dict[str, Any]]:
-    """Return the run's pods by number, those of earlier starts included."""
     found = read(["pods", "--selector", f"job-name={job['name']}"], job.get("namespace"))
     return sorted(found.get("items") or (), key=lambda pod: int(pod["metadata"]["labels"].get(_INDEX, 0)))
 
@@ -248,7 +248,14 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
             state, unfinished = state_of(job)
             if state != shown:
                 tell(shown := state)
-            _open_streams(job, streams, screen)
+            with suppress(LaunchError):  # the next look tells
+                for pod in _pods(job):
+                    name, phase = pod["metadata"]["name"], (pod.get("status") or {}).get("phase")
+                    running = sum(stream.poll() is None for stream in streams.values())
+                    can_show = name not in streams and phase in ("Running", "Succeeded", "Failed")
+                    if can_show and running < _MOST_STREAMS:
+                        what = ["logs", "--follow", "--container", _CONTAINER, name]
+                        streams[name] = _open_stream(what, job, screen)
             if not unfinished:
                 break
             screen.pause(LOOK_SECONDS)
@@ -261,21 +268,7 @@ def follow(job: Job, tell: Callable[[str], None]) -> None:
                 stream.terminate()
 
 
-def _open_streams(job: Job, streams: dict[str, "subprocess.Popen[bytes]"], screen: ShownStreams) -> None:
-    try:
-        pods = _pods(job)
-    except LaunchError:  # the next look tells
-        return
-    for pod in pods:
-        name, phase = pod["metadata"]["name"], (pod.get("status") or {}).get("phase")
-        running = sum(stream.poll() is None for stream in streams.values())
-        if name in streams or phase not in ("Running", "Succeeded", "Failed") or running >= _MOST_STREAMS:
-            continue
-        streams[name] = _open_stream(["logs", "--follow", "--container", _CONTAINER, name], job, screen)
-
-
 def _open_stream(what: Sequence[str], job: Job, screen: ShownStreams) -> "subprocess.Popen[bytes]":
-    """Start kubectl, and have what it prints shown here."""
     stream = subprocess.Popen(
         words_for(what, job.get("namespace")),
         stdin=subprocess.DEVNULL,

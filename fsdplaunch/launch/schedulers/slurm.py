@@ -173,7 +173,6 @@ def batch_script(
 
 
 def _options(config: Config, *, run_id: str, run_dir: Path) -> Iterator[str]:
-    """Yield what follows #SBATCH on each line."""
     slurm = config.slurm
     least, most = node_range(config)
     named = {
