@@ -130,12 +130,8 @@ def poll(
 ) -> None:
     """Wait in Python, where a signal is handled; torch's own waiting would not notice one.
 
-    Args:
-        condition: What is waited for.
-        is_stopped: Raises when the run is to end.
-        seconds: How long to wait, before a RendezvousTimeoutError.
-        why_not: Begins its message.
-        nodes: How many wait: all ask the same store.
+    A RendezvousTimeoutError, which `why_not` begins, says that it took longer. `is_stopped` raises when the run is
+    to end. So many nodes wait, and all ask the same store.
     """
     start = time.monotonic()
     while not condition():

@@ -47,19 +47,13 @@ class ForkServer:
 
     def __init__(
         self,
-        lifeline: int | None = None,
-        noting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        lifeline: int | None = None,  # the launcher's pipe, which the server watches
+        noting: Callable[[], AbstractContextManager[None]] = nullcontext,  # notes what imports do, here and there
+        # Does again what imports have done that were made before this process was forked.
         imported: Callable[[], None] = lambda: None,
-        unneeded: Sequence[socket.socket] = (),
+        unneeded: Sequence[socket.socket] = (),  # that the server and the workers are not to hold open
     ) -> None:
-        """Begin with nothing started.
-
-        Args:
-            lifeline: The launcher's pipe, which the server watches.
-            noting: Notes what imports do, here and in the server.
-            imported: Does again what imports have done that were made before this process was forked.
-            unneeded: Sockets of this process that the server and the workers are not to hold open.
-        """
+        """Begin with nothing started."""
         self._noting, self._imported = noting, imported
         self._lifeline, self._unneeded = lifeline, unneeded
         self._environ = dict(os.environ)

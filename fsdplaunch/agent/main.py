@@ -50,11 +50,7 @@ _log = logging.getLogger("torch.distributed.elastic")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Be the agent; or, in the processes forked from it, a worker.
-
-    Args:
-        argv: torchrun's options, each in one word, and then the workers' command.
-    """
+    """Be the agent, or, forked from it, a worker; `argv` are torchrun's options, and then the workers' command."""
     register_last()
     _run_agent(argv)
 

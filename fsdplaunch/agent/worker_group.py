@@ -76,9 +76,7 @@ class StopRequest:
 def stop_status(number: int, codes: list[int | None]) -> int | None:
     """Return the launcher's status after a request to stop, or None when a worker ended in a way of its own.
 
-    Args:
-        number: The signal that asked for it.
-        codes: How the workers ended (-n for signal n); None for one that had not been started or was killed by us.
+    `codes` are how workers ended (-n for signal n); None for one that had not been started or was killed by us.
     """
     if number == signal.SIGINT:
         return 128 + number

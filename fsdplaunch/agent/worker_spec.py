@@ -103,12 +103,8 @@ def make_worker_spec(
 def processors_for_ranks(mode: str, gpus: Sequence[str], *, allowed: Iterable[int], root: Path) -> list[list[int]]:
     """Return the processors each local rank is to be bound to; empty lists where nothing can be said.
 
-    Args:
-        mode: `node` or `exclusive`, as torchrun means them.
-        gpus: PCI address of each local rank's GPU, `0000:3b:00.0`; an empty text for a worker without one, which
-            then gets its share of the machine.
-        allowed: Processors this process may use.
-        root: Where /sys is found.
+    `mode` is `node` or `exclusive`, as torchrun means them. `gpus` are the PCI address of each local rank's GPU,
+    `0000:3b:00.0`, or an empty text for a worker without one, which then gets its share of the `allowed` ones.
     """
     usable, nodes = set(allowed), {}
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):

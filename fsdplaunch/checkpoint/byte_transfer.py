@@ -37,23 +37,15 @@ class Copier:
 
     def copy(
         self,
-        source: int,
+        source: int,  # descriptor to read
         offset: int,
-        target: int,
+        target: int,  # descriptor to write
         target_offset: int,
         length: int,
         *,
-        tick: Callable[[int], None],
+        tick: Callable[[int], None],  # called with the number of bytes after each step
     ) -> None:
         """Copy `length` bytes from `source` at `offset` to `target` at `target_offset`.
-
-        Args:
-            source: Descriptor to read.
-            offset: First byte there.
-            target: Descriptor to write.
-            target_offset: First byte there.
-            length: Bytes.
-            tick: Called with the number of bytes after each step.
 
         Raises:
             CheckpointError: When the source ends early.

@@ -13,20 +13,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from fsdplaunch.checkpoint.untrusted_files import (
-    MissingFileError,
-    UnreadableError,
-    open_regular,
-    read_regular,
-)
+from fsdplaunch.checkpoint.untrusted_files import MissingFileError, UnreadableError, open_regular, read_regular
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import parse_json
 
 INDEX_NAME = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
 """Largest index that is read: room for a million chunks of tensors."""
-
-
 MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
 _PAUSES = (0.05, 0.2, 0.75)
@@ -59,12 +52,7 @@ _FILE_END = 2**20
 
 
 def crc_of_items(fd: int, items: Iterable[tuple[int, int]]) -> int:
-    """Return the checksum of how the items of a data file end.
-
-    Args:
-        fd: The open file.
-        items: Offset and length of each, in bytes.
-    """
+    """Return the checksum of how the items of an open data file end, by offset and length of each, in bytes."""
     crc = 0
     for offset, length in sorted(items):
         count = min(length, _ITEM_END)
@@ -209,10 +197,7 @@ def _crc_of(folder: Path, name: str) -> int:
 def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str | None:
     """Return which file of a checkpoint is not the one that was saved, data files left out; None when all are.
 
-    Args:
-        folder: The checkpoint.
-        manifest: What it says.
-        only: How the names of the files begin that are looked at.
+    Looked at are the files whose names begin with `only`.
     """
     known = manifest.get("crc32")
     listed = known.items() if isinstance(known, dict) else ()

@@ -231,7 +231,10 @@ def atomic_output(target: Path, *, overwrite: bool) -> Iterator[Path]:
         overwrite: Replace weights in it; all other files are kept.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
-    hidden = f".{_short_name(target)}.partial-"
+    name = target.name
+    if len(name) > _NAME_PART:  # it is added to
+        name = f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"
+    hidden = f".{name}.partial-"
     partial = target.parent / (hidden + os.urandom(4).hex())
     lock = FolderLock(target, target.parent / f"{hidden}lock")
     try:
@@ -303,10 +306,7 @@ def _link(source: str | Path, place: str | Path) -> None:
 def swap_folders(partial: Path, target: Path, aside: Path) -> None:
     """Put `partial` in the place of the folder `target`, and remove the old one.
 
-    Args:
-        partial: The new folder.
-        target: The old one.
-        aside: Where the old one waits on file systems that cannot exchange two folders.
+    It waits `aside` on file systems that cannot exchange two folders.
     """
     _discard(aside)
     if rename_exchange(partial, target):
@@ -327,9 +327,3 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _short_name(target: Path) -> str:
-    """Return a name of its own for each output, short enough to add to."""
-    name = target.name
-    return name if len(name) <= _NAME_PART else f"{name[:_NAME_PART]}-{sha256(name.encode()).hexdigest()[:16]}"

@@ -59,22 +59,17 @@ def encode(config: Config) -> dict[str, str]:
         if value is None or (unread and value == spec.default):
             continue
         env[spec.env] = spec.key.kind.write(value)
-    return env | _switches(config)
-
-
-def _switches(config: Config) -> dict[str, str]:
-    switches: dict[str, str] = {}
     if config.mixed_precision == "fp8":
         given = zip(_FLOAT8_OVERRIDES, config.fp8_config.override_linear_precision, strict=True)
-        switches = {variable: write(higher) for variable, higher in given}
+        env |= {variable: write(higher) for variable, higher in given}
     if uses_xla(config):  # it shards in its own way, and has no mesh of theirs
-        return switches
+        return env
     if config.distributed_type == "FSDP":
-        switches[_SWITCHES[0]] = "true"
+        env[_SWITCHES[0]] = "true"
     # Types under which accelerate's launcher hands parallelism_config on to a script's Accelerator.
     if config.distributed_type in ("FSDP", "MULTI_GPU") and not has_one_axis(config):
-        switches[_SWITCHES[1]] = "true"
-    return switches
+        env[_SWITCHES[1]] = "true"
+    return env
 
 
 def without_run(environ: Mapping[str, str]) -> dict[str, str]:

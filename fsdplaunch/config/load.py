@@ -12,25 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdplaunch.config.environment import outside_of_run
-from fsdplaunch.config.layers import (
-    Layer,
-    SetValue,
-    file_layer,
-    flag_layer,
-    variables_layer,
-)
+from fsdplaunch.config.layers import Layer, SetValue, file_layer, flag_layer, variables_layer
 from fsdplaunch.config.problems import ConfigError, Problem, TextPosition, in_order
 from fsdplaunch.config.resolve import keys_of_version_1
-from fsdplaunch.config.rules.base import (
-    NOTES,
-    RULES,
-    Check,
-    RuleContext,
-    Violation,
-    find,
-    fsdp,
-    rule_context,
-)
+from fsdplaunch.config.rules.base import NOTES, RULES, Check, RuleContext, Violation, find, fsdp, rule_context
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.config.yaml_text import MAX_BYTES, YamlText, read_text
@@ -74,23 +59,15 @@ def find_file(given: Path | None, environ: Mapping[str, str], cwd: Path) -> Path
 
 
 def load_config(
-    file: Path | None = None,
+    file: Path | None = None,  # named on the command line; left out, `find_file` decides
     *,
-    environ: Mapping[str, str] | None = None,
-    overrides: Sequence[str] = (),
-    assumed: Sequence[str] = (),
-    cwd: Path | None = None,
-    noted: Sequence[Problem] = (),
+    environ: Mapping[str, str] | None = None,  # the process's own when left out
+    overrides: Sequence[str] = (),  # `KEY=VALUE` texts, the key dotted or bare, the value as in YAML
+    assumed: Sequence[str] = (),  # the same, from the scheduler that started this process; all others win
+    cwd: Path | None = None,  # where relative names start; the process's own when left out
+    noted: Sequence[Problem] = (),  # about options that are not keys
 ) -> LoadedConfig:
     """Read every layer and return the resolved configuration.
-
-    Args:
-        file: The file named on the command line; left out, `find_file` decides.
-        environ: The environment; the process's own when left out.
-        overrides: `KEY=VALUE` texts, the key dotted or bare, the value as in YAML.
-        assumed: The same, from the scheduler that started this process; every other layer wins over them.
-        cwd: Where relative names start; the process's own when left out.
-        noted: Notes about options that are not keys.
 
     Raises:
         ConfigError: With every problem of every layer.

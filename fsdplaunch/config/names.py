@@ -57,7 +57,14 @@ def find_key(section: str, name: str, *, guess: bool = True) -> KeySpec | Unknow
     if homes:
         belongs = " or ".join(f"under {home}" if home else "at the top level" for home in homes)
         return UnknownKey(id="misplaced-key", message=f"has no meaning {place}", hint=f"it belongs {belongs}")
-    hint = _guess(section, name) if guess else None
+    hint, word = None, name.replace("-", "_").lower()
+    for home in dict.fromkeys((section, "", *section_classes())) if guess else ():
+        near = closest(word, [*spellings(home), *(() if home or section else section_classes())])
+        if near:
+            spec = spellings(home).get(near[0])
+            where = "" if home == section else f" under {home}" if home else " at the top level"
+            hint = f"did you mean {spec.name if spec else near[0]}{where}?"
+            break
     return UnknownKey(id="unknown-key", message=f"is not a key {place}", hint=hint)
 
 
@@ -125,17 +132,6 @@ def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
 
     scores = {candidate: score(candidate) for candidate in words}
     return sorted((each for each in scores if scores[each] >= cutoff), key=scores.__getitem__, reverse=True)[:3]
-
-
-def _guess(section: str, name: str) -> str | None:
-    word = name.replace("-", "_").lower()
-    for home in dict.fromkeys((section, "", *section_classes())):
-        near = closest(word, [*spellings(home), *(() if home or section else section_classes())])
-        if near:
-            spec = spellings(home).get(near[0])
-            where = "" if home == section else f" under {home}" if home else " at the top level"
-            return f"did you mean {spec.name if spec else near[0]}{where}?"
-    return None
 
 
 def path_of(dotted: str) -> KeyPath:

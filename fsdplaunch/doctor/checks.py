@@ -37,7 +37,15 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
     if not driver.version:
-        yield _without_driver(facts)
+        if torch is not None and torch.sees_gpus:
+            text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
+            hint = "only NVIDIA GPUs are used; are the driver's libraries complete?"
+            yield Check("driver", "warning", text, hint)
+        elif facts.wants_gpus and torch is not None and torch.cuda:
+            hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
+            yield Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
+        else:
+            yield Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
         return
     runs = f", runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
     wanted: Status = "problem" if facts.wants_gpus else "warning"
@@ -57,18 +65,6 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("driver", wanted, text, "nvidia-smi says more")
     else:
         yield Check("driver", "ok", f"{driver.version}{runs}")
-
-
-def _without_driver(facts: DoctorFacts) -> Check:
-    torch = facts.torch
-    if torch is not None and torch.sees_gpus:
-        text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
-        hint = "only NVIDIA GPUs are used; are the driver's libraries complete?"
-        return Check("driver", "warning", text, hint)
-    if facts.wants_gpus and torch is not None and torch.cuda:
-        hint = "install the driver, pass the GPUs into the container (--gpus all), or set use_cpu: true"
-        return Check("driver", "warning", "no NVIDIA driver, but torch has CUDA", hint)
-    return Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
 
 
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
@@ -214,14 +210,9 @@ def check_interfaces(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("network", status, "only this node itself can be reached")
         return
     wanted = facts.environ.get("GLOO_SOCKET_IFNAME")
-    gloo = next(
-        (
-            each
-            for each in facts.interfaces
-            if (_named(each.name, wanted) if wanted else each.address == facts.own_address)
-        ),
-        None,
-    )
+    own = facts.own_address
+    fits = [each for each in facts.interfaces if (_named(each.name, wanted) if wanted else each.address == own)]
+    gloo = fits[0] if fits else None
     speed = f" at {gloo.speed / 1000:g} Gbit/s" if gloo is not None and gloo.speed else ""
     text = f"gloo takes {gloo.name} ({gloo.address}){speed}" if gloo is not None else "gloo's is not known"
     text += f"; up: {', '.join(each.name for each in usable)}"

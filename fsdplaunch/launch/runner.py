@@ -91,26 +91,19 @@ def _start_agent(
 def run_plan(
     plan: LaunchPlan,
     *,
-    output: int | None = None,
+    output: int | None = None,  # for what the shown ranks write to their standard output; ours when left out
+    # Called with each signal that is passed on, and how many there have been.
     on_signal: Callable[[int, int], None] = lambda *_: None,
-    control: RunControl | None = None,
-    secret: str = "",
-    folder: Path | None = None,
+    control: RunControl | None = None,  # the other nodes, which end together and report one cause
+    secret: str = "",  # the run's, where several nodes take part without `control`
+    folder: Path | None = None,  # where the workers start; the current one when left out
+    # Called while the run goes on; where it says so the run is asked to end, and then killed.
     is_over: Callable[[], bool] | None = None,
 ) -> RunResult:
     """Start the plan's agent and wait for its end.
 
     The agent gets a session of its own, so that a Ctrl-C in the terminal reaches it once, through us. A first
-    signal is passed on and gives the workers time to save; a second one kills.
-
-    Args:
-        plan: What to run; its folder is created here.
-        output: Descriptor for what the shown ranks write to their standard output; ours when left out.
-        on_signal: Called with each signal that is passed on, and how many there have been.
-        control: The other nodes, which end together and report one cause; None when this one is alone.
-        secret: The run's, where several nodes take part without `control`.
-        folder: Where the workers start; the current one when left out.
-        is_over: Called while the run goes on; where it says so the run is asked to end, and then killed.
+    signal is passed on and gives the workers time to save; a second one kills. The run's folder is created here.
     """
     open_missing_streams()
     # On a file system that nodes share, another node's part may have made it.

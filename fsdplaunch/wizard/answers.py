@@ -78,19 +78,14 @@ def _file_stands(question: Question, answer: str | None, state: WizardState) -> 
     """Return whether an answer only repeats the edited file, whose own spelling then stays."""
     if answer == KEEP or not state.editing:
         return answer == KEEP
-    file = _answers_of_file(state)
+    file, config = replace(state, answers={}), build_config(state.base)  # with the file's own answers
+    for one in QUESTIONS:
+        said = one.answer_in(config, file) if one.applies(file) else None
+        file = file if said is None else file.answering(one.name, said)
     if answer is None or question.name not in file.answers:
         return answer is None and not question.applies(file)  # it did not matter before either
     same = answer == file.answers[question.name]
     return same and question.values(answer, state) == question.values(answer, file)
-
-
-def _answers_of_file(state: WizardState) -> WizardState:
-    found, config = replace(state, answers={}), build_config(state.base)
-    for question in QUESTIONS:
-        answer = question.answer_in(config, found) if question.applies(found) else None
-        found = found if answer is None else found.answering(question.name, answer)
-    return found
 
 
 def broken_rule(question: Question, state: WizardState) -> str | None:

@@ -87,18 +87,10 @@ class Prompts:
         *,
         default: str = "",
         remark: str = "",
-        problem: Callable[[str], str | None],
-        words: Sequence[str] = (),
+        problem: Callable[[str], str | None],  # what is wrong with a line
+        words: Sequence[str] = (),  # what the line can be completed to
     ) -> str | PromptRequest:
-        """Let a line be typed; an empty one means `default`.
-
-        Args:
-            text: The question.
-            default: Shown behind the question.
-            remark: Shown behind the question.
-            problem: What is wrong with a line, or None; `?` alone always asks for the explanation.
-            words: What the line can be completed to.
-        """
+        """Let a line be typed; an empty one means `default`, `?` alone always asks for the explanation."""
 
         def accepts(answer: str) -> bool | str:
             return True if answer.strip() == "?" else printable(problem(answer.strip() or default) or "") or True

@@ -111,20 +111,14 @@ class MergePlan:
 
 def build_plan(
     selection: Selection,
-    items: Mapping[ItemLocation, TorchZipItem],
+    items: Mapping[ItemLocation, TorchZipItem],  # where each chunk's bytes are
     *,
-    max_shard_size: int,
-    dtype: str | None = None,
+    max_shard_size: int,  # bytes of tensors in one file; more are split over several
+    dtype: str | None = None,  # `bf16`, `fp16` or `fp32` to convert floating-point weights to
+    # Names that are not written, with the name that holds their weight; the files' metadata says so.
     aliases: Mapping[str, str] | None = None,
 ) -> MergePlan:
     """Return the plan that merges the selected tensors.
-
-    Args:
-        selection: Names and tensors.
-        items: Where each chunk's bytes are.
-        max_shard_size: Bytes of tensors in one file; more are split over several.
-        dtype: `bf16`, `fp16` or `fp32` to convert floating-point weights to.
-        aliases: Names that are not written, with the name that holds their weight; the files' metadata says so.
 
     Raises:
         CheckpointError: When a tensor's dtype has no safetensors code.

@@ -35,11 +35,7 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)
 
 
 def _find_model_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a model's folder that belong beside merged weights; never weights.
-
-    Raises:
-        UsageError: When it is not a model's folder.
-    """
+    """Return the files of a model's folder that belong beside merged weights; never weights."""
     if not folder.is_dir():
         msg = f"the model folder {folder} is not a folder"
         raise UsageError(msg, hint="give a folder on this machine that holds config.json")

@@ -53,7 +53,15 @@ def merge_to_torch(
             file.flush()
             os.fsync(file.fileno())
         if options.reads_back:
-            _verify(partial / FILE_NAME, state)
+            hint = "no output was made and the checkpoint is unchanged; check the disk"
+            try:
+                written = torch.load(partial / FILE_NAME, map_location="cpu", weights_only=True, mmap=True)
+            except (OSError, RuntimeError, pickle.UnpicklingError) as problem:
+                msg = f"{FILE_NAME} could not be read back: {str(problem).splitlines()[0]}"
+                raise CheckpointError(msg, hint=hint) from None
+            if not _is_same(written, state):
+                msg = f"{FILE_NAME} was read back and differs from the checkpoint"
+                raise CheckpointError(msg, hint=hint)
         size = (partial / FILE_NAME).stat().st_size
     return MergeResult(
         output=target,
@@ -132,25 +140,8 @@ def _put(state: dict[Any, Any], path: NamePath, value: Any, name: str) -> None:
         place = place[key]
 
 
-def _verify(path: Path, state: Mapping[Any, Any]) -> None:
-    """Read the file back and compare it; tensors as bytes, so that NaN equals itself.
-
-    Raises:
-        CheckpointError: It does not hold the same.
-    """
-    hint = "no output was made and the checkpoint is unchanged; check the disk"
-    try:
-        written = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as problem:
-        msg = f"{path.name} could not be read back: {str(problem).splitlines()[0]}"
-        raise CheckpointError(msg, hint=hint) from None
-    if not _is_same(written, state):
-        msg = f"{path.name} was read back and differs from the checkpoint"
-        raise CheckpointError(msg, hint=hint)
-
-
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two trees of tensors and plain values are equal, dtypes and bytes of tensors included."""
+    """Return whether two trees of tensors and plain values are equal, tensors by dtype and bytes: NaN is equal."""
     if isinstance(other, torch.Tensor):
         if not isinstance(one, torch.Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
             return False

@@ -38,21 +38,13 @@ class Selection:
 def select_weights(
     index: CheckpointIndex,
     *,
-    where: str,
+    where: str,  # the checkpoint, for messages
     strip_wrappers: bool = True,
-    only: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    renames: Sequence[tuple[str, str]] = (),
+    only: Sequence[str] = (),  # patterns of the names to merge; none means all
+    exclude: Sequence[str] = (),  # patterns of the names to leave out
+    renames: Sequence[tuple[str, str]] = (),  # OLD and NEW leading parts of names, applied last
 ) -> Selection:
     """Find the model's weights in `index` and name them as the unwrapped model does.
-
-    Args:
-        index: The checkpoint.
-        where: The checkpoint, for messages.
-        strip_wrappers: Take the wrappers of training out of names.
-        only: Patterns of the names to merge; none means all.
-        exclude: Patterns of the names to leave out.
-        renames: OLD and NEW leading parts of names, applied last.
 
     Raises:
         CheckpointError: When this is an optimizer's checkpoint, when there is no weight, when two names meet.

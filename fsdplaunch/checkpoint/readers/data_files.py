@@ -247,9 +247,7 @@ def _parse_checked(
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
     found = item.description
     if found.dtype.name != tensor.dtype.name or found.shape != chunk.region.sizes:
-        msg = (
-            f"{where} holds {found.dtype.name} of shape {list(found.shape)}, "
-            f"the index says {tensor.dtype.name} of shape {list(chunk.region.sizes)}"
-        )
+        said = f"the index says {tensor.dtype.name} of shape {list(chunk.region.sizes)}"
+        msg = f"{where} holds {found.dtype.name} of shape {list(found.shape)}, {said}"
         raise CheckpointError(msg, hint="index and data are from different saves")
     return item, form

@@ -274,20 +274,16 @@ def _place_on_meshes(found: FoundTensors) -> None:
         extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
     for file, name, shard, place in found.on_meshes:
         found.sharded = True
-        found.add_placed(file, name, _shard_region(shard, extents[name]), shard.local, place)
-
-
-def _shard_region(shard: MeshShard, mesh: tuple[int, ...]) -> Region:
-    """Return the rectangle of a rank, as torch cuts: into parts of equal size, the last ones smaller or empty."""
-    offsets, sizes = [0] * len(shard.shape), list(shard.shape)
-    for dim, count, at in zip(shard.placements, mesh, shard.coordinates, strict=True):
-        if dim is None:
-            continue
-        if not -len(sizes) <= dim < len(sizes):
-            msg = f"a tensor of {len(sizes)} dimensions is cut along dimension {dim}"
-            raise CheckpointError(msg, hint=COPY_AGAIN)
-        step = -(-sizes[dim] // count)
-        start = min(step * at, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(step, sizes[dim] - start)
-    return Region(tuple(offsets), tuple(sizes))
+        # As torch cuts: into parts of equal size, the last ones smaller or empty.
+        offsets, sizes = [0] * len(shard.shape), list(shard.shape)
+        for dim, count, at in zip(shard.placements, extents[name], shard.coordinates, strict=True):
+            if dim is None:
+                continue
+            if not -len(sizes) <= dim < len(sizes):
+                msg = f"a tensor of {len(sizes)} dimensions is cut along dimension {dim}"
+                raise CheckpointError(msg, hint=COPY_AGAIN)
+            step = -(-sizes[dim] // count)
+            start = min(step * at, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(step, sizes[dim] - start)
+        found.add_placed(file, name, Region(tuple(offsets), tuple(sizes)), shard.local, place)

@@ -68,9 +68,7 @@ class KnownPatterns:
 def fuse_chunks(m: Interpreter, width: int) -> int:
     """Read ChunkStorageMetadata records, as boxes, and return how many.
 
-    Args:
-        m: The interpreter.
-        width: Bytes of the reference to the class, which was just read.
+    The reference to the class, of `width` bytes, was just read.
     """
     known: KnownPatterns = m.known or KnownPatterns()
     m.known = known
@@ -101,9 +99,7 @@ def fuse_chunks(m: Interpreter, width: int) -> int:
 def fuse_items(m: Interpreter, width: int) -> int:
     """Read pairs of a tensor chunk's MetadataIndex and its _StorageInfo, without transforms, and return how many.
 
-    Args:
-        m: The interpreter.
-        width: Bytes of the reference to the first class, which was just read.
+    The reference to the first class, of `width` bytes, was just read.
     """
     known: KnownPatterns = m.known or KnownPatterns()
     m.known = known

@@ -112,10 +112,6 @@ def read_description(data: bytes) -> TensorDescription:
 def read_state(data: bytes, where: str) -> dict[Any, Any]:
     """Return the dictionary that a file's `data.pkl` holds, with a part or a description for each tensor.
 
-    Args:
-        data: The file's.
-        where: It, in words.
-
     Raises:
         CheckpointError: When it names what a state dict has no use for, or is damaged.
         InvalidFileError: When it is not a dictionary.

@@ -220,11 +220,7 @@ def value_at(config: Any, path: KeyPath) -> Any:
 
 
 def build_config(values: Mapping[KeyPath, Any]) -> Config:
-    """Make a Config of canonical values; keys not named keep their default.
-
-    Args:
-        values: Canonical values (as `Kind.parse` returns them) by path.
-    """
+    """Make a Config of canonical values, as `Kind.parse` returns them; keys not named keep their default."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in section_classes()}
     top: dict[str, Any] = {}
     for path, value in values.items():

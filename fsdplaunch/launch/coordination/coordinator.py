@@ -13,12 +13,7 @@ from typing import Any
 
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination.network import is_loopback, obstacle_to, reason
-from fsdplaunch.launch.coordination.node_info import (
-    NodeInfo,
-    assign_ranks,
-    find_incompatibilities,
-    unreachable,
-)
+from fsdplaunch.launch.coordination.node_info import NodeInfo, assign_ranks, find_incompatibilities, unreachable
 from fsdplaunch.launch.coordination.protocol import Message, ProtocolError
 from fsdplaunch.launch.coordination.run_control import (
     JoinProgress,
@@ -95,21 +90,18 @@ class Coordinator(RunControl):
             if enough_since is not None and now - enough_since > required.last_call:
                 return
             if enough_since is None and progress.seconds > required.seconds:
-                raise self._refuse([self._missing()])
+                infos = server.node_infos
+                names, taken = ", ".join(one.name for one in infos), set(assign_ranks(infos))
+                known = dict(enumerate(required.expected))
+                missing = [known.get(rank, f"node {rank}") for rank in range(required.least) if rank not in taken]
+                came = f"{len(taken)} of {required.least} nodes came within {required.seconds:.0f} s: {names}"
+                hint = f"start the same command there; can they reach port {server.port} of {server.own.name}?"
+                raise self._refuse([Finding(message=f"{came}; missing: {', '.join(missing)}", hint=hint)])
             progress.show(f"{here} of {required.least} nodes here")
             if now - last_news > NEWS_SECONDS:
                 last_news = now
                 server.broadcast(kind="waiting", here=here, of=required.least)
             server.turn()
-
-    def _missing(self) -> Finding:
-        required, infos, server = self._requirements, self._server.node_infos, self._server
-        names, taken = ", ".join(one.name for one in infos), set(assign_ranks(infos))
-        known = dict(enumerate(required.expected))
-        missing = [known.get(rank, f"node {rank}") for rank in range(required.least) if rank not in taken]
-        came = f"{len(taken)} of {required.least} nodes came within {required.seconds:.0f} s: {names}"
-        hint = f"start the same command there; can they reach port {server.port} of {server.own.name}?"
-        return Finding(message=f"{came}; missing: {', '.join(missing)}", hint=hint)
 
     def _try_each_other(self) -> list[Finding]:
         """Have every node connect to the next one, as the workers will."""

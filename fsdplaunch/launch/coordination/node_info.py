@@ -54,28 +54,23 @@ def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Fi
     for one in arrived:
         for obstacle in one.obstacles:
             message, _, hint = obstacle.partition("\n")
-            found.append(
-                Finding(message=f"{one.name} cannot start: {message}", hint=hint or "see that node's output")
-            )
-    found += _wrong_ranks(arrived, most)
+            hint = hint or "see that node's output"
+            found.append(Finding(message=f"{one.name} cannot start: {message}", hint=hint))
+    counts = Counter(one.rank for one in arrived if one.rank is not None)
+    for rank, count in sorted(counts.items()):
+        names = " and ".join(one.name for one in arrived if one.rank == rank)
+        if count > 1:
+            hint = "give each node a rank of its own (--machine-rank), or none: it is then assigned"
+            found.append(Finding(message=f"{names} are both configured as node {rank}", hint=hint))
+        elif rank >= most:
+            message = f"{names} is configured as node {rank}, but there are {most}"
+            found.append(Finding(message=message, hint="nodes count from 0"))
     if idle := [one.name for one in arrived if one.workers < 1]:
         message = f"{', '.join(idle)} would start no workers"
         found.append(Finding(message=message, hint="set launch.workers_per_node"))
     for other in arrived[1:]:
         found += _differences(arrived[0], other)
     return found
-
-
-def _wrong_ranks(arrived: Sequence[NodeInfo], most: int) -> Iterator[Finding]:
-    counts = Counter(one.rank for one in arrived if one.rank is not None)
-    for rank, count in sorted(counts.items()):
-        names = " and ".join(one.name for one in arrived if one.rank == rank)
-        if count > 1:
-            hint = "give each node a rank of its own (--machine-rank), or none: it is then assigned"
-            yield Finding(message=f"{names} are both configured as node {rank}", hint=hint)
-        elif rank >= most:
-            message = f"{names} is configured as node {rank}, but there are {most}"
-            yield Finding(message=message, hint="nodes count from 0")
 
 
 def _differences(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:

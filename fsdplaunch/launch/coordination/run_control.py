@@ -171,13 +171,8 @@ class JoinProgress:
 
 def outcome_of(record: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return what to report about this node, by the agent's record and exit status."""
-    attempt = (record.get("attempts") or [None])[-1]
-    return {
-        "status": status,
-        "stopped_by": record.get("stopped_by"),
-        "error": record.get("error"),
-        "attempt": attempt,
-    }
+    known = {name: record.get(name) for name in ("stopped_by", "error")}
+    return {"status": status, **known, "attempt": (record.get("attempts") or [None])[-1]}
 
 
 def has_failed(outcome: Outcome) -> bool:
@@ -209,12 +204,9 @@ def end_of_run(status: int, **known: Any) -> dict[str, Any]:
 
 
 def merge_outcomes(outcomes: Sequence[Outcome], *, lost: Sequence[str], stopped_by: str | None) -> dict[str, Any]:
-    """Return how the run ended, as `end_of_run` does.
+    """Return how the run ended, as `end_of_run` does, by the outcomes of every node that reported one.
 
-    Args:
-        outcomes: Of every node that reported one, by rank.
-        lost: What happened to nodes that the run could not go on without.
-        stopped_by: The signal somebody sent from outside.
+    `lost` is what happened to nodes that it could not go on without, `stopped_by` a signal from outside.
     """
     workers = _all_workers(outcomes)
     cause = first_failure(workers)

@@ -163,7 +163,15 @@ class CoordinatorServer:
 
     def _changed(self, connection: Connection) -> None:
         """Handle what a connection does; whatever is wrong with it ends this connection alone."""
-        node = self._nodes.get(connection) or self._welcome(connection)
+        node = self._nodes.get(connection)
+        if node is None:  # it has just come
+            ends = [connection.transport.get_extra_info(name) or ("",) for name in ("peername", "sockname")]
+            came_from, came_to = map(plain_address, ends)
+            handshake = CoordinatorHandshake(self.requirements.secret)
+            node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
+            self._nodes[connection] = node
+            self.connections.append(node)
+            connection.send_line(handshake.opening)
         try:
             while connection.lines and connection.open:
                 self._serve(node, connection, connection.lines.popleft())
@@ -173,16 +181,6 @@ class CoordinatorServer:
             self._nodes.pop(connection, None)
         self._served.append(node)
         self.loop.notice()
-
-    def _welcome(self, connection: Connection) -> NodeConnection:
-        ends = [connection.transport.get_extra_info(name) or ("",) for name in ("peername", "sockname")]
-        came_from, came_to = map(plain_address, ends)
-        handshake = CoordinatorHandshake(self.requirements.secret)
-        node = NodeConnection(connection=connection, handshake=handshake, came_from=came_from, came_to=came_to)
-        self._nodes[connection] = node
-        self.connections.append(node)
-        connection.send_line(handshake.opening)
-        return node
 
     def _serve(self, node: NodeConnection, connection: Connection, line: bytes) -> None:
         node.heard = time.monotonic()
