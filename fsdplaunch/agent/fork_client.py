@@ -69,11 +69,8 @@ class ForkServer:
         """Import modules here, fork the server, and let it import the rest while the caller goes on.
 
         Returns in several processes: None in this one, once the server is forked; in every worker that the server
-        forks later what it is to run; in the server, when `close` lets it go, how many seconds it may stay.
-
-        Args:
-            first: Modules that this process needs as well.
-            then: Modules that only the workers need.
+        forks later what it is to run; in the server, when `close` lets it go, how many seconds it may stay. This
+        process needs the modules in `first` as well, only the workers those in `then`.
         """
         parent = os.getpid()
         interrupt = signal.getsignal(signal.SIGINT)
@@ -119,14 +116,10 @@ class ForkServer:
     def start_worker(
         self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any
     ) -> int:
-        """Start a worker and return its process id.
+        """Start a worker, with variables beside those the agent was started with, and return its process id.
 
-        Args:
-            command: What the bootstrap is to run, or a program and its arguments when `cold`.
-            variables: Added to the variables the agent was started with.
-            cold: Execute the command, instead of running the bootstrap in the fork.
-            files: Descriptors for standard input, output and error output.
-            cpus: Processors it may use; empty for no change.
+        The bootstrap is to run the command in the fork; `cold`, it is a program with its arguments, and executed.
+        `files` are its three standard streams, `cpus` the processors it may use, empty for no change.
         """
         request = {
             "argv": list(command),

@@ -161,13 +161,8 @@ class ForkServerProcess:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
 
         Returns in a worker, whose process is set up, what it is to run; in the fork server itself, when the agent
-        lets it go, how many seconds it may stay.
-
-        Args:
-            preload: Imports what is to be imported.
-            parent: Process id of the agent.
-            environ: Variables of the fresh interpreter that this process becomes where it cannot be forked from;
-                None for one that is that already.
+        lets it go, how many seconds it may stay. `parent` is the agent's process id. `environ` are the variables of
+        the fresh interpreter that this process becomes where it cannot be forked from; None for one that is that.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():

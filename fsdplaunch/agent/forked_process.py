@@ -40,20 +40,14 @@ _status: list[int] = []
 
 
 def become_worker(
-    request: Mapping[str, Any],
+    request: Mapping[str, Any],  # as `ForkServer.start_worker` sends it
     *,
+    # What each variable was before the imports, and after: that stays where nobody says otherwise.
     changes: Mapping[str, tuple[str | None, str]],
-    streams: Sequence[int],
-    parent: int,
+    streams: Sequence[int],  # descriptors of its standard input, output and error output
+    parent: int,  # the process id of the fork server, which it must not outlive
 ) -> None:
-    """Turn this process, just forked, into the worker that was requested. Does not return when it executes.
-
-    Args:
-        request: As `ForkServer.start_worker` sends it.
-        changes: What each variable was before the imports, and after: that stays where nobody says otherwise.
-        streams: Descriptors of its standard input, output and error output.
-        parent: The process id of the fork server, which it must not outlive.
-    """
+    """Turn this process, just forked, into the worker that was requested. Does not return when it executes."""
     die_with_parent(signal.SIGKILL, parent=parent)
     os.setsid()
     for place, descriptor in enumerate(streams):

@@ -21,12 +21,7 @@ class Region(NamedTuple):
 
 
 def find_tiling_fault(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
-    """Say how `regions` fail to cover `shape` exactly once, or None when they do.
-
-    Args:
-        shape: The tensor's shape.
-        regions: Rectangles with at least one element each.
-    """
+    """Say how `regions` of at least one element each fail to cover `shape` exactly once, or None when they do."""
     for region in regions:
         if not len(shape) == len(region.offsets) == len(region.sizes):
             return f"a chunk has {len(region.sizes)} dimensions and {len(region.offsets)} offsets"

@@ -91,11 +91,7 @@ _QUIET = 0x40
 def convert(data: bytes | bytearray, stored: Dtype, written: Dtype, *, name: str) -> bytes | bytearray:
     """Return little-endian elements of `stored` as elements of `written`, rounded to nearest, ties to even.
 
-    Args:
-        data: Whole elements.
-        stored: Their type.
-        written: The type that is wanted.
-        name: The weight, for the message.
+    `data` are whole elements; messages call the weight `name`.
 
     Raises:
         CheckpointError: When a finite value is too large for `written`.

@@ -72,11 +72,8 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder whose other files are all there, and force it to disk.
 
-    Args:
-        folder: Of a checkpoint, not yet in its place.
-        content: What it says beside its files: who wrote it, and how.
-        sequence: How many checkpoints were completed in its place and beside it, this one included.
-        crcs: The checksums of data files, as `crc_of_items` returns them.
+    `content` says who wrote it, and how; `sequence` counts the checkpoints that were completed in its place and
+    beside it, this one included; `crcs` are the checksums of data files, as `crc_of_items` returns them.
     """
     files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     known = {name: _crc_of(folder, name) for name in sorted(files) if _is_checked(name)} | dict(crcs or {})

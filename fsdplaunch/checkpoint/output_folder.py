@@ -29,12 +29,7 @@ _SPARE = 2**20
 
 
 def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) -> Path:
-    """Return the resolved output folder when it may be written, before anything is read.
-
-    Args:
-        output: As the user gave it.
-        sources: The folders that are read; the output may not touch them.
-        overwrite: Replace the weights in an existing folder.
+    """Return the resolved output folder when it may be written, before anything is read from `sources`.
 
     Raises:
         UsageError: When it holds weights, or lies in, above or on a source.
@@ -118,9 +113,7 @@ _MAX_NOTE = 1024
 class FolderLock:
     """Keeps other processes from writing a folder; one at a time, any number of times.
 
-    Args:
-        folder: What is written. It need not exist; the folder it is in must.
-        file: The file that is locked; beside the folder when left out.
+    The folder need not exist; the one it is in must. Left out, the file that is locked is beside it.
     """
 
     def __init__(self, folder: Path, file: Path | None = None) -> None:
@@ -224,11 +217,8 @@ def atomic_output(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give an empty hidden folder beside `target` that becomes `target` when the block ends well.
 
     On any exception, Ctrl-C included, the hidden folder is removed and `target` is left as it was. What a killed
-    merge left is removed: who holds the lock is the only one who writes there.
-
-    Args:
-        target: The folder to make.
-        overwrite: Replace weights in it; all other files are kept.
+    merge left is removed: who holds the lock is the only one who writes there. With `overwrite`, weights in it are
+    replaced; all other files are kept.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
     name = target.name

@@ -45,9 +45,8 @@ def file_order(entry: TensorHeader) -> tuple[int, str]:
 def header_bytes(entries: Sequence[TensorHeader], aliases: Mapping[str, str] | None = None) -> bytes:
     """Return everything that stands before the data of a file of ours: length, JSON, padding.
 
-    Args:
-        entries: The tensors in file order, each starting where the previous one ends.
-        aliases: Further names of some of them, noted as safetensors' own save_model does.
+    The tensors are in file order, each starting where the previous one ends; `aliases` are further names of some
+    of them, noted as safetensors' own save_model does.
 
     Raises:
         CheckpointError: When the header would be larger than safetensors reads.

@@ -158,12 +158,7 @@ def preset_summary(path: Path) -> str:
 
 
 def set_keys(text: str, changes: Sequence[tuple[KeySpec, Any]], *, source: str = "the file") -> str:
-    """Return `text` with keys changed; a text in JSON is written anew.
-
-    Args:
-        text: A file's text.
-        changes: Keys and their new canonical values; None takes the key out.
-        source: What messages call the text.
+    """Return a file's text with keys changed to canonical values, None taking one out; JSON is written anew.
 
     Raises:
         ConfigError: The text is not YAML.

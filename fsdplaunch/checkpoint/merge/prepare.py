@@ -179,10 +179,7 @@ class PreparedMerge:
 def prepare(opened: OpenCheckpoint, target: Path | None, options: MergeOptions) -> PreparedMerge:
     """Choose, name and plan; only headers are read, and the weights that are known to be tied.
 
-    Args:
-        opened: The checkpoint.
-        target: The output folder, when its disk is to be checked.
-        options: How to merge.
+    `target` is the output folder, when its disk is to be checked.
 
     Raises:
         UsageError: When the options ask for what is not there.

@@ -35,12 +35,9 @@ ReadPiece = Callable[[Piece, int, int], bytes]  # (piece, byte offset in its dat
 
 
 def blocks_of(shape: Sequence[int], size: int, limit: int = BLOCK) -> Iterator[Region]:
-    """Yield rectangles that cover `shape` in memory order, each one run of at most `limit` bytes.
+    """Yield rectangles that cover `shape` in memory order, each one run of at most `limit` bytes, or one element.
 
-    Args:
-        shape: The tensor's shape, without empty dimensions.
-        size: Bytes per element.
-        limit: Bytes; one element is always allowed.
+    No dimension of the shape is empty; an element has `size` bytes.
     """
     dim, inner = len(shape), size
     while dim and inner * shape[dim - 1] <= limit:
@@ -112,12 +109,7 @@ _MAX_THREADS = 4
 
 
 class ChecksumCheck:
-    """Checks chunks of one checkpoint, each once; leaving the block without an error waits for all of them.
-
-    Args:
-        sources: The checkpoint's files.
-        wanted: Whether to check at all.
-    """
+    """Checks chunks of one checkpoint, where `wanted`, each once; leaving the block without an error waits for it."""
 
     def __init__(self, sources: DataFiles, *, wanted: bool = True) -> None:
         self._sources, self._wanted = sources, wanted
@@ -187,14 +179,9 @@ def _check_crc(sources: DataFiles, name: str, piece: Piece, crc: int) -> None:
 def write_plan(
     plan: MergePlan, sources: DataFiles, folder: Path, meter: ProgressMeter, *, checksums: bool = True
 ) -> None:
-    """Write every file of `plan` into `folder`, on disk when this returns.
+    """Write every file of `plan` into `folder`, on disk when this returns; `meter` counts bytes.
 
-    Args:
-        plan: What goes where.
-        sources: The checkpoint.
-        folder: Where the files go.
-        meter: Counts bytes.
-        checksums: Compare what is taken with the checksums that the checkpoint has of it.
+    With `checksums`, what is taken is compared with those that the checkpoint has of it.
 
     Raises:
         CheckpointError: A chunk does not match its checksum.

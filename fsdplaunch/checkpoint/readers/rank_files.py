@@ -51,12 +51,7 @@ _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
 
 
 def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
-    """Return the files of all ranks, rank 0 first.
-
-    Args:
-        folder: Where they are.
-        names: Those that are there, by rank.
-        world: How many there are to be.
+    """Return the files of all ranks, rank 0 first; `names` are there, by rank, and there are to be `world`.
 
     Raises:
         CheckpointError: One is missing, or there are more than can be.

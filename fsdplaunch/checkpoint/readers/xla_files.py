@@ -89,13 +89,9 @@ def is_slice(name: str) -> bool:
 def slice_pieces(
     metadata: Mapping[str, Any], name: str, value: TensorDescription, *, rank: int
 ) -> Iterator[Slice]:
-    """Yield the rectangles of parameters that a slice holds.
+    """Yield the rectangles of parameters that a slice of a rank's holds; `value` is how it lies in file or memory.
 
-    Args:
-        metadata: What the slices of the model are, as torch_xla says it.
-        name: The slice's.
-        value: How the slice lies in its file, or in memory.
-        rank: Whose it is.
+    What the slices of the model are is in the metadata, as torch_xla says it.
 
     Yields:
         Each parameter's name and shape, the elements of it, and where they are in the slice.

@@ -325,10 +325,8 @@ def one_of(
 ) -> Kind:
     """Return a name in any case, with spaces or dashes, or its code: its place in the list, from 1.
 
-    Args:
-        names: A `Literal[...]` of strings or ints, in the order of accelerate's numeric codes.
-        aliases: Further spellings, upper case, and the name they mean.
-        refused: Known values that cannot be honoured, upper case, and why.
+    `names` is a `Literal[...]` in the order of accelerate's numeric codes. In upper case, `aliases` are further
+    spellings with the name they mean, and `refused` known values that cannot be honoured, with the reason.
     """
     allowed = get_args(names)
     table = {_plain_name(name): name for name in allowed} | dict(aliases or {})
