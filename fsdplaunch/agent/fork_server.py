@@ -53,7 +53,7 @@ class Preloaded:
 
     obstacle: str | None = None  # why workers cannot be forked from this process, or None when they can
     notes: tuple[str, ...] = ()  # what the user should read once
-    # Variables that importing changed, as it would anywhere: their values before (or None) and after
+    # Variables that importing changed, as it would anywhere: their values before (or None) and after.
     changes: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
 
 
@@ -161,8 +161,8 @@ class ForkServerProcess:
         """Preload, say so, and fork workers until the agent goes; then kill what is left and end.
 
         Returns in a worker, whose process is set up, what it is to run; in the fork server itself, when the agent
-        lets it go, how many seconds it may stay. `parent` is the agent's process id. `environ` are the variables of
-        the fresh interpreter that this process becomes where it cannot be forked from; None for one that is that.
+        lets it go, how many seconds it may stay. `parent` is the agent's process id. `environ` is for the
+        fresh interpreter that this process becomes where it cannot be forked from; None for one that is that.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
         if os.getsid(0) != os.getpid():

@@ -53,14 +53,14 @@ class WorkerSpec:
     launch: LaunchSection = field(default_factory=LaunchSection)
     command: tuple[str, ...]  # what the bootstrap is to run; or, when `cold`, a whole command line to execute
     cold: bool
-    # By local rank, the processors it may use; empty for no change
+    # By local rank, the processors it may use; empty for no change.
     cpus: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # By local rank, variables that only that worker gets
+    # By local rank, variables that only that worker gets.
     variables: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     is_reported: bool = True  # a launcher waits that will report the failure
     node: int | None = None  # this node's number; None where torch numbers the nodes
     secret: str = field(default="", repr=False)  # the run's; empty on a lone node
-    # The socket at which the run's store is to listen, where the launcher has bound one
+    # The socket at which the run's store is to listen, where the launcher has bound one.
     held: socket.socket | None = field(default=None, repr=False)
 
     @property

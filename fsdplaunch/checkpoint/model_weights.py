@@ -44,7 +44,7 @@ class WeightFiles:
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]  # their sizes in bytes
     pickled: bool  # whether they are files of `torch.save`, which one rank has to read whole
-    # What they hold, by the file's name; of pickled files only after somebody has read them
+    # What they hold, by the file's name; of pickled files only after somebody has read them.
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     index: Mapping[str, str] | None = None  # file name by tensor name as an index says it, or None without one
 

@@ -15,24 +15,24 @@ PROGRESS_SECONDS = 0.1
 class MergeOptions:
     """How to merge."""
 
-    # Write safetensors; False: one `pytorch_model.bin`, which needs torch and the memory
+    # Write safetensors; False: one `pytorch_model.bin`, which needs torch and the memory.
     safe_serialization: bool = True
-    # Bytes of tensors per safetensors file; larger models become several files and an index
+    # Bytes of tensors per safetensors file; larger models become several files and an index.
     max_shard_size: int = 50 * 10**9
     overwrite: bool = False  # replace the weights in an existing output folder; its other files stay
     verify: bool = False  # read the result back and compare every byte with the source and its checksums
     checksums: bool = True  # compare what is taken with the checksums that the checkpoint stores of it
-    # Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names
+    # Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
     strip_wrappers: bool = True
     remove_checkpoint_dir: bool = False  # delete the checkpoint after the result was verified
-    # Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored
+    # Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
     dtype: str | None = None
-    # Merge only the weights that fit one of these patterns: shell patterns, or leading parts of names
+    # Merge only the weights that fit one of these patterns: shell patterns, or leading parts of names.
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()  # leave out the weights that fit one of these patterns
     rename: tuple[tuple[str, str], ...] = ()  # OLD and NEW leading parts of names
     keep_tied: bool = False  # write a weight with several names under each of them instead of once
-    # The model's own folder: configuration, tokenizer and the like are copied from there
+    # The model's own folder: configuration, tokenizer and the like are copied from there.
     copy_from: Path | None = None
 
     @property
@@ -67,12 +67,12 @@ class MergeResult:
     nbytes: int  # bytes of all files
     seconds: float = 0.0  # wall time
     dtypes: dict[str, int] = field(default_factory=dict)  # number of tensors of each dtype
-    # Names of entries that are not in the result: values that are not tensors, optimizers
+    # Names of entries that are not in the result: values that are not tensors, optimizers.
     skipped: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()  # names of weights that were left out on request
-    # Stored and final name of weights that lost a wrapper's name or were renamed
+    # Stored and final name of weights that lost a wrapper's name or were renamed.
     renamed: tuple[tuple[str, str], ...] = ()
-    # Names that are not written because another name holds the same weight: left out, and kept
+    # Names that are not written because another name holds the same weight: left out, and kept.
     tied: tuple[tuple[str, str], ...] = ()
     copied: tuple[Path, ...] = ()  # files that came from the model's folder
     verified: bool = False  # the result was read back and compared with the source

@@ -159,7 +159,7 @@ class PreparedMerge:
     folder: Path  # the checkpoint folder that is read
     selection: Selection  # which entries are merged, and under which names
     plan: MergePlan  # which bytes go where
-    # Final names of weights that are written under another name only: left out, and kept
+    # Final names of weights that are written under another name only: left out, and kept.
     tied: tuple[tuple[str, str], ...] = ()
     model_files: tuple[Path, ...] = ()  # files that come from the model's folder
 

@@ -109,7 +109,7 @@ _MAX_THREADS = 4
 
 
 class ChecksumCheck:
-    """Checks chunks of one checkpoint, where `wanted`, each once; leaving the block without an error waits for it."""
+    """Checks chunks of one checkpoint, where `wanted`, each once; leaving the block without an error waits."""
 
     def __init__(self, sources: DataFiles, *, wanted: bool = True) -> None:
         self._sources, self._wanted = sources, wanted

@@ -78,9 +78,9 @@ class CheckpointIndex:
 
     tensors: tuple[StoredTensor, ...]  # the tensors, in the file's order
     values: tuple[StoredValue, ...]  # the entries that are not tensors
-    # Every data file it refers to, with the end of the last item in it
+    # Every data file it refers to, with the end of the last item in it.
     files: Mapping[str, int] = field(default_factory=dict)
-    # Where each item of a sharded checkpoint stands, those of empty chunks as well
+    # Where each item of a sharded checkpoint stands, those of empty chunks as well.
     places: tuple[ItemLocation, ...] = ()
 
     @property

@@ -203,7 +203,7 @@ class OpenCheckpoint:
     folder: Path  # where it stands
     index: CheckpointIndex  # what it says it holds
     sources: DataFiles
-    # Where each chunk's bytes are when the headers had it already; None: its items have to be read
+    # Where each chunk's bytes are when the headers had it already; None: its items have to be read.
     known: dict[ItemLocation, TorchZipItem] | None
     descriptor: int  # the open folder
     files: Mapping[str, Identity]  # which file each of its own was when it was read

@@ -70,7 +70,7 @@ class MeshShard:
     local: TensorDescription  # the shard
     dtype: Dtype
     shape: tuple[int, ...]  # the full tensor's shape
-    # For each dimension of the mesh which of the tensor's it cuts, None when none is
+    # For each dimension of the mesh which of the tensor's it cuts, None when none is.
     placements: tuple[int | None, ...]
     coordinates: tuple[int, ...]  # the rank's place in the mesh
 

@@ -22,7 +22,7 @@ class NodeInfo:
     rank: int | None = None  # the number it was given; None when it is to be assigned one
     workers: int = 1  # worker processes it will start
     versions: Mapping[str, str] = field(default_factory=dict)  # of fsdplaunch, torch and Python
-    # Its configuration as texts, by key; what may differ between nodes left out
+    # Its configuration as texts, by key; what may differ between nodes left out.
     config: Mapping[str, str] = field(default_factory=dict)
     command: Sequence[str] = ()
     script: str = ""  # digest of the script's text; empty for modules and programs

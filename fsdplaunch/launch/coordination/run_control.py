@@ -61,7 +61,7 @@ class RunAssignment:
     change: int = 0  # how often nodes have come or gone
     notes: Sequence[str] = ()  # what the user of every node is to read
     secret: str = field(default="", repr=False)
-    # On node 0, the socket at which torch's store is to listen: bound before the others hear of it
+    # On node 0, the socket at which torch's store is to listen: bound before the others hear of it.
     held_port: socket.socket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -76,11 +76,11 @@ class RunAssignment:
 class RunActions:
     """What a launcher does at another node's request; called from the thread that owns the connections."""
 
-    # Pass a signal on to this node's workers; gets how many there have been of its number
+    # Pass a signal on to this node's workers; gets how many there have been of its number.
     stop: Callable[[int, int], None] = lambda _number, _count: None
-    # End this node's workers, at once when the argument is true: the run cannot go on
+    # End this node's workers, at once when the argument is true: the run cannot go on.
     end: Callable[[bool], None] = lambda _at_once: None
-    # Nodes have come or gone: start the workers again with those that there are now
+    # Nodes have come or gone: start the workers again with those that there are now.
     change: Callable[[Mapping[str, int]], None] = lambda _members: None
 
 

@@ -44,7 +44,7 @@ class JoinRequirements:
     silence: float = 10.0  # seconds without a message after which a node counts as lost
     grace: float = 30.0  # seconds workers get to end
     expected: Sequence[str] = ()  # the nodes' names by rank, where a scheduler or a list names them
-    # This node's address was configured, and is not taken from where the others connected to
+    # This node's address was configured, and is not taken from where the others connected to.
     address_is_set: bool = False
     secret: str = field(repr=False)
 
