@@ -133,13 +133,7 @@ def run_plan(
     result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
     if result.failure is not None:
         result = replace(result, diagnosis=diagnose_record(record, plan.config, plan.argv[0]))
-    try:
-        run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
-        if result.failure is not None and result.failure.lost:
-            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
-    except OSError as error:  # one that finds no room there is the run's result all the same
-        return replace(result, unwritten=error.strerror or str(error))
-    return result
+    return _written(plan, result)
 
 
 def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:
@@ -183,6 +177,17 @@ def unsharded_ranks(plan: LaunchPlan, record: Mapping[str, Any]) -> list[int]:
         return []
     ranks = [worker["rank"] for attempt in record.get("attempts", [])[-1:] for worker in attempt["workers"]]
     return [rank for rank in ranks if not (run_dir.rank_folder(plan.run_dir, rank) / run_dir.SHARDED).exists()]
+
+
+def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
+    """Write the result into the run's folder; one that finds no room there is the run's all the same."""
+    try:
+        run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
+        if result.failure is not None and result.failure.lost:
+            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+    except OSError as error:
+        return replace(result, unwritten=error.strerror or str(error))
+    return result
 
 
 @contextmanager
