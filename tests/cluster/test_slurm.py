@@ -107,7 +107,7 @@ TRAINS = (
 
 def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkpoint(slurm: Slurm, folder: Path):
     host0, host1, host2 = (f"host{number} ({slurm.lab.address(number)})" for number in range(3))
-    job, run_dir = submit(slurm, folder, *TRAINS, STEPS="101")
+    job, run_dir = submit(slurm, folder, *TRAINS, STEPS="41")
     about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
     wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, about)
     slurm.kill_machine(1)

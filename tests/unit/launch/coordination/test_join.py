@@ -192,7 +192,7 @@ def test_who_was_stopped_reads_what_came_meanwhile_before_it_judges(monkeypatch,
 
     def turn_after_a_pause(seconds: float) -> None:
         turn(seconds)
-        if len(pauses) < 3:
+        if len(pauses) < 2:
             pauses.append(time.sleep(1.5))
 
     paused.turn = turn_after_a_pause
@@ -200,7 +200,7 @@ def test_who_was_stopped_reads_what_came_meanwhile_before_it_judges(monkeypatch,
     monkeypatch.setattr(other, "_lose", lambda *_: None, raising=False)
     run.coordinator.start()
     client.start()
-    wait_until(lambda: len(pauses) == 3)
+    wait_until(lambda: len(pauses) == 2)
     time.sleep(0.3)
     assert run.told == []
     assert not (client if side == "node" else run.coordinator)._done.is_set()
