@@ -135,10 +135,8 @@ def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
 
 
-_FACTOR = 10.0
-"""Workers round at each step, in sums of other orders; the changed weights were rounded once."""
-_FLOOR = 4e-6
-"""Some thirty times the rounding of fp32: below it no difference is asked for its cause."""
+_FACTOR = 10.0  # workers round at each step, in sums of other orders; the changed weights were rounded once
+_FLOOR = 4e-6  # some thirty times the rounding of fp32: below it no difference is asked for its cause
 _ID = "rounding"
 _OPEN = ("told", "randomness", "batch-norm", "gradients", "unequal-means")
 

@@ -65,7 +65,6 @@ def run_plain(plan: LaunchPlan, out: Output) -> None:
 
 
 def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
-    """Run the script in one process, record it, and return its exit status."""
     target = plan.target
     words = (*(("-m",) if target.is_module else ()), target.name, *target.arguments)
     theirs = [name for name in os.environ if not name.startswith(_OURS) and name not in _OF_A_WORKER]

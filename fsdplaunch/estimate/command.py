@@ -50,14 +50,7 @@ def estimate(
     as_json: bool,
     out: Output,
 ) -> int:
-    """Say what a run needs, and whether it fits.
-
-    Returns:
-        0, whether it fits or not: the answer is the output.
-
-    Raises:
-        LaunchError: It cannot be estimated.
-    """
+    """Say what a run needs, and whether it fits; 0 in both cases, for the answer is the output."""
     loaded, hardware, found = load_config(file, overrides=overrides), read_hardware(os.environ), _read(source)
     config, model = loaded.config, found.model
     world, per_node = ranks_of(config, gpus=0 if config.use_cpu else len(hardware.gpus), given=world_size)
@@ -89,7 +82,6 @@ def estimate(
 
 
 def _notes(config: Config, model: Model, setup: TrainingSetup) -> Iterator[str]:
-    """Yield what the configuration says that the estimate does not follow, or that the model does not allow."""
     if uses_xla(config):
         yield "this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs is another"
     if config.fsdp_config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
@@ -127,7 +119,6 @@ def _read(text: str | None) -> _Source:
 
 
 def _read_script(script: str, function: str) -> _Source:
-    """Return the sizes of what a function of a script builds."""
     if not function.isidentifier():
         msg = f"{script}: {function!r} is not a function's name" if function else f"{script} names no function"
         raise UsageError(msg, hint=f"name the one that builds the model: {script}:build_model")
@@ -140,7 +131,6 @@ def _read_script(script: str, function: str) -> _Source:
 
 
 def _sized(text: str) -> _Source:
-    """Return a llama of a size such as 8b."""
     if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
         msg = f"{text} needs a unit, as in {text}b or {text}m"
         raise UsageError(msg)

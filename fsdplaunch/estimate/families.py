@@ -13,8 +13,7 @@ from fsdplaunch.errors import UsageError
 Shapes = dict[str, tuple[int, ...]]
 MOST = 2**31
 """No dimension of a model comes near it."""
-MOST_BLOCKS = 4096
-"""Each one is written out, with its tensors."""
+MOST_BLOCKS = 4096  # each one is written out, with its tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +41,7 @@ class ConfigNumbers:
         self.config, self.source = config, source
 
     def __call__(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these numbers that is there.
-
-        Raises:
-            ValueError: It is not a whole number, or too small or large to be one of a model.
-            UsageError: None is there, and there is no default.
-        """
+        """Return the first of these numbers that is there; a ValueError for one that no model can have."""
         name = next((each for each in names if self.config.get(each) is not None), None)
         if name is None:
             if default is None:
@@ -115,7 +109,6 @@ def _decoder(*kind: Trait) -> Family:
 
 
 def _attention(read: ConfigNumbers, kind: tuple[Trait, ...], widths: tuple[int, int, int], size: int) -> Shapes:
-    """Return the tensors of a block's attention, and the norms around its parts."""
     h, q, kv = widths
     biased = read.flag("attention_bias", default=False)
     block: Shapes = {}

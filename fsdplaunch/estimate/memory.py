@@ -169,8 +169,7 @@ PARTS = ("parameters", "gradients", "optimizer", "gathered", "communication", "a
 CONTEXT = 768 * 1024**2
 """Memory of a GPU that torch does not count: CUDA context, cuBLAS, NCCL. An assumption, not measured."""
 Verdict = Literal["fits", "close", "does not fit", "unknown"]
-COMFORT = 0.9
-"""Share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps."""
+COMFORT = 0.9  # share of a GPU's memory up to which a plan fits: the allocator rounds and leaves gaps
 MOMENTS = {
     "loss": "the loss, between forward and backward",
     "backward": "backward of a block",

@@ -136,11 +136,7 @@ def unit_of(name: str, tensors: Iterable[TensorSize]) -> UnitSize:
 
 
 def read_sizes(folder: Path) -> ModelSizes:
-    """Read the sizes from the headers of a model folder's safetensors files; no tensor is read.
-
-    Raises:
-        UsageError: A file is missing, cut short or not readable, or there is none.
-    """
+    """Read the sizes from the headers of a model folder's safetensors files; no tensor is read."""
     files = weight_files(folder)
     if not files:
         msg = f"{folder} holds no *.safetensors file"
@@ -168,11 +164,7 @@ def read_sizes(folder: Path) -> ModelSizes:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """Return the mapping a file holds.
-
-    Raises:
-        UsageError: There is no such file, or it holds something else.
-    """
+    """Return the mapping a file holds; a UsageError where there is none."""
     try:
         found = parse_json(read_regular(path, LIMIT))
     except InvalidFileError as error:

@@ -134,7 +134,6 @@ def _first(holds: Callable[[int], bool], limit: int) -> int | None:
 
 
 def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[str]:
-    """Yield what should be known about the numbers of the configured way to shard."""
     setup, shape = need.setup, model.shape
     if need.context:
         yield f"{CONTEXT / GIB:.2f} GiB of each GPU are an assumption: the CUDA context, cuBLAS and NCCL"

@@ -299,10 +299,8 @@ def count_tpu_chips(devices: Path = _DEVICES) -> int:
 def pod_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return what a TPU pod's variables say to PyTorch/XLA of keys that nobody else sets, as KEY=VALUE.
 
-    TPU_WORKER_HOSTNAMES names the hosts, or TPU_PROCESS_ADDRESSES those of all processes.
-
-    Raises:
-        MachineError: They name several hosts, and not which of them this is.
+    TPU_WORKER_HOSTNAMES names the hosts, or TPU_PROCESS_ADDRESSES those of all processes; which of them this is
+    must be there, too.
     """
 
     def listed(name: str) -> list[str]:
@@ -354,11 +352,7 @@ def read_hardware(environ: Mapping[str, str], *, root: Path = Path("/")) -> Hard
         elif devices and not driver_is_installed():
             notes = (f"GPUs are not used: there is /dev/{devices[0]}, but no libnvidia-ml.so.1 to count them",)
     return Hardware(
-        gpus=gpus,
-        cpu_count=usable_cpus(root),
-        memory_bytes=usable_memory(root),
-        has_amd=has_amd,
-        notes=notes,
+        gpus=gpus, cpu_count=usable_cpus(root), memory_bytes=usable_memory(root), has_amd=has_amd, notes=notes
     )
 
 

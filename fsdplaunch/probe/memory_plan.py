@@ -16,8 +16,7 @@ STATES: Mapping[str, int] = {
     "adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0,
 }  # fmt: skip
 """Tensors that each optimizer keeps per parameter, of the parameter's own size."""
-_BLOCKS_AT_ONCE = 3
-"""The block that computes, the one gathered ahead of it, and the first one's whole gradient."""
+_BLOCKS_AT_ONCE = 3  # the block that computes, the one gathered ahead of it, and the first one's whole gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

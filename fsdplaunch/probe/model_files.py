@@ -86,11 +86,7 @@ class ModelFacts:
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Describe the model in a folder of `*.safetensors` (with or without an index) or `*.bin` files.
-
-    Raises:
-        UsageError: There is no such folder, it holds no weights, or a header cannot be read.
-    """
+    """Describe the model in a folder of `*.safetensors` (with or without an index) or `*.bin` files."""
     if not folder.is_dir():
         msg = f"model folder {folder} does not exist"
         raise UsageError(msg, hint="give the folder that holds config.json, or a size with its unit: 8b")
@@ -147,11 +143,7 @@ def short_count(number: int) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000.
-
-    Raises:
-        ValueError: It is none, or less than 1.
-    """
+    """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000; a ValueError for anything else."""
     match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())
     number = round(float(match[1]) * _LETTERS[match[2]]) if match else 0
     if number < 1:
@@ -219,11 +211,7 @@ def is_hub_name(text: str) -> bool:
 
 @cache
 def hub_folder(name: str) -> Path:
-    """Return a folder that describes a model of the hub, `org/model`: its config.json and its weights' headers.
-
-    Raises:
-        UsageError: It is not in the cache, and cannot be fetched.
-    """
+    """Return a folder that describes a model of the hub, `org/model`: its config.json and its weights' headers."""
     return _cached(name) or _fetched(name)
 
 
@@ -252,11 +240,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _fetched(name: str) -> Path:
-    """Fetch the configuration and the weights' headers, into files without data as large as the real ones.
-
-    Raises:
-        UsageError: huggingface_hub is missing, offline, or finds no such model.
-    """
+    """Fetch the configuration and the weights' headers, into files without data as large as the real ones."""
     if find_spec("huggingface_hub") is None:
         raise _unreachable(name, "huggingface_hub is not installed to fetch it")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes"):

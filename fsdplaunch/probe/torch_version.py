@@ -123,8 +123,7 @@ def _text(numbers: Numbers) -> str:
     return ".".join(map(str, numbers))
 
 
-NEWEST_RELEASE = "2.9.0"
-"""Of torch_xla, and of the torch that it needs, as of the tests."""
+NEWEST_RELEASE = "2.9.0"  # of torch_xla, and of the torch that it needs, as of the tests
 _INSTALL = f"pip install 'fsdplaunch[xla]' into an environment of its own: torch and torch_xla {NEWEST_RELEASE}"
 
 

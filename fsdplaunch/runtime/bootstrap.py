@@ -47,7 +47,7 @@ from fsdplaunch.runtime.script import ScriptTarget, conclude, parse_target, run_
 from fsdplaunch.runtime.torch_error_notes import explaining_mixtures
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def main(argv: list[str]) -> None:
@@ -148,7 +148,6 @@ def _set_up_replicas(config: Config) -> None:
 
 
 def _check_group() -> None:
-    """Refuse a first step of a worker that is in no process group with the others."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -166,7 +165,6 @@ def _check_group() -> None:
 
 
 def _set_up(config: Config, script: str) -> None:
-    """Prepare for sharding."""
     from fsdplaunch.runtime.compat import adapt_libraries
     from fsdplaunch.runtime.device import choose_device, join_group, see_own_gpu
     from fsdplaunch.runtime.sharding_watch import check_at_first_step, watch_libraries, watch_sharding
@@ -184,23 +182,19 @@ def _set_up(config: Config, script: str) -> None:
         check_at_first_step(script)
     adapt_libraries(config, on_cpu=device.type == "cpu")
     if automatic:
-        _install_hooks(config, device)
+        # Shard what the script does not; until the process ends, for exit handlers may save.
+        from torch.optim import optimizer
 
+        from fsdplaunch.runtime.auto import HookContext
+        from fsdplaunch.runtime.auto.install import hooks
+        from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
+        from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others
 
-def _install_hooks(config: Config, device: "torch.device") -> None:
-    """Shard what the script does not; until the process ends, for exit handlers may save."""
-    from torch.optim import optimizer
-
-    from fsdplaunch.runtime.auto import HookContext
-    from fsdplaunch.runtime.auto.install import hooks
-    from fsdplaunch.runtime.auto.rank0.passes import serve_models_of_others
-    from fsdplaunch.runtime.inspection.describe import print_waiting, wait_for_others
-
-    hook_context = HookContext(config, device, rank=rank(), size=world_size())
-    _installed.enter_context(hooks(hook_context))
-    wait_for_others()
-    before_first_step(optimizer, print_waiting)
-    serve_models_of_others(hook_context)
+        hook_context = HookContext(config, device, rank=rank(), size=world_size())
+        _installed.enter_context(hooks(hook_context))
+        wait_for_others()
+        before_first_step(optimizer, print_waiting)
+        serve_models_of_others(hook_context)
 
 
 _installed = ExitStack()

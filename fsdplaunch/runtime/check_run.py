@@ -89,7 +89,6 @@ def save_and_load(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _values(models: list[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's parameters, and what the optimizer keeps for them, by name."""
     for number, model in enumerate(models):
         for name, param in named_parameters(model):
             yield f"{name} of model {number}" if len(models) > 1 else name, local_tensor(param)

@@ -145,11 +145,9 @@ class SkippingSampler(LikeInner, Sampler[Any]):
         self.reading = reading
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of this pass."""
         return itertools.islice(iter(self.inner), self.reading.skipped, None)
 
     def __len__(self) -> int:
-        """Return the number of batches in a full pass."""
         return len(self.inner)
 
 
@@ -186,7 +184,6 @@ class EpochSampler(DistributedSampler[Any]):
     """A distributed sampler that begins the next epoch by itself; `set_epoch` still decides when it is called."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this epoch's indices of this rank, and move on to the next epoch."""
         indices = super().__iter__()
         self.epoch += 1
         return indices
@@ -201,13 +198,10 @@ class SharedOrder(Sampler[Any]):
     def __init__(self, inner: Any, ranks: DataRanks) -> None:
         self.inner = inner
         self.ranks = ranks
-        self.drawn: list[Any] | None = None
-        """The present epoch's order, on the rank that drew it."""
-        self.given: list[Any] | None = None
-        """The order of the epoch a run is resumed in."""
+        self.drawn: list[Any] | None = None  # the present epoch's order, on the rank that drew it
+        self.given: list[Any] | None = None  # the order of the epoch a run is resumed in
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items of a new epoch."""
         items, self.given = self.given, None
         if items is None:
             items = list(from_rank_0(list(self.inner) if self.ranks.rank == 0 else None))
@@ -217,7 +211,6 @@ class SharedOrder(Sampler[Any]):
         return iter(items[self.ranks.rank :: self.ranks.size])
 
     def __len__(self) -> int:
-        """Return the number of this rank's items in one epoch."""
         return math.ceil(len(self.inner) / self.ranks.size)
 
 
@@ -229,7 +222,6 @@ class TakingTurns(LikeInner, IterableDataset[Any]):
         self.ranks = ranks
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items."""
         stream = iter(self.inner)
         while len(round_ := list(itertools.islice(stream, self.ranks.size))) == self.ranks.size:
             yield round_[self.ranks.rank]

@@ -29,26 +29,8 @@ def say_unequal(text: str) -> None:
 
 def say(text: str) -> None:
     """Write one line to stderr, on rank 0 only."""
-    if _once and text in _said:
-        return
-    if _once:
-        _said.add(text)
     if rank() == 0:
         write_error(f"fsdplaunch: {printable(text)}\n")
-
-
-@contextmanager
-def said_only_once() -> Iterator[None]:
-    """Say nothing that was said in such a block before: a script may copy its model for every save."""
-    _once.append(True)
-    try:
-        yield
-    finally:
-        _once.pop()
-
-
-_once: list[bool] = []
-_said: set[str] = set()
 
 
 def say_anywhere(text: str) -> None:

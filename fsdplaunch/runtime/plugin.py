@@ -14,9 +14,15 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -26,6 +32,7 @@ from fsdplaunch.config.schema.config import Config, KeyPath, keys_by_path
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, STATE_DICT, TRUE_WORDS
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
+from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.sharding.settings import (
     DTYPES,
@@ -38,7 +45,6 @@ from fsdplaunch.runtime.sharding.settings import (
     settings_of,
 )
 from fsdplaunch.runtime.sharding.wrap import find_blocks, torch_form
-from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy, wrap_policy_runner
 
 
@@ -190,7 +196,8 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
             raise UsageError(msg, hint="use SHARDED_STATE_DICT")
         self.state_dict_type = StateDictType[name]
         self.state_dict_config = state_config(self.state_dict_type, self.state_dict_config)
-        self.optim_state_dict_config = optimizer_config(self.state_dict_type, self.optim_state_dict_config)
+        present = self.optim_state_dict_config
+        self.optim_state_dict_config = state_config(self.state_dict_type, present, of_optimizer=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Bind a named wrap policy to a model, so that `auto_wrap_policy` is a function torch can use.
@@ -207,9 +214,8 @@ class FullyShardedDataParallelPlugin(JoinsAccelerate):
                 self.auto_wrap_policy = None  # the model has no blocks and nobody asked for them
                 return
             classes = {type(block) for block in blocks.values()}
-            self.transformer_cls_names_to_wrap = sorted(
-                each.__name__ for each in classes
-            )  # accelerate looks at them
+            # Accelerate looks at the names.
+            self.transformer_cls_names_to_wrap = sorted(each.__name__ for each in classes)
             self.auto_wrap_policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:
             least = self.min_num_params
@@ -323,11 +329,7 @@ def plain(value: Any) -> Any:
 
 
 def state_dict_name(given: Any) -> str:
-    """Return the configuration's name of a kind of state dict: a name or its first word, a code, `StateDictType`.
-
-    Raises:
-        UsageError: It is none of them.
-    """
+    """Return the configuration's name of a kind of state dict: a name, its first word, a code, `StateDictType`."""
     value = plain(given)
     word = value.strip().upper() if isinstance(value, str) else ""
     try:
@@ -335,6 +337,26 @@ def state_dict_name(given: Any) -> str:
     except ValueError:
         msg = f"state_dict_type must be {STATE_DICT.expects}, got {given!r}"
         raise UsageError(msg) from None
+
+
+_OPTIONS: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+"""Torch's classes of options: the model's, the optimizer's."""
+
+
+def state_config(kind: StateDictType, present: Any, *, of_optimizer: bool = False) -> Any:
+    """Return options for a model's or an optimizer's state dict; those present if they are of the right class."""
+    wanted = _OPTIONS[kind][of_optimizer]
+    if isinstance(present, wanted):
+        return present
+    if not torch.cuda.is_available():
+        take_out_offload_to_cpu()
+    if kind is StateDictType.FULL_STATE_DICT:
+        return wanted(offload_to_cpu=True, rank0_only=True)
+    return wanted(offload_to_cpu=True) if kind is StateDictType.SHARDED_STATE_DICT else wanted()
 
 
 def _dtype_of(value: Any, what: str) -> torch.dtype | None:

@@ -71,17 +71,11 @@ def random_digest() -> str:
 
 @contextmanager
 def seeding_from(
-    number: int,
-    *,
-    ends: Callable[[], bool] = lambda: False,
-    note: Callable[[str, Any], None] = lambda *_: None,
+    number: int, *, ends: Callable[[], bool] = lambda: False, note: Callable[[str, Any], None] = lambda *_: None
 ) -> Iterator[None]:
-    """Let the seeds that a script leaves to chance come from a number.
+    """Let the seeds that a script leaves to chance come from a number, until `ends` says that they need not.
 
-    Args:
-        number: The seed of all of them.
-        ends: Return whether chance is to be left to itself from now on.
-        note: Called with a generator's name and the seed that the script sets itself.
+    `note` is called with a generator's name and the seed that the script sets itself.
     """
     source = random.Random(number)  # noqa: S311  (no secrets)
 

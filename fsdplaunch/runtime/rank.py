@@ -85,7 +85,9 @@ def start_heartbeat() -> None:
         return
     stack = (folder / STACK).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    beat = _open(folder / HEARTBEAT)
+    (folder / HEARTBEAT).write_bytes(bytes(LAYOUT.size))
+    with (folder / HEARTBEAT).open("r+b") as file:
+        beat = mmap.mmap(file.fileno(), LAYOUT.size)
     _kept.extend([stack, beat])
     pid, steps = os.getpid(), 0
     LAYOUT.pack_into(beat, 0, pid, 0, 0)
@@ -99,9 +101,3 @@ def start_heartbeat() -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(count)
-
-
-def _open(path: Path) -> mmap.mmap:
-    path.write_bytes(bytes(LAYOUT.size))
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), LAYOUT.size)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
 from fsdplaunch.display_text import MOST, printable, shortened, text_of
@@ -50,7 +50,14 @@ def parse_target(argv: list[str]) -> ScriptTarget:
 
 def run_target(target: ScriptTarget) -> None:
     """Execute the target as `__main__`; whatever it raises, SystemExit included, comes out."""
-    module, code = _module(target.name) if target.is_module else _script(target.name)
+    if target.is_module:
+        _set_first_path(str(Path.cwd()))
+        spec = importlib.util.find_spec(target.name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{target.name}.__main__")
+        module, code = _found(spec, target.name)
+    else:
+        module, code = _script(target.name)
     sys.argv = [str(module.__file__) if target.is_module else target.name, *target.arguments]
     sys.modules["__main__"] = module
     exec(code, module.__dict__)  # noqa: S102  (running the user's program is the purpose)
@@ -73,16 +80,7 @@ def _script(name: str) -> tuple[ModuleType, CodeType]:
     return _main_module(file=file, loader=loader), compile(source, file, "exec", dont_inherit=True)
 
 
-def _module(name: str) -> tuple[ModuleType, CodeType]:
-    _set_first_path(str(Path.cwd()))
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    return _found(spec, name)
-
-
 def _found(spec: importlib.machinery.ModuleSpec | None, name: str) -> tuple[ModuleType, CodeType]:
-    """Return the namespace and the code of a module that import machinery found."""
     loader: Any = None if spec is None else spec.loader
     if spec is None or not hasattr(loader, "get_code"):
         msg = f"no module to run at {name}"
@@ -113,11 +111,9 @@ def _set_first_path(folder: str) -> None:
 
 EXIT_INTERRUPTED = 130
 _MOST_OF_STACK = 64 * 2**10
-NOTE = "fsdplaunch: "
-"""How a note begins that this package adds to another's error."""
+NOTE = "fsdplaunch: "  # how a note begins that this package adds to another's error
 _STDERR = 2  # the process's own: what the script has in its place may be no file
-STUCK_SECONDS = 30.0
-"""How long a failed worker's threads and exit handlers may take before the process is ended."""
+STUCK_SECONDS = 30.0  # how long a failed worker's threads and exit handlers may take before the process is ended
 
 
 def conclude(failure: BaseException) -> int:
@@ -133,7 +129,20 @@ def conclude(failure: BaseException) -> int:
     # wait for this one would keep it alive, so a C-level timer ends it and prints where it waited.
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=_STDERR)
     if isinstance(failure, SystemExit):
-        return _leave(failure)
+        # Treat `sys.exit(value)` as the interpreter does, and record a value that means failure.
+        try:
+            words = str(failure.code)
+        except Exception:
+            words = text_of(failure)
+        status = failure.code if isinstance(failure.code, int) else EXIT_FAILED
+        record(f"SystemExit: {words}", "", status & 0xFF)
+        if isinstance(failure.code, int):
+            return status
+        if len(words) > MOST:
+            with _for_the_file():
+                write_error(f"{words}\n")
+        write_error(f"{shortened(words)}\n")
+        return EXIT_FAILED
     lines, above = failure.__traceback__, (str(Path(__file__).parent) + os.sep, "<frozen importlib")
     while lines is not None and lines.tb_frame.f_code.co_filename.startswith(above):
         lines = lines.tb_next  # to the user's first line, if one was reached
@@ -149,16 +158,11 @@ def conclude(failure: BaseException) -> int:
         if short:
             write_error(f"error: {printable(words)}\n")
         else:
-            _print(failure, lines, text)
+            try:
+                sys.excepthook(type(failure), failure.with_traceback(lines), lines)
+            except Exception:  # one of the script's own, or torch's, which flushes what may have no flush
+                write_error(text)
     return status
-
-
-def _print(failure: BaseException, lines: TracebackType | None, text: str) -> None:
-    """Call the hook: the script's, if it set one. Torch's reads the exception's traceback, not the argument."""
-    try:
-        sys.excepthook(type(failure), failure.with_traceback(lines), lines)
-    except Exception:  # one of the script's own, or torch's, which flushes what may have no flush
-        write_error(text)
 
 
 @contextmanager
@@ -173,23 +177,6 @@ def _for_the_file() -> Iterator[None]:
         yield
     finally:
         write_error(END_HIDDEN.decode())
-
-
-def _leave(leaving: SystemExit) -> int:
-    """Treat `sys.exit(value)` as the interpreter does, and record a value that means failure."""
-    try:
-        words = str(leaving.code)
-    except Exception:
-        words = text_of(leaving)
-    status = leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
-    record(f"SystemExit: {words}", "", status & 0xFF)
-    if isinstance(leaving.code, int):
-        return status
-    if len(words) > MOST:
-        with _for_the_file():
-            write_error(f"{words}\n")
-    write_error(f"{shortened(words)}\n")
-    return EXIT_FAILED
 
 
 def record(message: str, call_stack: str, status: int) -> None:

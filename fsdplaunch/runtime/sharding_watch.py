@@ -258,7 +258,6 @@ def _watch_updates(name: str) -> None:
 
 
 def _parameter_below(loss: Any) -> nn.Parameter | None:
-    """Return one of the parameters that a loss has a gradient for."""
     waiting, seen = [getattr(loss, "grad_fn", None)], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
@@ -273,7 +272,6 @@ def _parameter_below(loss: Any) -> nn.Parameter | None:
 
 
 def _describe_others() -> None:
-    """Print how the models are sharded that something else than this package has sharded."""
     from fsdplaunch.runtime.inspection.describe import announce, describe_seen
     from fsdplaunch.runtime.inspection.units import is_sharded, reshard
     from fsdplaunch.runtime.sharding.registry import registered  # only now: a worker must start fast

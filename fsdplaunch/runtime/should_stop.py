@@ -7,8 +7,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send ahead of the end."""
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send ahead of the end
 
 
 class _Request:

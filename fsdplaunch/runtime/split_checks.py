@@ -103,7 +103,6 @@ def _repeatable(model: nn.Module) -> Iterator[None]:
 
 
 def _tolerance(model: nn.Module, computes_in: torch.dtype | None) -> float:
-    """Return how far results may be apart, as a part of their norm, by the dtypes that a model computes in."""
     dtypes = {param.dtype for param in model.parameters()} if computes_in is None else {computes_in}
     device = next((param.device.type for param in model.parameters()), "cpu")
     if torch.is_autocast_enabled(device) or not dtypes <= {torch.float32, torch.float64}:
@@ -171,7 +170,6 @@ def check_first_inputs(
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, lists and mappings among them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

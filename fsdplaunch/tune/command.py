@@ -50,11 +50,7 @@ def tune(
 ) -> int:
     """Measure candidates until the fastest that fits is known, and say and write it; see the command's options.
 
-    Returns:
-        0 when one was found; 1 when none fits or none can be measured; 130 after Ctrl-C.
-
-    Raises:
-        LaunchError: Before anything was started.
+    Returns 0 when one was found, 1 when none fits or none can be measured, 130 after Ctrl-C.
     """
     _check_file(write, overwrite=overwrite)
     name, values = check_script(script, "tune", is_file=not module), read_tries(tries)
@@ -118,7 +114,6 @@ def tune(
 
 
 def _check_file(path: Path | None, *, overwrite: bool) -> None:
-    """Refuse a file that exists, or whose folder does not, before anything is measured."""
     if path is None:
         return
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -130,7 +125,6 @@ def _check_file(path: Path | None, *, overwrite: bool) -> None:
 
 
 def _check_config(config: Config) -> None:
-    """Refuse what cannot be measured here: nothing is sharded, or by PyTorch/XLA, or over several nodes."""
     if uses_xla(config):
         msg = "tune searches configurations of torch's FSDP, and this one is PyTorch/XLA's"
         raise UsageError(msg, hint="leave xla out, or launch without tune")
@@ -196,7 +190,6 @@ def _cannot(words: str, script: str, folder: Path) -> LaunchError:
 
 
 def _write(path: Path, result: TuneResult, space: Space, loaded: LoadedConfig, out: Output) -> None:
-    """Write the kept candidate as a configuration, and say so."""
     config = space.config(result.kept) if result.kept is not None else None
     if config is None:
         out.note(f"{path} is not written: there is no candidate to write")

@@ -92,29 +92,6 @@ def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def _install_guard(scratch: str, source: str) -> None:
-    """Keep the script's writes in its scratch folder; caches and temporary files are free."""
-    caches = [
-        value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))
-    ]
-    caches += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
-    caches += [str(path) for path in Path.home().glob(".*") if path.is_dir()]
-    python = (sys.prefix, *site.getsitepackages())
-    temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc")  # noqa: S108
-    guard = WriteGuard(scratch, source, (*temporary, *python, *caches))
-    sys.addaudithook(guard.audit)
-
-    def asking(write: Callable[..., Any]) -> Callable[..., Any]:
-        def ask_and_write(*args: Any, **kwargs: Any) -> Any:
-            guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
-            return write(*args, **kwargs)
-
-        return ask_and_write
-
-    for owner, name in ((torch, "save"), (safe, "serialize_file")):
-        setattr(owner, name, asking(getattr(owner, name)))
-
-
 _measurements: list["Measurement"] = []
 
 
@@ -122,7 +99,26 @@ def measure(steps: int, config: Config) -> None:
     """Measure the script that is about to run, and end it after so many steps of the optimizer that steps most."""
     scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
     if scratch and source:
-        _install_guard(scratch, source)
+        # Keep the script's writes in its scratch folder; caches and temporary files are free.
+        caches = [
+            value for name, value in os.environ.items() if name.endswith(("_CACHE", "_CACHE_DIR", "_CACHE_HOME"))
+        ]
+        caches += [os.environ[name] for name in ("HF_HOME", "TORCH_HOME") if os.environ.get(name)]
+        caches += [str(path) for path in Path.home().glob(".*") if path.is_dir()]
+        python = (sys.prefix, *site.getsitepackages())
+        temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev", "/proc")  # noqa: S108
+        guard = WriteGuard(scratch, source, (*temporary, *python, *caches))
+        sys.addaudithook(guard.audit)
+
+        def asking(write: Callable[..., Any]) -> Callable[..., Any]:
+            def ask_and_write(*args: Any, **kwargs: Any) -> Any:
+                guard.before_write(args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename")))
+                return write(*args, **kwargs)
+
+            return ask_and_write
+
+        for owner, name in ((torch, "save"), (safe, "serialize_file")):
+            setattr(owner, name, asking(getattr(owner, name)))
     measurement = Measurement(on_gpu=torch.cuda.is_available() and not config.use_cpu)
     register_optimizer_step_post_hook(measurement.mark)
     _measurements.append(measurement)

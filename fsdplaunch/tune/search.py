@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import log, sqrt
+from operator import attrgetter
 from statistics import mean, stdev
 from typing import Literal, TypeVar
 
@@ -18,8 +19,7 @@ Verdict = Literal["first", "second", "equal", "open"]
 Pair = tuple[Outcome, Outcome]
 MOST_ROUNDS = 5
 _AT_ONCE, _SMALLEST, _ALIKE = log(1.30), log(1.01), log(1.03)
-_T99 = {2: 9.925, 3: 5.841, 4: 4.604}
-"""Student's t for 99 %, both sides, by degrees of freedom."""
+_T99 = {2: 9.925, 3: 5.841, 4: 4.604}  # Student's t for 99 %, both sides, by degrees of freedom
 Name = TypeVar("Name")
 
 
@@ -52,8 +52,7 @@ def decide(pairs: Sequence[Pair], before: Pair) -> Verdict:
     return "equal" if len(pairs) >= MOST_ROUNDS else "open"
 
 
-def _median(outcome: Outcome) -> float:
-    return outcome.median
+_median = attrgetter("median")
 
 
 def contenders(measured: Mapping[Name, Outcome]) -> list[Name]:
@@ -112,10 +111,8 @@ class Duel:
 
 _GAIN = 0.98
 """A change whose step is below this share of yours, and below most of your steps, is tried with others."""
-_MOST_TOGETHER = 6
-"""Combinations that are tried at a time."""
-_TIMES = 3
-"""How often the best is combined with one more change."""
+_MOST_TOGETHER = 6  # combinations that are tried at a time
+_TIMES = 3  # how often the best is combined with one more change
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,14 +130,19 @@ class Search:
     def run(self) -> Candidate | None:
         """Search to the end and return the candidate to take; None when none fits.
 
-        Raises:
-            SearchStopped: The user stopped it; rows and duels hold what is known.
-            CannotMeasureError: The first candidate shows that none can be measured.
+        When the user stops it (SearchStopped), rows and duels hold what is known.
         """
         singles = self.space.singles()
         self._try_all([Candidate(), *singles])
         if self.best() is None:
-            self._find_any(singles)
+            # Look for a candidate that fits: two changes together, then what is only done for want of memory.
+            alive = [each for each in singles if self.rows[each].state != "same run"]
+            pairs = [first.with_changes(second) for first, second in combinations(alive, 2)]
+            self._try_all(pairs, most=2 * _MOST_TOGETHER)
+            if self.best() is None:
+                last = self.space.last_resorts()
+                more = [each.with_changes(single) for each in last for single in alive]
+                self._try_all([*last, *more], most=_MOST_TOGETHER)
         for _ in range(_TIMES):  # one more helpful change to the best, as long as that helps
             base = self.best()
             if base is None:
@@ -191,16 +193,6 @@ class Search:
         if row.candidate.is_yours and len(row.outcomes) == 1 and outcome.kind in ("write", "error"):
             raise CannotMeasureError(outcome.failure)
         return outcome
-
-    def _find_any(self, singles: Sequence[Candidate]) -> None:
-        """Look for a candidate that fits: two changes together, then what is only done for want of memory."""
-        alive = [each for each in singles if self.rows[each].state != "same run"]
-        pairs = [first.with_changes(second) for first, second in combinations(alive, 2)]
-        self._try_all(pairs, most=2 * _MOST_TOGETHER)
-        if self.best() is None:
-            last = self.space.last_resorts()
-            more = [each.with_changes(single) for each in last for single in alive]
-            self._try_all([*last, *more], most=_MOST_TOGETHER)
 
     def _may_help(self, single: Candidate, base: Candidate) -> bool:
         """Return whether a change of another key gained by itself; where yours does not fit, whether it may."""

@@ -13,8 +13,7 @@ from fsdplaunch.config.schema.config import Config, KeyPath, KeySpec, all_keys, 
 from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import LaunchError, UsageError
 
-_PREFIX = re.compile("^(fsdp_|parallelism_config_|dynamo_)")
-"""What accelerate puts before the names of a section."""
+_PREFIX = re.compile("^(fsdp_|parallelism_config_|dynamo_)")  # what accelerate puts before the names of a section
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +157,7 @@ _OF_A_STEP = (
 def read_tries(texts: Sequence[str]) -> dict[KeyPath, list[Any]]:
     """Return the values to try by key, each once, of `KEY=V1,V2` texts: keys dotted or bare, values as in YAML.
 
-    Raises:
-        UsageError: With everything that is wrong, in one message.
+    One UsageError says everything that is wrong.
     """
     found: dict[KeyPath, list[Any]] = {}
     wrong: list[str] = []

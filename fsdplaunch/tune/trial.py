@@ -44,8 +44,7 @@ class Outcome:
 
 WARM_UP = 3
 """Steps that are made before those that count: allocation, first gathers, compilation."""
-_FEWEST_STEPS = 3
-"""Measured steps below which a launch says nothing."""
+_FEWEST_STEPS = 3  # measured steps below which a launch says nothing
 
 
 def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
@@ -61,12 +60,9 @@ def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
     )
 
 
-_COPIED_BYTES = 1 << 20
-"""Size up to which a file is copied."""
-_ALL_COPIED_BYTES = 64 << 20
-"""What the copies may take together; the files that come after them are links."""
-_MOST_FILES = 20_000
-"""Shown one by one; a folder that comes after them is a link."""
+_COPIED_BYTES = 1 << 20  # size up to which a file is copied
+_ALL_COPIED_BYTES = 64 << 20  # what the copies may take together; the files that come after them are links
+_MOST_FILES = 20_000  # shown one by one; a folder that comes after them is a link
 
 
 def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> None:
@@ -94,13 +90,11 @@ def make_scratch(source: Path, target: Path, *, leave_out: Collection[Path]) -> 
 
 
 _GRACE_SECONDS = 5.0
-_ENDING_SECONDS = 10.0
-"""How long a script's own exit handlers may take when all has been measured."""
+_ENDING_SECONDS = 10.0  # how long a script's own exit handlers may take when all has been measured
 _WARM_SECONDS = 30.0
 """How long the interpreter of one trial waits for the next one; after the last it ends by itself."""
 _KILLED = 137
-_STATED = 200
-"""Characters of a script's own error that a row shows."""
+_STATED = 200  # characters of a script's own error that a row shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +174,6 @@ class _Watch:
 
 
 def _why(result: RunResult) -> tuple[str, str]:
-    """Return the kind of a failure, and its words."""
     if result.stopped_by is not None:
         return "stopped", f"stopped by {result.stopped_by}"
     failure = result.failure

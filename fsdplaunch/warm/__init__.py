@@ -45,8 +45,7 @@ _STATUS = (
     *("NoNewPrivs", "Seccomp", "THP_enabled", "TracerPid"),
 )
 _FILES = ("cgroup", "attr/current", "personality", "loginuid", "timerslack_ns")
-_NAME = "fsdplaunch_warm"
-"""Not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes."""
+_NAME = "fsdplaunch_warm"  # not the prefix of `fsdplaunch.private_dir`, whose folders go with their processes
 SUFFIX = ".sock"
 _CREDENTIALS = struct.Struct("@iII")
 
@@ -145,12 +144,7 @@ def folder_path(environ: Mapping[str, str]) -> str:
 
 @contextmanager
 def opened_folder(path: str, *, make: bool = False) -> Iterator[int]:
-    """Give a descriptor of the folder; `make` it where it is not there.
-
-    Raises:
-        FileNotFoundError: It is not there.
-        UnsafeFolderError: It is a link, another user's, or others may enter it.
-    """
+    """Give a descriptor of the folder, which must be this user's alone; `make` it where it is not there."""
     if make:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)  # noqa: PTH102
@@ -177,11 +171,7 @@ def socket_names(folder: int) -> list[str]:
 
 
 def listen(folder: int, name: str) -> tuple[socket.socket, tuple[int, int]]:
-    """Listen under a name, in the place of what listened there before; return the socket and its file's identity.
-
-    Raises:
-        OSError: The folder has gone, or is full.
-    """
+    """Listen under a name, in the place of what listened there; return the socket and its file's identity."""
     own = f".{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with suppress(FileNotFoundError):

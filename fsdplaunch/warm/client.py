@@ -28,8 +28,7 @@ from fsdplaunch.warm import (
 
 SECONDS = 3.0
 """How long one answer may take, on a busy machine too; then the launch goes on without it."""
-_WORD_SECONDS = 5.0
-"""How long the interpreter may take to say how an agent ended."""
+_WORD_SECONDS = 5.0  # how long the interpreter may take to say how an agent ended
 _log = logging.getLogger(__name__)
 
 
@@ -135,11 +134,7 @@ def folder_problem(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_all(environ: Mapping[str, str], question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask every warm interpreter of this user; return the answers of those that give one.
-
-    Raises:
-        UnsafeFolderError: Their folder is not this user's alone.
-    """
+    """Ask every warm interpreter of this user; return the answers of those that give one."""
     answers = []
     with suppress(FileNotFoundError), opened_folder(folder_path(environ)) as folder:
         for name in socket_names(folder):

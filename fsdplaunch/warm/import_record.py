@@ -14,15 +14,13 @@ from typing import Any
 
 from fsdplaunch.warm import has_say, native_variables
 
-_FileMark = tuple[int, int, int]
-"""Time of change in ns, size and number of a file."""
+_FileMark = tuple[int, int, int]  # time of change in ns, size and number of a file
 
 
 class ImportRecord:
     """Notes of the imports of this process and those it was forked from; begins before anything is imported."""
 
     def __init__(self) -> None:
-        """Begin before anything is imported."""
         self.environ_before = dict(os.environ)
         self.folder_before = os.getcwd()  # noqa: PTH109
         self._began_ns = time.time_ns()
@@ -151,7 +149,6 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 def _loaded_files() -> set[str]:
-    """Return the files of all modules and native libraries that this process has loaded."""
     found = {sys.executable}
     for module in list(sys.modules.values()):
         path = getattr(module, "__dict__", {}).get("__file__")

@@ -43,10 +43,8 @@ LOOK_SECONDS = 2.0
 _READ_SECONDS = 1.0
 _GO_SECONDS = 5.0
 _FILES_SECONDS = 60.0
-_SHORT_OF_MEMORY = 0.05
-"""It ends when less than this part of the machine's memory is available."""
-_FIRST_TO_GO = "800"
-"""Its oom_score_adj: where memory is short at once, the kernel is to end it and no other."""
+_SHORT_OF_MEMORY = 0.05  # it ends when less than this part of the machine's memory is available
+_FIRST_TO_GO = "800"  # its oom_score_adj: where memory is short at once, the kernel is to end it and no other
 _FILES = (5, 6)
 
 

@@ -178,8 +178,7 @@ def _kinds(tensors: list[Any]) -> list[list[Any]]:
 
 _groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
 """The units' groups of models that have ever made a pass that averages nothing."""
-_apart: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models whose next pass averages nothing."""
+_apart: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models whose next pass averages nothing
 _told: list[bool] = []
 
 

@@ -22,7 +22,8 @@ from fsdplaunch.runtime.collectives.waits import watch_main_thread
 from fsdplaunch.runtime.inspection.units import is_sharded
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin, ambient_plugin
-from fsdplaunch.runtime.sharding.mesh import ShardTarget, data_ranks, shard_target
+from fsdplaunch.runtime.rank import DataRanks
+from fsdplaunch.runtime.sharding.mesh import data_ranks, shard_target
 from fsdplaunch.runtime.sharding.optimizers import repoint, step_with_local_shards
 from fsdplaunch.runtime.sharding.registry import known_parameters
 from fsdplaunch.runtime.sharding.shard import shard_model
@@ -82,37 +83,30 @@ def prepare(
         results = feature(XLA).prepare_on_xla(objects, chosen, unsupported)
     else:
         place = shard_target(chosen.settings(), mesh=mesh, process_group=process_group, device=device)
-        ready = _shard_models(_of(objects, nn.Module), chosen, place, weights, strict)
-        known = known_parameters()
+        models = _of(objects, nn.Module)
+        pretrained = pretrained_for(models, weights=weights, strict=strict)
+        deferred = None
+        if pretrained:
+            from fsdplaunch.runtime.loading.load import DeferredWeights
+
+            deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict)
+        ready: dict[int, nn.Module] = {}
+        for model in models:
+            if not is_sharded(model):
+                ready[id(model)] = shard_model(model, chosen, place, deferred)
+                allow_deepcopy_of_units(ready[id(model)])
+                continue
+            ready[id(model)] = model
+            if weights:
+                from fsdplaunch.runtime.loading.load import load_weights
+
+                load_weights(model, weights, strict=strict)
+        known, readers = known_parameters(), data_ranks(place.mesh, place.context)
         for optimizer in _of(objects, Optimizer):
             repoint(optimizer, known)
         step_with_local_shards()  # also optimizers that are built later
-        results = tuple(ready[id(item)] if id(item) in ready else _fit(item, place) for item in objects)
+        results = tuple(ready[id(item)] if id(item) in ready else fit(item, readers) for item in objects)
     return results[0] if len(results) == 1 else results
-
-
-def _shard_models(
-    models: list[nn.Module], plugin: FullyShardedDataParallelPlugin, place: ShardTarget, weights: Any, strict: Any
-) -> dict[int, nn.Module]:
-    """Shard models, and return each one's sharded form by the identity of what was given."""
-    pretrained = pretrained_for(models, weights=weights, strict=strict)
-    deferred = None
-    if pretrained:
-        from fsdplaunch.runtime.loading.load import DeferredWeights
-
-        deferred = partial(DeferredWeights, where=pretrained.where, strict=pretrained.strict)
-    ready: dict[int, nn.Module] = {}
-    for model in models:
-        if not is_sharded(model):
-            ready[id(model)] = shard_model(model, plugin, place, deferred)
-            allow_deepcopy_of_units(ready[id(model)])
-            continue
-        ready[id(model)] = model
-        if weights:
-            from fsdplaunch.runtime.loading.load import load_weights
-
-            load_weights(model, weights, strict=strict)
-    return ready
 
 
 @cache
@@ -129,12 +123,13 @@ def _of(objects: tuple[Any, ...], kind: type) -> list[Any]:
     return list({id(item): item for item in objects if isinstance(item, kind)}.values())
 
 
-def _fit(item: Any, place: ShardTarget) -> Any:
+def fit(item: Any, readers: DataRanks) -> Any:
+    """Fit what `prepare` was given beside models and optimizers; loaders to this worker among those that read."""
     if isinstance(item, DataLoader):
         from fsdplaunch.runtime.data_loaders import shard_loader
 
-        return shard_loader(item, data_ranks(place.mesh, place.context))
-    if isinstance(item, Optimizer) or hasattr(item, "state_dict"):
+        return shard_loader(item, readers)
+    if hasattr(item, "state_dict"):
         return item  # a scheduler keeps its optimizer, and the optimizer is the same object as before
     msg = f"prepare does not know what to do with {type(item).__name__}"
     raise ShardingError(msg, hint="give it models, optimizers, data loaders and schedulers")

@@ -92,7 +92,6 @@ def _summoned_fsdp2(
 
 
 def _sharded_places(root: nn.Module, recurse: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the modules and attributes that hold shards, with those."""
     waiting, seen = [(root, 0)], {root}
     while waiting:
         module, depth = waiting.pop()

@@ -36,12 +36,7 @@ from fsdplaunch.runtime.messages import is_user_file, script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.sharding.gradients import agree_on_unused, hook_local_gradients
 from fsdplaunch.runtime.sharding.optimizers import waits_for_shards
-from fsdplaunch.runtime.torch_internals.modules import (
-    BUILTIN_HOOK,
-    IGNORED_NAMES,
-    compiled_module,
-    untraced,
-)
+from fsdplaunch.runtime.torch_internals.modules import BUILTIN_HOOK, IGNORED_NAMES, compiled_module, untraced
 from fsdplaunch.runtime.torch_internals.tensors import overwriting_uncounted
 
 
@@ -166,38 +161,7 @@ def construct(original: Any, hook_context: HookContext, ddp: Any, *args: Any, **
         return
     if "fsdplaunch" not in str(DistributedDataParallel.forward.__module__):
         hook_context.undo.enter_context(replaced(DistributedDataParallel, "forward", _forward))
-    _fill(ddp, given)
-
-
-def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: HookContext) -> None:
-    """Refuse what cannot be kept: some of the ranks, the global batch, parameters left alone, no model."""
-    name, line = type(module).__name__.removeprefix("FSDP"), script_line()
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        msg = f"{line} replicates parameters without their model"
-        raise ShardingError(msg, hint="give the model to DistributedDataParallel; or launch with --shard off")
-    if group is not None and dist.get_world_size(group) != hook_context.size:
-        msg = f"{line} replicates {name} over {dist.get_world_size(group)} of {hook_context.size} ranks"
-        hint = "leave process_group out, or call fsdplaunch.prepare(model, process_group=...) in the script"
-        raise ShardingError(msg, hint=hint)
-    if hook_context.keeps_batch and hook_context.size > 1:
-        msg = (
-            f"{line} gives {name} to DistributedDataParallel: the script divides its data by itself,"
-            " so launch.keep_global_batch cannot"
-        )
-        hint = (
-            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
-            " size by the number of ranks, and launch without the key"
-        )
-        raise ShardingError(msg, hint=hint)
-    ignored = getattr(module, IGNORED_NAMES, ())
-    trained = (each for each, param in nn.Module.named_parameters(module) if param.requires_grad)
-    if alone := next((each for each in trained if each in ignored), None):
-        msg = f"{line} leaves {alone} of {name} out of DistributedDataParallel, to be trained by each rank"
-        raise ShardingError(msg, hint="launch with --shard off, which leaves all to the script")
-
-
-def _fill(ddp: Any, given: dict[str, Any]) -> None:
-    """Give a wrapper the attributes that scripts read, and what its forward needs."""
+    # Give a wrapper the attributes that scripts read, and what its forward needs.
     nn.Module.__init__(ddp)
     Joinable.__init__(ddp)
     ddp.module = given["module"]
@@ -225,6 +189,32 @@ def _fill(ddp: Any, given: dict[str, Any]) -> None:
         agree_on_unused(unwrapped(ddp.module))
 
 
+def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: HookContext) -> None:
+    name, line = type(module).__name__.removeprefix("FSDP"), script_line()
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        msg = f"{line} replicates parameters without their model"
+        raise ShardingError(msg, hint="give the model to DistributedDataParallel; or launch with --shard off")
+    if group is not None and dist.get_world_size(group) != hook_context.size:
+        msg = f"{line} replicates {name} over {dist.get_world_size(group)} of {hook_context.size} ranks"
+        hint = "leave process_group out, or call fsdplaunch.prepare(model, process_group=...) in the script"
+        raise ShardingError(msg, hint=hint)
+    if hook_context.keeps_batch and hook_context.size > 1:
+        msg = (
+            f"{line} gives {name} to DistributedDataParallel: the script divides its data by itself,"
+            " so launch.keep_global_batch cannot"
+        )
+        hint = (
+            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
+            " size by the number of ranks, and launch without the key"
+        )
+        raise ShardingError(msg, hint=hint)
+    ignored = getattr(module, IGNORED_NAMES, ())
+    trained = (each for each, param in nn.Module.named_parameters(module) if param.requires_grad)
+    if alone := next((each for each in trained if each in ignored), None):
+        msg = f"{line} leaves {alone} of {name} out of DistributedDataParallel, to be trained by each rank"
+        raise ShardingError(msg, hint="launch with --shard off, which leaves all to the script")
+
+
 class _Nothing:
     """Stands where torch has its reducer and logger, whose methods scripts call."""
 
@@ -250,7 +240,6 @@ def _sends_buffers(given: dict[str, Any]) -> bool:
 
 
 def _sent_buffers(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the buffers, by name, that a wrapper sends before its passes."""
     ignored = getattr(given["module"], IGNORED_NAMES, ())
     named = given["module"].named_buffers() if _sends_buffers(given) else ()
     return {name: buffer for name, buffer in named if name not in ignored and buffer.numel()}

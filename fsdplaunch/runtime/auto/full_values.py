@@ -131,7 +131,6 @@ class FullView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as with a shard."""
         return DTensor.__torch_function__(func, types, args, kwargs)
 
 

@@ -288,7 +288,6 @@ def _share(hook_context: HookContext, path: str | None, gathering: ShardGatherer
 
 
 def _warn_of_shards(hook_context: HookContext, obj: Any) -> None:
-    """Print once that a line writes shards, of a script that has sharded its model itself."""
     alone, by_library = hook_context.ownership.ours or hook_context.size == 1, calling_library() is not None
     if alone or by_library or not _has_shards(obj):
         return

@@ -248,7 +248,14 @@ class ShardFunctions:
         if result is not NotImplemented:
             return result
         if writes and getattr(func, "__module__", "") != "torch.nn.init":  # which writes without gradients
-            _check_written(args[0])
+            # Raise what torch raises of a parameter that is written into while gradients are recorded.
+            shard = args[0]
+            if torch.is_grad_enabled() and isinstance(shard, DTensor) and shard.requires_grad:
+                what = "a leaf Variable that requires grad is being used in an in-place operation."
+                if not shard.is_leaf:
+                    what = "what was computed of a shard with gradients is changed in place: change a copy"
+                msg = f"{script_line()}: {what}"
+                raise RuntimeError(msg)
         return self._on_full(func, args, kwargs, draws=kind is Kind.DRAWS)
 
     def _on_full(self, func: Callable[..., Any], args: Any, kwargs: Any, *, draws: bool) -> Any:
@@ -279,7 +286,16 @@ class ShardFunctions:
             if source.storage in operators.written:
                 source.write_back()
         if func in (_Tensor.numpy, _Tensor.__array__):
-            self._protect(result, sources)
+            # Let an array not be written into if what models or optimizers hold would be.
+            params = [param for model in list(self._context.models) for param in model.parameters()]
+            states = [list(optimizer.state.values()) for optimizer in self._context.built_optimizers()]
+            held = [*params, *(param.grad for param in params), *tree_leaves(states)]
+            storages = {storage_identity(local_tensor(each)) for each in held if isinstance(each, DTensor)}
+            shards: list[Any] = [source.shard for source in sources]
+            if any(
+                each.device.type == "cpu" and storage_identity(local_tensor(each)) in storages for each in shards
+            ):
+                result.flags.writeable = False
         return as_views(tree_map(lambda value: originals.get(id(value), value), result), sources)
 
     def _set(self, func: Any, args: Any, _kwargs: Any) -> None:
@@ -293,16 +309,6 @@ class ShardFunctions:
             _assign(target, value, list(self._context.models))
         else:
             func(target, placed_like(target, value))
-
-    def _protect(self, array: Any, sources: list[Gathered]) -> None:
-        """Let an array not be written into if what models or optimizers hold would be."""
-        params = [param for model in list(self._context.models) for param in model.parameters()]
-        states = [list(optimizer.state.values()) for optimizer in self._context.built_optimizers()]
-        held = [*params, *(param.grad for param in params), *tree_leaves(states)]
-        storages = {storage_identity(local_tensor(each)) for each in held if isinstance(each, DTensor)}
-        shards: list[Any] = [source.shard for source in sources]
-        if any(each.device.type == "cpu" and storage_identity(local_tensor(each)) in storages for each in shards):
-            array.flags.writeable = False
 
 
 def _refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
@@ -334,7 +340,6 @@ def _detached(_func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _write_alone(name: str) -> NoReturn:
-    """Refuse what only rank 0 writes."""
     msg = (
         f"{script_line()}: {name}() changes a sharded tensor on some ranks only: each rank has its own part of it"
     )
@@ -396,16 +401,6 @@ def _is_by_ranks(name: str, shard: Any, /, *order: Any, **named: Any) -> bool:
     exact = shard.dtype in (torch.float32, torch.float64)
     by_order = len(order) <= 1 and named.keys() <= {"p", "ord"}
     return exact and by_order and all(each in (2, None, "fro") for each in (*order, *named.values()))
-
-
-def _check_written(shard: Any) -> None:
-    """Raise what torch raises of a parameter that is written into while gradients are recorded."""
-    if torch.is_grad_enabled() and isinstance(shard, DTensor) and shard.requires_grad:
-        what = "a leaf Variable that requires grad is being used in an in-place operation."
-        if not shard.is_leaf:
-            what = "what was computed of a shard with gradients is changed in place: change a copy"
-        msg = f"{script_line()}: {what}"
-        raise RuntimeError(msg)
 
 
 def _assign(param: Any, value: Any, models: list[nn.Module]) -> None:

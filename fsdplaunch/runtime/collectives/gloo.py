@@ -55,11 +55,9 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-_LIMIT_SECONDS = 1.0
-"""How long an end may be put off; a thread may wait for a rank that has gone."""
+_LIMIT_SECONDS = 1.0  # how long an end may be put off; a thread may wait for a rank that has gone
 _LOOK_SECONDS = 0.001
-_THREAD_NAME = "pt_gloo"
-"""How torch names these threads, in all versions seen: pt_gloo_runloop."""
+_THREAD_NAME = "pt_gloo"  # how torch names these threads, in all versions seen: pt_gloo_runloop
 _registered: list[bool] = []
 
 

@@ -28,13 +28,10 @@ STILL_SECONDS = 3.0
 """How long the main thread must have stood in one place."""
 WARN_SECONDS = 10.0
 """How long it must have when rank 0 looks whether all ranks wait in collectives, at different lines."""
-AGAIN_SECONDS = 5.0
-"""How long rank 0 must then have seen them there."""
-_COLLECTIVE = " in a collective"
-"""What is added to a place in one."""
+AGAIN_SECONDS = 5.0  # how long rank 0 must then have seen them there
+_COLLECTIVE = " in a collective"  # what is added to a place in one
 
-MOVING = "-"
-"""What a rank that waited reports afterwards."""
+MOVING = "-"  # what a rank that waited reports afterwards
 
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = f"{_TORCH}/distributed"
@@ -137,10 +134,8 @@ def user_line(frame: FrameType) -> str:
     return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} ({at.f_code.co_name})"
 
 
-NOTICE_SECONDS = 5.0
-"""How late a rank may be before it is mentioned."""
-CONFIRM_SECONDS = 2.0
-"""How long the missing ranks must all have waited."""
+NOTICE_SECONDS = 5.0  # how late a rank may be before it is mentioned
+CONFIRM_SECONDS = 2.0  # how long the missing ranks must all have waited
 _SHORT, _LONG = 0.0005, 0.05
 _SHOWN = 8
 
@@ -148,15 +143,10 @@ _calls: dict[str, int] = {}
 
 
 def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] | None = None) -> None:
-    """Wait until every rank is in this call.
+    """Wait until every rank, or each of these, is in this call, named with what must be the same on all.
 
-    Args:
-        call: The function's name, with what else must be the same on all ranks.
-        hint: What to do when some ranks did not call it.
-        ranks: Those that must be, this one among them; left out, all.
-
-    Raises:
-        CheckpointError: Missing ranks wait elsewhere for the ones here, or for longer than the group's timeout.
+    Where missing ranks wait elsewhere for the ones here, or for longer than the group's timeout, it is a
+    CheckpointError; `hint` says what to do when some ranks did not call it.
     """
     wanted = range(dist.get_world_size()) if ranks is None else ranks
     name = call if ranks is None else f"{call}/{wanted[0]}"
@@ -181,7 +171,8 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
             noticed = True
             messages.say_anywhere(f"{call} waits for {name_ranks(missing)} to call it too")
         reported = reported or report_wait()  # those missing may wait in another call for this rank
-        places = _waiting_places(missing)
+        waiting = {r: store.get(_place_key(r)).decode() for r in missing if store.check([_place_key(r)])}
+        places = {rank: at.removesuffix(_COLLECTIVE) for rank, at in waiting.items() if at != MOVING}
         waiting_since = (waiting_since or waited) if missing and len(places) == len(missing) else 0.0
         is_alone = bool(waiting_since) and waited - waiting_since > CONFIRM_SECONDS
         if is_alone or waited > default_timeout():
@@ -197,17 +188,9 @@ def monitored_barrier(call: str, hint: str | None = None, ranks: Sequence[int] |
         store.delete_key(f"fsdplaunch/barrier/{name}/{number - 1}/{dist.get_rank()}")
 
 
-def _waiting_places(ranks: Sequence[int]) -> dict[int, str]:
-    """Return where each of some ranks waits; those that do not are left out."""
-    store = default_store()
-    waiting = {r: store.get(_place_key(r)).decode() for r in ranks if store.check([_place_key(r)])}
-    return {rank: place.removesuffix(_COLLECTIVE) for rank, place in waiting.items() if place != MOVING}
-
-
 def _missed(
     call: str, wanted: Sequence[int], missing: Sequence[int], places: dict[int, str], hint: str | None
 ) -> CheckpointError:
-    """Return the error of ranks that are missing: they wait at these places, or do not come."""
     if not places:
         msg = f"{name_ranks(missing)} did not call {call} within {default_timeout():.0f} s"
         hint = f"call {call} on all ranks, or set launch.process_group_timeout_seconds higher"
@@ -248,9 +231,8 @@ def current() -> Any:
 def meets(call: str, hint: str, ranks: Sequence[int] | None = None) -> bool:
     """Wait until all ranks are in this call, as `monitored_barrier`, or rank 0 knows that the others are not.
 
-    Returns:
-        Whether all are in it. False on rank 0 only, where a service is: it may go on alone, ask that for `full`
-        tensors, and call `done` at the end.
+    Returns False in the second case, on rank 0 only, where a service is: it may go on alone, ask that for `full`
+    tensors, and call `done` at the end.
     """
     if _provided:
         return bool(_provided[0].meets(call, hint, ranks))

@@ -71,9 +71,8 @@ def adapt_accelerate_to_cpu() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
     def prepare_gloo(_original: Any, *_: Any, **__: Any) -> tuple[str, Any]:
-        return "gloo", sys.modules[
-            _STATE
-        ].DistributedType.MULTI_GPU  # FSDP is for accelerators only, by their name
+        # FSDP is for accelerators only, by their name.
+        return "gloo", sys.modules[_STATE].DistributedType.MULTI_GPU
 
     wrap_once_imported(_STATE, "PartialState._prepare_backend", prepare_gloo)
     plugins = "accelerate.utils.dataclasses"
@@ -160,10 +159,10 @@ def _prepare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     that tensors differ. transformers' Trainer turns that off from version 5 on. And torch leaves gradients of
     parameters that are not sharded (`fsdp_ignored_modules`) as each rank has computed them.
     """
-    if getattr(getattr(self.state, "fsdp_plugin", None), "activation_checkpointing", False):
-        for model in (each for each in args if isinstance(each, nn.Module)):
-            keep_no_cache(model)
     models = [each for each in args if isinstance(each, nn.Module)]
+    if getattr(getattr(self.state, "fsdp_plugin", None), "activation_checkpointing", False):
+        for model in models:
+            keep_no_cache(model)
     if len(models) > 1 and getattr(self, "is_fsdp2", False):
         return _prepare_each_model(prepare, self, models, args, **kwargs)
     result = prepare(self, *args, **kwargs)
@@ -202,11 +201,7 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def _check_dtypes(model: nn.Module) -> None:
-    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name.
-
-    Raises:
-        ShardingError: There is one.
-    """
+    """Refuse units of FSDP2 with trained parameters of several dtypes, which torch does without a name."""
     names = {id(param): name for name, param in named_parameters(model)}
     for name, unit in model.named_modules():
         for group in param_groups(unit) if is_unit(unit) else ():
@@ -269,9 +264,6 @@ def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwar
 
     PEFT looks for them in modules by the names in the state, and finds none where wrappers stand between:
     accelerate would save nothing, and nothing would be read (accelerate#4206).
-
-    Raises:
-        CheckpointError: There are none.
     """
     if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
         return get(model, adapter_only=adapter_only, **kwargs)  # type: ignore[no-any-return]
@@ -286,11 +278,7 @@ def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwar
 def _set_adapters(
     put: Any, model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, **kwargs: Any
 ) -> Any:
-    """Load what `_get_adapters` returned; everything else stays as it is.
-
-    Raises:
-        CheckpointError: It has nothing of what trains.
-    """
+    """Load what `_get_adapters` returned; everything else stays as it is."""
     if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
         return put(model, state_dict, adapter_only=adapter_only, **kwargs)
     if all(clean_name(name) not in state_dict for name, param in named_parameters(model) if param.requires_grad):

@@ -110,8 +110,7 @@ def send_from_rank_0(model: nn.Module) -> None:
 _HINT = "take it out of `if rank == 0:` and let rank 0 write: what FSDP1 has sharded is gathered by all ranks"
 _STATE = "state_dict() of a model that FSDP1 has sharded"
 _CALLS = ("summon_full_params", "optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict")
-_inside: list[bool] = []
-"""Not empty inside of a call that gathers what FSDP1 has sharded, which calls others."""
+_inside: list[bool] = []  # not empty inside of a call that gathers what FSDP1 has sharded, which calls others
 
 
 def gather_with_all_ranks() -> None:
@@ -142,11 +141,7 @@ def _call_of_all(function: Callable[..., Any], module: nn.Module, *args: Any, **
 
 @contextmanager
 def _on_all_ranks(call: str, wrappers: Sequence[Wrapper]) -> Iterator[None]:
-    """Wait for the ranks that gather what some wrappers hold, those of a replica; a call around this one may have.
-
-    Raises:
-        CheckpointError: Only some make it.
-    """
+    """Wait for the ranks of a replica that gather what some wrappers hold; a call around this one may have."""
     asks = not _inside and threading.current_thread() is threading.main_thread()
     for wrapper in wrappers if asks else ():
         strategy: Any = getattr(wrapper, "sharding_strategy", None)

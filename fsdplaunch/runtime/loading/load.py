@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.runtime.collectives import RankGroup
 from fsdplaunch.runtime.inspection import ModelTensor, model_tensors
-from fsdplaunch.runtime.inspection.units import is_unit, refuse_of_xla
+from fsdplaunch.runtime.inspection.units import refuse_of_xla, reshard
 from fsdplaunch.runtime.loading.broadcast import broadcast_all
 from fsdplaunch.runtime.loading.load_plan import LoadPlan, RequestedTensor, execute_plan, make_plan, report_loaded
 from fsdplaunch.runtime.loading.pretrained import pretrained_for
@@ -210,16 +210,9 @@ def load_full(
 ) -> IncompatibleKeys:
     """Split a state dict that only the first rank needs to hold over a sharded model; every rank calls this.
 
-    Tensors are sent in pieces, so that no other rank ever holds a full one.
-
-    Args:
-        model: Sharded by either version; parameters on the meta device get memory for their shards.
-        state: Full tensors by name on the first rank; not looked at elsewhere.
-        strict: Whether names that are missing or left over are errors, on every rank.
-        on_host: Whether parameters on the meta device get memory of the host, for offloading.
-
-    Returns:
-        The names that were missing and those left over.
+    Tensors are sent in pieces, so that no other rank ever holds a full one. `on_host` gives parameters on the meta
+    device memory of the host, for offloading. Returns the names that were missing and those left over, which are
+    errors on every rank under `strict`.
     """
     plan = _load(model, state, strict=strict, on_host=on_host)
     return IncompatibleKeys(plan.match.missing, [*plan.match.unexpected, *plan.match.passed])
@@ -228,10 +221,7 @@ def load_full(
 def _load(model: nn.Module, where: Path | Mapping[str, Any], *, strict: bool, on_host: bool = False) -> LoadPlan:
     call_if_imported(WAIT_FOR_COPIES)  # a save under way copies what is about to be changed
     ranks = _ranks(model)
-    for module in model.modules():
-        if is_unit(module):
-            unit: Any = module
-            unit.reshard()
+    reshard(model)
     held = local_shards(model)
     wanted = [
         RequestedTensor(names=shard.names, shape=shard.shape, dtype=shard.local.dtype, saved=shard.saved)

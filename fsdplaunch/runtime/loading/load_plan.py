@@ -25,38 +25,24 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedTensor:
-    """One tensor of the model that files may hold.
+    """One tensor of the model that files may hold."""
 
-    Attributes:
-        names: All its clean names; tied parameters have several.
-        shape: Of the full tensor.
-        dtype: The dtype it is kept in.
-        saved: Whether a state dict holds it; False for non-persistent buffers.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    saved: bool = True
+    names: tuple[str, ...]  # all its clean names; tied parameters have several
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype  # the dtype it is kept in
+    saved: bool = True  # whether a state dict holds it; False for non-persistent buffers
 
 
 @dataclass(slots=True, kw_only=True)
 class NameMatch:
-    """The result.
+    """The result."""
 
-    Attributes:
-        found: What to read, by the first name of the model's tensor; tied names that files hold twice give two.
-        missing: Names of the model's tensors that no file holds.
-        unexpected: Names in the files that the model does not have.
-        passed: Names in the files that are left out without complaint.
-        prefix: How the files' names were changed, in words, or None.
-    """
-
+    # what to read, by the first name of the model's tensor; tied names that files hold twice give two
     found: dict[str, tuple[StoredWeight, ...]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    passed: list[str] = field(default_factory=list)
-    prefix: str | None = None
+    missing: list[str] = field(default_factory=list)  # names of the model's tensors that no file holds
+    unexpected: list[str] = field(default_factory=list)  # names in the files that the model does not have
+    passed: list[str] = field(default_factory=list)  # names in the files that are left out without complaint
+    prefix: str | None = None  # how the files' names were changed, in words, or None
 
 
 def match_weights(
@@ -161,23 +147,15 @@ _STRICT = (
 
 @dataclass(slots=True, kw_only=True)
 class LoadPlan:
-    """How one model gets its weights.
+    """How one model gets its weights."""
 
-    Attributes:
-        files: The weight files; what they hold is in `match` as far as it is wanted.
-        match: Which tensor of the files belongs to which of the model.
-        full: The tensors of pickled files by the model's names, on the first rank; else empty.
-        tensors: How many came from the files, once it has been carried out.
-        nbytes: How many bytes this rank read for it.
-        seconds: How long it took.
-    """
-
-    files: WeightFiles
-    match: NameMatch
+    files: WeightFiles  # the weight files; what they hold is in `match` as far as it is wanted
+    match: NameMatch  # which tensor of the files belongs to which of the model
+    # the tensors of pickled files by the model's names, on the first rank; else empty
     full: dict[str, torch.Tensor]
-    tensors: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
+    tensors: int = 0  # how many came from the files, once it has been carried out
+    nbytes: int = 0  # how many bytes this rank read for it
+    seconds: float = 0.0  # how long it took
 
     def stored(self, names: Sequence[str]) -> str | None:
         """Return the one of a tensor's names under which its source is noted; None if no file holds it."""

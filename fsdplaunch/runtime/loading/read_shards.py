@@ -66,21 +66,13 @@ class Rectangle(Region):
 
 @dataclass(slots=True, kw_only=True)
 class LocalShard:
-    """What this rank holds of one tensor.
+    """What this rank holds of one tensor."""
 
-    Attributes:
-        names: All clean names of the tensor.
-        shape: Of the full tensor.
-        region: Which elements are here.
-        local: They themselves, in the region's order.
-        saved: Whether a state dict holds the tensor.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    region: Span | Rectangle
-    local: torch.Tensor
-    saved: bool = True
+    names: tuple[str, ...]  # all clean names of the tensor
+    shape: tuple[int, ...]  # of the full tensor
+    region: Span | Rectangle  # which elements are here
+    local: torch.Tensor  # they themselves, in the region's order
+    saved: bool = True  # whether a state dict holds the tensor
 
 
 def local_shards(model: nn.Module) -> list[LocalShard]:
@@ -231,7 +223,16 @@ class ShardReader:
 
     def _pread(self, weight: StoredWeight, offset: int, memory: memoryview) -> None:
         if weight.file not in self._open:
-            self._open_file(weight.file)
+            path = self.files.paths[weight.file]
+            try:
+                fd = self._open[weight.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                msg = f"cannot open {path}: {error.strerror}"
+                hint = "the first rank could; the folder must be on a file system that all nodes share"
+                raise CheckpointError(msg, hint=hint) from None
+            if (size := os.fstat(fd).st_size) != self.files.sizes[weight.file]:
+                msg = f"{path} has {size} bytes here and {self.files.sizes[weight.file]} on the first rank"
+                raise CheckpointError(msg, hint="copy the whole folder to every node, or share it")
         position = weight.start + offset
         while memory:
             got = os.preadv(self._open[weight.file], [memory[:_MOST_AT_ONCE]], position)
@@ -241,18 +242,6 @@ class ShardReader:
             position += got
             self.bytes_read += got
             memory = memory[got:]
-
-    def _open_file(self, file: int) -> None:
-        path = self.files.paths[file]
-        try:
-            fd = self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            msg = f"cannot open {path}: {error.strerror}"
-            hint = "the first rank could; the folder must be on a file system that all nodes share"
-            raise CheckpointError(msg, hint=hint) from None
-        if (size := os.fstat(fd).st_size) != self.files.sizes[file]:
-            msg = f"{path} has {size} bytes here and {self.files.sizes[file]} on the first rank"
-            raise CheckpointError(msg, hint="copy the whole folder to every node, or share it")
 
     def close(self) -> None:
         """Close the files."""

@@ -97,7 +97,6 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _parts(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """Return what this rank has of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [_shard(tensor)]
@@ -243,8 +242,7 @@ def _copy_from_device(at_once: list[PlacedTensor], later: list[PlacedTensor]) ->
     return stream
 
 
-EXIT_SECONDS = 25.0
-"""How long a script that failed waits at exit for a save that is under way."""
+EXIT_SECONDS = 25.0  # how long a script that failed waits at exit for a save that is under way
 NOTABLE_SECONDS = 0.02
 
 

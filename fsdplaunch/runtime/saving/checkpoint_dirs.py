@@ -81,12 +81,10 @@ def numbered(root: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """Find the checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it.
+    """Find the checkpoint to load: `root` itself, else the newest complete `checkpoint-N` in it; None without one.
 
-    A folder whose replacement was interrupted between two moves is found under its waiting name.
-
-    Returns:
-        The checkpoint, or None, and what was passed over for it, each with the reason.
+    A folder whose replacement was interrupted between two moves is found under its waiting name. Returns as well
+    what was passed over, each with the reason.
     """
     if not root.exists() and is_complete(_aside(root)):
         return _aside(root), []
@@ -130,10 +128,8 @@ def remove_old(root: Path, keep: int) -> list[str]:
     """Delete all but the newest `keep` of our complete numbered checkpoints, and what killed saves left.
 
     Folders that another tool wrote, and incomplete ones in their final place, stay. Of a link to a checkpoint the
-    link goes; what it leads to is somebody else's. So are files that no save put into a checkpoint.
-
-    Returns:
-        What stayed, each with the reason, in words.
+    link goes; what it leads to is somebody else's. So are files that no save put into a checkpoint. Returns what
+    stayed, each with the reason, in words.
     """
     try:
         ours = {path: sequence_of(path) for _, path in numbered(root) if read_manifest(path) and is_complete(path)}

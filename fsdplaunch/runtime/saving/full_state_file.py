@@ -55,16 +55,11 @@ def write_full(
     aliases: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a sharded state in full, as rank 0's files; every rank calls this.
+    """Write a sharded state in full, as rank 0's files; every rank calls this, over gloo.
 
-    Rank 0 raises after all shards have come in, so that no other rank waits.
-
-    Args:
-        state: Nested dictionaries and lists; names of a model at the top.
-        torch_path: For `torch.load`.
-        safe_path: For safetensors as well, or None.
-        aliases: Further names of tensors, each with the one under which the file keeps it.
-        group: All ranks, over gloo.
+    Rank 0 raises after all shards have come in, so that no other rank waits. The state is nested dictionaries and
+    lists, with names of a model at the top; `aliases` are further names of tensors, each with the one under which
+    the file for safetensors keeps it.
     """
     tensors: list[PendingTensor] = []
 

@@ -46,8 +46,7 @@ from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 State = dict[str, Any]
 MODEL = "pytorch_model_fsdp"
 OPTIMIZER = "optimizer"
-_STATES = "optimizer.state."
-"""What the flattened names of parameters' states in a sharded checkpoint begin with."""
+_STATES = "optimizer.state."  # what the flattened names of parameters' states in a sharded checkpoint begin with
 _SHOWN = 4
 
 
@@ -79,7 +78,6 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
 
 
 def _check_names(stored: set[str], needed: set[str], where: Path) -> None:
-    """Raise when a file's names are not those of the model, with the first few that differ either way."""
     if stored == needed:
         return
     absent, left_over = sorted(needed - stored), sorted(stored - needed)
@@ -148,20 +146,13 @@ def _own_shard(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateToSave:
-    """One model or optimizer as it is to be written.
+    """One model or optimizer as it is to be written."""
 
-    Attributes:
-        kind: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
-        name: Its folder or file, without a suffix.
-        state: This rank's shards; sharded tensors know their place in the full ones.
-        safe_name: The safetensors file that a full model gets as well.
-        aliases: Further names of shared tensors, each with the one under which safetensors keeps it.
-    """
-
-    kind: str
-    name: str
-    state: State
-    safe_name: str | None = None
+    kind: str  # FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT
+    name: str  # its folder or file, without a suffix
+    state: State  # this rank's shards; sharded tensors know their place in the full ones
+    safe_name: str | None = None  # the safetensors file that a full model gets as well
+    # further names of shared tensors, each with the one under which safetensors keeps it
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:

@@ -48,7 +48,6 @@ def read_plain(path: Path, *, checksums: bool = True) -> Any:
 
 
 def _check(window: ReadWindow, where: str, *, checksums: bool) -> None:
-    """Check a file's description, and the rest against its checksums."""
     try:
         if window.length < 2 or window.bytes_at(0, 2) != b"PK":  # noqa: PLR2004
             msg = "it is not a zip file, as torch.save has written since 1.6"
@@ -160,29 +159,27 @@ def read_random_states(path: Path) -> None:
     """Put the generators back as they were."""
     states = read_plain(path)
     try:
-        _set_states(states)
+        if not isinstance(states, dict):
+            msg = f"a {type(states).__name__}"
+            raise TypeError(msg)
+        random.setstate(_tuples(states["random_state"]))
+        torch.set_rng_state(states["torch_manual_seed"])
+        of_gpus = states.get("torch_cuda_manual_seed", ())
+        if of_gpus and torch.cuda.is_available():
+            if len(of_gpus) == (here := torch.cuda.device_count()):
+                torch.cuda.set_rng_state_all(of_gpus)
+            else:  # nothing says which of them was this worker's
+                messages.say(
+                    f"random states of {len(of_gpus)} GPUs, of {here} here: those of GPUs are not restored"
+                )
+        for name, (_, put_back) in _others.items():
+            if name in states:
+                put_back(states[name])
+        if "numpy" in sys.modules and "numpy_random_seed" in states:
+            sys.modules["numpy"].random.set_state(states["numpy_random_seed"])
     except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
         msg = f"{path} holds no states of random number generators: {type(error).__name__}: {error}"
         raise CheckpointError(msg, hint="the file is damaged; copy it again, or use an older checkpoint") from None
-
-
-def _set_states(states: Any) -> None:
-    if not isinstance(states, dict):
-        msg = f"a {type(states).__name__}"
-        raise TypeError(msg)
-    random.setstate(_tuples(states["random_state"]))
-    torch.set_rng_state(states["torch_manual_seed"])
-    of_gpus = states.get("torch_cuda_manual_seed", ())
-    if of_gpus and torch.cuda.is_available():
-        if len(of_gpus) == (here := torch.cuda.device_count()):
-            torch.cuda.set_rng_state_all(of_gpus)
-        else:  # nothing says which of them was this worker's
-            messages.say(f"random states of {len(of_gpus)} GPUs, of {here} here: those of GPUs are not restored")
-    for name, (_, put_back) in _others.items():
-        if name in states:
-            put_back(states[name])
-    if "numpy" in sys.modules and "numpy_random_seed" in states:
-        sys.modules["numpy"].random.set_state(states["numpy_random_seed"])
 
 
 def _tuples(value: Any) -> Any:

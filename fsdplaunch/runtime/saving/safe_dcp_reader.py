@@ -79,7 +79,6 @@ class SafeReader(FileSystemReader):
 
 
 def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
-    """Return the tensor that an item holds, compared with its checksum."""
     try:
         item = parse_item(files.window(place))[0]
     except (InvalidFileError, UnicodeDecodeError) as problem:
@@ -99,7 +98,6 @@ def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
 
 
 def _fill(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
-    """Copy the part of a stored tensor that is needed to where it is needed."""
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
@@ -116,8 +114,6 @@ def _unreadable(files: DataFiles, place: ItemLocation, reason: str) -> Checkpoin
 
 
 def _to_torch(records: dcp_classes.Metadata, where: str) -> Metadata:
-    """Return the objects of torch's classes that the records stand for."""
-
     @functools.cache  # a model's layers repeat them
     def chunk(region: Region) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))

@@ -89,17 +89,6 @@ PATIENCE_SECONDS = 3.0
 """How long a network file system may take to show a new file."""
 
 
-def _check_same(folder: Path, target: Path, token: str, group: dist.ProcessGroup | None) -> None:
-    """Check that every rank means the same folder and sees the token that rank 0 has put there. Collective."""
-    sent, wanted = from_rank_0((token, str(target)), group)
-    answers = from_all((socket.gethostname(), str(target) == wanted, _shows(folder / TOKEN, sent)), group)
-    elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
-    if elsewhere:
-        msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
-        raise CheckpointError(msg, hint="give all ranks the same folder and step")
-    check_shared(target, [(host, sees) for host, _, sees in answers])
-
-
 def _shows(path: Path, text: str) -> bool:
     end = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -126,25 +115,15 @@ FileContent = bytes | Callable[[], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """Everything one save writes, as this rank sees it.
+    """Everything one save writes, as this rank sees it."""
 
-    Attributes:
-        target: The checkpoint's folder.
-        states: Models and optimizers.
-        files: This rank's small files, by name.
-        manifest: What the manifest says beside its files and the configuration; rank 0's counts.
-        config: The worker's configuration, which the manifest says, too.
-        keep_last: How many numbered checkpoints stay, None for all.
-        root: The folder it is in, which other runs are kept out of; or the target itself.
-    """
-
-    target: Path
-    states: tuple[StateToSave, ...]
-    files: Mapping[str, FileContent]
-    manifest: Mapping[str, Any]
-    config: Config
-    keep_last: int | None
-    root: Path
+    target: Path  # the checkpoint's folder
+    states: tuple[StateToSave, ...]  # models and optimizers
+    files: Mapping[str, FileContent]  # this rank's small files, by name
+    manifest: Mapping[str, Any]  # what the manifest says beside its files and the configuration; rank 0's counts
+    config: Config  # the worker's configuration, which the manifest says, too
+    keep_last: int | None  # how many numbered checkpoints stay, None for all
+    root: Path  # the folder it is in, which other runs are kept out of; or the target itself
 
     @property
     def doing(self) -> str:
@@ -165,7 +144,17 @@ class SaveJob:
                         hint = "free some space, set checkpoint.keep_last, or choose another disk"
                         raise CheckpointError(msg, hint=hint)
                     (partial / TOKEN).write_text(token)
-            _check_same(partial_of(self.target), self.target, token, group)
+            # Check that every rank means the same folder and sees the token that rank 0 has put there. Collective.
+            sent, wanted = from_rank_0((token, str(self.target)), group)
+            answers = from_all(
+                (socket.gethostname(), str(self.target) == wanted, _shows(partial_of(self.target) / TOKEN, sent)),
+                group,
+            )
+            elsewhere = [rank for rank, (_, same, _) in enumerate(answers) if not same]
+            if elsewhere:
+                msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
+                raise CheckpointError(msg, hint="give all ranks the same folder and step")
+            check_shared(self.target, [(host, sees) for host, _, sees in answers])
         except CheckpointError:
             self.discard()
             raise
@@ -182,10 +171,8 @@ class SaveJob:
     ) -> None:
         """Write everything and put it in place; every rank calls this. A failure of one is an error on all.
 
-        Args:
-            group: All ranks over gloo, in a group of its own when another thread uses theirs meanwhile.
-            prepare: What is to be done before the states can be written, and before anything else.
-            is_open: Whether `open` was called.
+        The group is one of its own over gloo when another thread uses theirs meanwhile. `prepare` is called before
+        anything else; `is_open` says whether `open` was.
         """
         try:
             if prepare is not None:
@@ -193,31 +180,28 @@ class SaveJob:
                     prepare()
             if not is_open:
                 self.open(group)
-            self._write(group)
+            partial = partial_of(self.target)
+            crcs: dict[str, int] = {}
+            for state in self.states:
+                with raise_on_all_ranks(self.doing, group):
+                    written = state.write(partial, group)
+                    crcs |= {f"{state.name}/{name}": crc for name, crc in written.items()}
+            with raise_on_all_ranks(self.doing, group):
+                for name, data in self.files.items():
+                    write_bytes(partial / name, data if isinstance(data, bytes) else data())
+            with raise_on_all_ranks(self.doing, group):
+                if dist.get_rank() == 0:
+                    (partial / TOKEN).unlink()
+                    content = {**self.manifest, "config": asdict(self.config)}
+                    write_manifest(partial, content, next_sequence(self.target), crcs)
+                    publish(partial, self.target)
+                    if self.keep_last is not None:
+                        say_once(remove_old(self.target.parent, self.keep_last))
         except CheckpointError:
             self.discard()
             raise
         finally:
             end_save(self.target, self.root)
-
-    def _write(self, group: dist.ProcessGroup | None) -> None:
-        partial = partial_of(self.target)
-        crcs: dict[str, int] = {}
-        for state in self.states:
-            with raise_on_all_ranks(self.doing, group):
-                written = state.write(partial, group)
-                crcs |= {f"{state.name}/{name}": crc for name, crc in written.items()}
-        with raise_on_all_ranks(self.doing, group):
-            for name, data in self.files.items():
-                write_bytes(partial / name, data if isinstance(data, bytes) else data())
-        with raise_on_all_ranks(self.doing, group):
-            if dist.get_rank() == 0:
-                (partial / TOKEN).unlink()
-                content = {**self.manifest, "config": asdict(self.config)}
-                write_manifest(partial, content, next_sequence(self.target), crcs)
-                publish(partial, self.target)
-                if self.keep_last is not None:
-                    say_once(remove_old(self.target.parent, self.keep_last))
 
     def discard(self) -> None:
         """Give the disk back what an unfinished save took of it; of another run's save nothing."""

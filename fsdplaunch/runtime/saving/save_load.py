@@ -264,7 +264,6 @@ def _read_models(folder: Path, models: list[nn.Module], optimizers: list[Optimiz
 
 
 def _read_small(folder: Path, what: str, index: int) -> Any:
-    """Return the state of a scheduler or loader."""
     path = folder / _indexed(what, index)
     if not path.exists():
         msg = f"{folder} holds no {what} {index}"

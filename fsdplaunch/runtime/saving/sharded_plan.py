@@ -26,22 +26,16 @@ class UnknownLayoutError(Exception):
 
 
 class Layout:
-    """The chunks of a tensor, of what all ranks hold in their order.
-
-    Attributes:
-        chunks: As torch's index lists them; None for a value.
-        holders: The ranks that have each chunk.
-        by_rank: The numbers of each rank's chunks.
-    """
+    """The chunks of a tensor, of what all ranks hold in their order."""
 
     __slots__ = ("by_rank", "chunks", "holders")
 
     def __init__(self, held: Iterable[Held], world: int) -> None:
         # Chunks that begin at the same place are one, as for torch: those that are empty, at a tensor's end.
         numbers: dict[tuple[int, ...] | None, int] = {}
-        self.chunks: list[ChunkStorageMetadata | None] = []
-        self.holders: list[list[int]] = []
-        self.by_rank: list[list[int]] = [[] for _ in range(world)]
+        self.chunks: list[ChunkStorageMetadata | None] = []  # as torch's index lists them; None for a value
+        self.holders: list[list[int]] = []  # the ranks that have each chunk
+        self.by_rank: list[list[int]] = [[] for _ in range(world)]  # the numbers of each rank's chunks
         for rank, offsets, sizes in held:
             number = numbers.setdefault(offsets, len(numbers))
             if number == len(self.chunks):
@@ -117,10 +111,7 @@ class Entry:
 class SharedPlan:
     """Which rank writes which chunk, found by every rank alone, or an UnknownLayoutError where it cannot know.
 
-    Args:
-        state: Flattened, as this rank has it.
-        paths: Where each entry was before it was flattened.
-        world: How many ranks there are.
+    The state is flattened, as this rank has it; `paths` say where each entry was before.
     """
 
     def __init__(self, state: Mapping[str, Any], paths: Mapping[str, Any], world: int) -> None:

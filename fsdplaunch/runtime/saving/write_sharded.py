@@ -227,9 +227,8 @@ def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SaveP
     """Write this rank's file, and return where each item of its plan is."""
     rank = dist.get_rank()
     own = writer.prepare_local_plan(own)
-    own = writer.prepare_global_plan([*[SavePlan([])] * rank, own])[
-        rank
-    ]  # it names files by the place in the list
+    # It names files by the place in the list.
+    own = writer.prepare_global_plan([*[SavePlan([])] * rank, own])[rank]
     written = writer.write_data(planner.finish_plan(own), planner)
     written.wait()
     infos = {result.index: result.storage_data for result in written.value()}

@@ -29,13 +29,7 @@ from fsdplaunch.runtime.inspection import (
 )
 from fsdplaunch.runtime.inspection.units import local_tensor
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.sharding.mesh import (
-    data_mesh,
-    groups_from_first,
-    is_fake,
-    splits_layer,
-    tensor_mesh,
-)
+from fsdplaunch.runtime.sharding.mesh import data_mesh, groups_from_first, is_fake, splits_layer, tensor_mesh
 from fsdplaunch.runtime.sharding.registry import ShardedModel
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter

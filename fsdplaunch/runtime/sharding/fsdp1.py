@@ -48,9 +48,7 @@ def shard(
     }
     precision = fsdp1_policy(replace(dtypes, reduce=dtypes.reduce or dtypes.param)) if dtypes.mixed else None
     places = ModulePlaces(model)
-    if (
-        dtypes.param is not None
-    ):  # batch norms keep their precision, in units of their own, as torch's wrapping has it
+    if dtypes.param is not None:  # batch norms keep their precision, in units of their own, as torch has it
         for norm in [module for module in model.modules() if isinstance(module, BatchNorm)]:
             materializer.materialize(norm)
             with materializer.wrapping():

@@ -76,8 +76,7 @@ def shard(
     return model
 
 
-_units: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Those of models that this package has sharded."""
+_units: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those of models that this package has sharded
 _refusing: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Units that were moved or cast after they had computed."""
 

@@ -82,7 +82,6 @@ def is_special(param: torch.Tensor) -> bool:
 
 
 def _matching(expression: str, names: dict[nn.Module, str], model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose full name the expression matches."""
     try:
         pattern = re.compile(expression)
     except re.error as error:

@@ -62,12 +62,6 @@ class Materializer:
                 self.held.setdefault(module, []).append(entry)
         self.ignored = {below for module in ignored for below in module.modules()}
         self.split = split
-        self.sources = self._agree(origin)
-        lacking = (e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2])
-        self.send = send or self.ranks.from_any(next(lacking, None)) is not None
-
-    def _agree(self, origin: str) -> Specs:
-        """Return rank 0's names, shapes, dtypes and whether each has storage; raise for another model than its."""
         mine = {entry.name: entry.spec for entry in self.entries}
         theirs: Specs
         theirs, first = self.ranks.from_first((mine, origin))
@@ -80,7 +74,9 @@ class Materializer:
         difference = self.ranks.from_any(difference)
         if difference is not None:
             raise ShardingError(difference, hint="build the same model, and load the same weights, on every rank")
-        return theirs
+        self.sources = theirs
+        lacking = (e.name for e in self.entries if self.sources[e.name][2] and not e.spec[2])
+        self.send = send or self.ranks.from_any(next(lacking, None)) is not None
 
     def materialize(self, module: nn.Module) -> None:
         """Materialize every tensor that `module` or a module below it holds and that is not materialized yet."""

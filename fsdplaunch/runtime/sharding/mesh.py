@@ -54,17 +54,6 @@ def _axis_sizes(settings: Settings) -> AxisSizes:
     return sizes
 
 
-def make_mesh(settings: Settings, device: torch.device) -> DeviceMesh:
-    """Lay all ranks out as the settings say; axes of one are left out, but for that of the shards.
-
-    Ranks that split sequences are neighbors on the axis of the shards: parameters are spread over them, too.
-    """
-    sizes = _axis_sizes(settings)
-    axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}
-    kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
-    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-
-
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axes that `fully_shard` spreads parameters over; ranks along them read different data."""
     names = mesh.mesh_dim_names or ()
@@ -156,11 +145,16 @@ def shard_target(
     if mesh is None and process_group is not None:
         mesh = DeviceMesh.from_group(process_group, target.type, mesh_dim_names=(SHARD,))
     context = None
-    if mesh is None and settings.context_size != 1 and (sizes := _axis_sizes(settings)).context > 1:
-        shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
-        context = init_device_mesh(target.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
-    made = mesh or make_mesh(settings, target)
-    return ShardTarget(mesh=made, device=target, layout_only=layout_only, context=context)
+    if mesh is None:
+        sizes = _axis_sizes(settings)
+        if sizes.context > 1:
+            shape = (sizes.replicas * sizes.shards, sizes.context, sizes.tensor)
+            context = init_device_mesh(target.type, shape, mesh_dim_names=("dp", CONTEXT, TENSOR))[CONTEXT]
+        # Ranks that split sequences are neighbors on the axis of the shards: parameters are spread over them, too.
+        axes = {REPLICATE: sizes.replicas, SHARD: sizes.shards * sizes.context, TENSOR: sizes.tensor}
+        kept = {name: size for name, size in axes.items() if size > 1 or name == SHARD}
+        mesh = init_device_mesh(target.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return ShardTarget(mesh=mesh, device=target, layout_only=layout_only, context=context)
 
 
 def own_device(mesh: DeviceMesh | None) -> torch.device:

@@ -77,12 +77,8 @@ def waits_for_shards(optimizer: Optimizer) -> bool:
 def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
     """Replace an optimizer's parameters, and the state it has for them, by the sharded ones, in place.
 
-    Args:
-        optimizer: Built on the full parameters, or already on the sharded ones.
-        known: The names of all sharded parameters of prepared models, by their id.
-
-    Raises:
-        ShardingError: It holds a parameter of no prepared model, or groups that flat parameters cannot keep apart.
+    `known` are the names of all sharded parameters of prepared models, by their id. A parameter of no prepared
+    model, or groups that flat parameters cannot keep apart, are a ShardingError.
     """
     held = [(param, state) for param, state in optimizer.state.items()]
     named = cache(lambda model: dict(named_parameters(model)))

@@ -39,17 +39,8 @@ def shard_model(
 ) -> nn.Module:
     """Shard a model as the plugin sets; see `prepare` for the order of work.
 
-    Args:
-        model: Not sharded yet.
-        plugin: How.
-        place: Where.
-        deferred: Makes the materializer of a model whose values come later; None leaves it those it has.
-
-    Returns:
-        The model itself (FSDP2) or the wrapper around it (FSDP1).
-
-    Raises:
-        ShardingError: It cannot be done as configured.
+    Returns the model itself (FSDP2) or the wrapper around it (FSDP1). `deferred` makes the materializer of a model
+    whose values come later.
     """
     begin_sharding("prepare")
     settings = plugin.settings()
@@ -117,7 +108,6 @@ def shard_model(
 
 
 def _split_sequences(model: nn.Module, settings: Settings, axis: DeviceMesh) -> Any:
-    """Let the model's blocks compute on pieces of the sequences."""
     strategy = decode().parallelism_config.parallelism_config_cp_comm_strategy
     if strategy != "allgather":
         messages.say(

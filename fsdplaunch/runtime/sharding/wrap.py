@@ -42,13 +42,10 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def find_blocks(model: nn.Module, class_names: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """Return the model's blocks by name, in the model's order.
+    """Return the model's blocks by name, in the model's order; a ShardingError where there are none.
 
     The classes named; when none is, those in the model's own `_no_split_modules`; when it has none of these, the
     classes that stand side by side in its lists, outermost first.
-
-    Raises:
-        ShardingError: A class named is not in the model, or no blocks were found.
     """
     names = tuple(class_names)
     present = {class_name(module) for module in model.modules() if runs(module)}

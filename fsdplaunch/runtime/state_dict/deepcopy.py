@@ -34,10 +34,8 @@ def unsharded_copy(
 ) -> nn.Module:
     """Copy a model's modules as what they were before sharding, without wrappers and hooks of sharding.
 
-    Args:
-        model: Sharded, with its shards in place.
-        give: The copy's parameter for each of the model's.
-        memo: As `copy.deepcopy` has it; left out, the copy shares the model's buffers.
+    The model has its shards in place; `give` returns the copy's parameter for each of them. Without `memo`, which
+    is as `copy.deepcopy` has it, the copy shares the model's buffers.
     """
     memo = {id(buffer): buffer for buffer in model.buffers()} if memo is None else memo
     for param in parameters_of(model):
@@ -83,9 +81,8 @@ def _is_ours(hook: Any) -> bool:
 def allow_deepcopy(model: nn.Module, attach: Callable[[nn.Module, nn.Module], None]) -> None:
     """Let `copy.deepcopy` copy this sharded model, and any module inside of it.
 
-    Args:
-        model: Sharded. Its copy is another sharded model; that of a module inside has full parameters.
-        attach: Makes a copy behave as the script expects of a model; given the copy, and what it is a copy of.
+    Its copy is another sharded model, which `attach(copy, model)` makes behave as the script expects; that of a
+    module inside has full parameters.
     """
     _allow(model, model.modules(), attach)
 
@@ -112,7 +109,7 @@ def _allow(model: nn.Module, modules: Iterable[nn.Module], attach: Callable[[nn.
 
 
 def _copier(module: "weakref.ref[nn.Module]", attach: Callable[..., None] | None) -> Callable[..., nn.Module]:
-    return lambda memo: _copied(module(), memo, attach)
+    return lambda memo: _copied(module(), memo, attach)  # no partial: `as_before` knows functions of this package
 
 
 def _copied(model: Any, memo: dict[int, Any], attach: Callable[[nn.Module, nn.Module], None] | None) -> nn.Module:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -40,8 +40,7 @@ def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
     return split_like(value, param)
 
 
-SMALLEST = 1 << 16
-"""Bytes below which a gathered tensor stays in memory: a file of its own is not worth it."""
+SMALLEST = 1 << 16  # bytes below which a gathered tensor stays in memory: a file of its own is not worth it
 HINT = (
     "save on all ranks or on rank 0, which can save alone from the first step of the model's optimizer on: decide"
     " by a number equal on all ranks, such as a loss on validation data or one averaged by"
@@ -57,19 +56,14 @@ class ShardGatherer:
         keep: Whether this rank wants the full tensors.
         at: Where it is; left out, the script's line.
         spool: Keep them in temporary files: they are written and not computed with.
-
-    Attributes:
-        together: Whether all ranks make the call; otherwise rank 0 alone does, and fetches what others hold.
-        by_rank: Whether each rank writes a file of its own.
-        count: How many tensors were asked for.
     """
 
     def __init__(self, call: str, *, keep: bool, at: str | None = None, spool: bool = False) -> None:
         self.call = f"{call} at {at or script_line()}"
         self.keep = keep
-        self.together = True
-        self.by_rank = False
-        self.count = 0
+        self.together = True  # all ranks make the call; otherwise rank 0 alone does, and fetches what others hold
+        self.by_rank = False  # whether each rank writes a file of its own
+        self.count = 0  # how many tensors were asked for
         self._spool = spool
         self._met = False
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -123,21 +117,16 @@ class ShardGatherer:
 
     def finish(self, doing: str) -> Any:
         """Return a context that ends the call, and raises what fails in `doing` it on all ranks that take part."""
-        return raise_on_all_ranks(doing) if self.together else _ending_alone()
+        if self.together:
+            return raise_on_all_ranks(doing)
+        ending = ExitStack()
+        ending.callback(waits.current().done)
+        return ending
 
     def leave(self) -> None:
         """End what writes nothing itself: where rank 0 is alone, the others may go on."""
         if not self.together:
             waits.current().done()
-
-
-@contextmanager
-def _ending_alone() -> Iterator[None]:
-    service = waits.current()
-    try:
-        yield
-    finally:
-        service.done()
 
 
 def gathered(tensors: Mapping[str, Any], gathering: ShardGatherer) -> dict[str, Any]:
@@ -190,8 +179,7 @@ _WAITING = {"join", "result", "select", "shutdown"}
 _HOMES = ("/threading.py", "/selectors.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
 
 _turn = threading.RLock()
-_threads: set[threading.Thread] = set()
-"""Those that gather, or wait until another one has."""
+_threads: set[threading.Thread] = set()  # those that gather, or wait until another one has
 failed: list[CheckpointError] = []
 """What threads could not do. A script need not look at a thread's error, and would end well without its save."""
 

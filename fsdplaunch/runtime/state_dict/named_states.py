@@ -12,11 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, OptimStateKeyType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -140,10 +136,7 @@ def unshare_counts(full: State) -> State:
 
 
 def shard_full_optim_state_dict(
-    full_optim_state_dict: State,
-    model: nn.Module,
-    optim_input: OptimInput = None,
-    optim: Optimizer | None = None,
+    full_optim_state_dict: State, model: nn.Module, optim_input: OptimInput = None, optim: Optimizer | None = None
 ) -> State:
     """Cut a full state, which every rank holds, to what this rank's optimizer loads.
 

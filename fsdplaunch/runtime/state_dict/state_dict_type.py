@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch
-from fsdplaunch.runtime.plugin import state_dict_name
+from fsdplaunch.runtime.plugin import state_config, state_dict_name
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import split_like
-from fsdplaunch.runtime.state_dict.options import optimizer_config, state_config
 from fsdplaunch.runtime.torch_internals.fsdp import (
     FLAT_PARAMETER,
     flat_parameter,
@@ -28,16 +27,12 @@ from fsdplaunch.runtime.torch_internals.fsdp import (
 
 
 def flat_layout(model: nn.Module) -> dict[str, Any]:
-    """Say what each flat parameter of a model is made of, in plain data.
+    """Say what each flat parameter of a model of FSDP1 is made of, in plain data.
 
-    Args:
-        model: Sharded by FSDP1, with flat parameters (`use_orig_params` false).
-
-    Returns:
-        For each flat parameter, by its name in a local state dict: `ranks`, which hold its parts in this order;
-        `part`, the elements of each part but the last; and `runs`, the whole's runs of elements in their order,
-        each as `[names, shape]`: a parameter with all its names, or padding without any. One that holds a
-        parameter in another order than row by row is left out.
+    For each, by its name in a local state dict: `ranks`, which hold its parts in this order; `part`, the elements
+    of each part but the last; and `runs`, the whole's runs of elements in their order, each as `[names, shape]`: a
+    parameter with all its names, or padding without any. One that holds a parameter in another order than row by
+    row is left out.
     """
     layouts: dict[str, Any] = {}
     for name, unit in model.named_modules():
@@ -60,9 +55,8 @@ def flat_layout(model: nn.Module) -> dict[str, Any]:
     return layouts
 
 
-@contextmanager
-def _local(model: nn.Module) -> Iterator[None]:
-    """Have FSDP1 take its flat shards, where it can load them back."""
+def _local(model: nn.Module) -> AbstractContextManager[None]:
+    """Return what has FSDP1 take its flat shards, where it can load them back."""
     units: list[Any] = fsdp1_wrappers(model)
     if any(map(shows_original_parameters, units)):
         msg = "LOCAL_STATE_DICT cannot be loaded back into a model with use_orig_params"
@@ -70,8 +64,7 @@ def _local(model: nn.Module) -> Iterator[None]:
     if dist.get_world_size(units[0].process_group) < dist.get_world_size():  # torch finds the ranks of one replica
         msg = "LOCAL_STATE_DICT cannot hold a model with replicas (HYBRID_SHARD)"
         raise UsageError(msg, hint="use SHARDED_STATE_DICT")
-    with without_mesh(units):
-        yield
+    return without_mesh(units)
 
 
 @contextmanager
@@ -105,7 +98,7 @@ def state_dict_type(
         optim_state_dict_config = optim_state_dict_config or prepared.plugin.optim_state_dict_config
     kind = StateDictType[state_dict_name(state_dict_type or StateDictType.FULL_STATE_DICT)]
     options = _safe(state_config(kind, state_dict_config), model)
-    optimizer_options = _safe(optimizer_config(kind, optim_state_dict_config), model)
+    optimizer_options = _safe(state_config(kind, optim_state_dict_config, of_optimizer=True), model)
     roots = fsdp_modules(model, root_only=True)
     if not roots:
         msg = f"nothing of this {type(model).__name__} is sharded, so its state dict has one kind only"

@@ -5,8 +5,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["StorageInfo", "flatten_state_dict", "set_element"]
-"""Torch's own, under plain names."""
+__all__ = ["StorageInfo", "flatten_state_dict", "set_element"]  # Torch's own, under plain names
 
 FORMAT_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 """What an index says of its format; None in versions that say nothing."""

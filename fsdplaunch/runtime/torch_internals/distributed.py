@@ -93,8 +93,7 @@ def is_elementwise(operator: Any) -> bool:
     return all(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
-__all__ = ["ShardedTensor", "TensorShard"]
-"""Torch's own, under plain names."""
+__all__ = ["ShardedTensor", "TensorShard"]  # Torch's own, under plain names
 
 
 def with_local_shards(tensor: ShardedTensor, shards: list[Any]) -> ShardedTensor:

@@ -141,9 +141,8 @@ def computing_as_plain_tensors() -> AbstractContextManager[Any]:
     return passing
 
 
-_DEEPEST = (
-    3  # objects within each other that are looked into: torch_geometric's batches have tensors in the second
-)
+# Objects within each other that are looked into: torch_geometric's batches have tensors in the second.
+_DEEPEST = 3
 _MOST = 1000  # values of one that are looked at: what a batch refers to may refer to a whole dataset
 
 
@@ -229,9 +228,8 @@ FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 """The operators that exchange tensors of ranks and return the result."""
 _ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNED = 8  # what the width of a head must be a multiple of: torch pads others before it calls GPUs' kernels
-_ROWS = (
-    32  # what the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite
-)
+# What the efficient kernel rounds the number of logsumexps up to; those beyond the last row are infinite.
+_ROWS = 32
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -259,18 +257,15 @@ def written_places(operator: Any) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """One of torch's kernels, both ways.
+    """One of torch's kernels, both ways."""
 
-    Attributes:
-        forward: (query, key, value, is_causal, scale) -> the result, the logsumexp of each row (batch x heads x
-            rows, fp32 or fp64), and what else backward is given. Tensors are batch x heads x positions x width,
-            with as many heads of keys as of queries.
-        backward: (gradient, query, key, value, result, logsumexp, what else, is_causal, scale) -> gradients of
-            query, key and value. Result and logsumexp may be those over more keys than these: the gradients are
-            then what comes of these keys.
-    """
-
+    # (query, key, value, is_causal, scale) -> the result, the logsumexp of each row (batch x heads x rows, fp32
+    # or fp64), and what else backward is given. Tensors are batch x heads x positions x width, with as many heads
+    # of keys as of queries
     forward: Forward
+    # (gradient, query, key, value, result, logsumexp, what else, is_causal, scale) -> gradients of query, key and
+    # value. Result and logsumexp may be those over more keys than these: the gradients are then what comes of
+    # these keys
     backward: Backward
 
 

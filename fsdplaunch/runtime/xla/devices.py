@@ -10,8 +10,7 @@ import torch_xla
 from torch_xla import runtime
 from torch_xla.distributed import spmd
 
-FSDP_AXIS = "fsdp"
-"""Axis of the mesh that parameters and batches are split along; transformers calls it so, too."""
+FSDP_AXIS = "fsdp"  # axis of the mesh that parameters and batches are split along; transformers calls it so, too
 
 
 def use_all_devices() -> None:

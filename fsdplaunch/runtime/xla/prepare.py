@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch_xla
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from torch_xla import runtime
 from torch_xla.distributed import spmd
 from torch_xla.distributed.fsdp import checkpoint_module
@@ -17,7 +16,7 @@ from fsdplaunch.config.environment import decode
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.data_loaders import shard_loader
+from fsdplaunch.runtime.api.prepare import fit
 from fsdplaunch.runtime.inspection import count
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.rank import DataRanks
@@ -117,10 +116,6 @@ def prepare_on_xla(
 
     Under SPMD one process has the whole batch, which is split over the devices: a loader's batch size is that of
     all devices together. Otherwise each process reads its own items.
-
-    Raises:
-        UsageError: An argument of `prepare` is given that has no meaning here.
-        ShardingError: A model or an optimizer cannot be prepared so.
     """
     for name, value in unsupported.items():
         if value is not None and value is not False:
@@ -138,16 +133,7 @@ def prepare_on_xla(
         repoint(optimizer, known)
         optimizer.register_step_post_hook(lambda *_: torch_xla.sync())
         ready[id(optimizer)] = optimizer
-    return tuple(ready[id(item)] if id(item) in ready else _fit(item) for item in objects)
-
-
-def _fit(item: Any) -> Any:
-    if isinstance(item, DataLoader):
-        readers = DataRanks(rank=0, size=1)  # under SPMD every process has the same items
-        if not devices.is_spmd():
-            readers = DataRanks(rank=runtime.global_ordinal(), size=runtime.world_size())
-        return shard_loader(item, readers)
-    if hasattr(item, "state_dict"):
-        return item
-    msg = f"prepare does not know what to do with {type(item).__name__}"
-    raise ShardingError(msg, hint="give it models, optimizers, data loaders and schedulers")
+    readers = DataRanks(rank=0, size=1)  # under SPMD every process has the same items
+    if not devices.is_spmd():
+        readers = DataRanks(rank=runtime.global_ordinal(), size=runtime.world_size())
+    return tuple(ready[id(item)] if id(item) in ready else fit(item, readers) for item in objects)

@@ -68,10 +68,6 @@ def set_up_xla(config: Config, script: str) -> None:
     """Begin PyTorch/XLA's runtime as configured, before anything of the script uses a device.
 
     Ranks, sizes and what checkpoints agree on go through a process group of the CPU; no tensor of a model does.
-
-    Raises:
-        MachineError: torch_xla is not there, or does not go with the torch that is.
-        ShardingError: The processes that were started are not one run to PyTorch/XLA.
     """
     if (found := installed_problem()) is not None:
         raise MachineError(found.message, hint=found.hint)
@@ -113,7 +109,6 @@ def prepare_on_xla(objects: Sequence[Any], plugin: Any, unsupported: dict[str, A
 
 
 def _check_one_run(*, one_each: bool) -> None:
-    """Refuse to train where PyTorch/XLA does not know the processes that were started as one run."""
     from fsdplaunch.runtime.xla import devices
 
     started, known = world_size(), devices.processes()

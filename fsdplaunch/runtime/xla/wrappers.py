@@ -96,11 +96,7 @@ def shared_names(wrapped: nn.Module) -> set[str]:
 
 
 def repoint(optimizer: Optimizer, known: dict[int, tuple[str, nn.Module]]) -> None:
-    """Have an optimizer train what its parameters, whose names and wrapped models are known by identity, became.
-
-    Raises:
-        ShardingError: It has state already, or trains in several groups what was flattened into one parameter.
-    """
+    """Have an optimizer train what its parameters became; their names and wrapped models are known by id."""
     after: dict[int, dict[str, nn.Parameter]] = {}
     taken: set[int] = set()
     for group in optimizer.param_groups:
@@ -122,11 +118,7 @@ def repoint(optimizer: Optimizer, known: dict[int, tuple[str, nn.Module]]) -> No
 
 
 def clip_norm(parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor | None:
-    """Clip by the norm over all processes; None for what this class does not shard.
-
-    Raises:
-        ShardingError: Parameters are given in place of the model.
-    """
+    """Clip by the norm over all processes; None for what this class does not shard."""
     per_device = wrapper_classes()[0]
     model: Any = parameters
     if isinstance(parameters, per_device):

@@ -385,7 +385,6 @@ class _Undo:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Do it."""
         set_random_states(self.states)
         locals_ = [(local_tensor(param), value) for param, value in self.shards]
         changed = [(local, value) for local, value in locals_ if not torch.equal(local, value)]

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.runtime.auto.batch.rank_rows import RankRows
+from fsdplaunch.runtime.torch_internals.distributed import is_random
 from fsdplaunch.runtime.torch_internals.tensors import (
     TorchDispatchMode,
     argument_names,
@@ -83,23 +84,18 @@ class _Recording(TorchDispatchMode):
 
 
 class GlobalDraws(TorchDispatchMode):
-    """Draws for the global batch and keeps this rank's rows; in a backward, `again` as in the pass.
-
-    Attributes:
-        made: By operator and shape, the rows' dimension of what was drawn.
-        recomputed: Whether something was drawn in a part of the pass that its backward computes again.
-    """
+    """Draws for the global batch and keeps this rank's rows; in a backward, `again` as in the pass."""
 
     def __init__(
         self, rows: RankRows, draws: Draws, *, learning: bool = False, again: "GlobalDraws | None" = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[tuple[Any, _Shape], int | None] = {}
+        self.made: dict[tuple[Any, _Shape], int | None] = {}  # by operator and shape, the rows' dimension of draws
         self.again = again.made if again is not None else {}
         self.rows, self.draws, self.learning = rows, draws, learning
         self.trains = torch.is_grad_enabled()
         self.place = 0
-        self.recomputed = False
+        self.recomputed = False  # whether something was drawn in a part that the backward computes again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,9 +119,7 @@ class GlobalDraws(TorchDispatchMode):
         return _draw_rows(func, args, kwargs, self.rows, shape, dim, order)
 
 
-@cache
-def _draws_at_all(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+_draws_at_all = cache(is_random)
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

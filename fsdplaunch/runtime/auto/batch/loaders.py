@@ -65,7 +65,14 @@ def read(original: Any, hook_context: HookContext, loader: Any) -> Any:
             together = f"{size * ranks} together"
             hook_context.say_once(f"batches of {size} on each of {ranks} ranks, {together}", key="batch")
         hook_context.streams.diverge()  # before the loader's processes get their seeds
-        _compare_length(loader)
+        # Print that a length which was asked for before it was known who shards no longer holds.
+        length, line = _early.pop(loader, (None, ""))
+        if length is not None and len(loader) != length:
+            messages.say(
+                f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
+                f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
+                " always it is known from the start"
+            )
     if not isinstance(loader.dataset, IterableDataset) or evaluates:
         return original(loader)
     batches.divided = True
@@ -87,17 +94,6 @@ def measure(original: Any, hook_context: HookContext, loader: Any) -> int:
     if not ours or complete or not isinstance(loader.dataset, IterableDataset):
         return length
     return math.ceil(length / hook_context.data.size)
-
-
-def _compare_length(loader: Any) -> None:
-    """Print that a length which was asked for before it was known who shards no longer holds."""
-    length, line = _early.pop(loader, (None, ""))
-    if length is not None and len(loader) != length:
-        messages.say(
-            f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
-            f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
-            " always it is known from the start"
-        )
 
 
 def _fit(loader: Any, hook_context: HookContext) -> None:
@@ -173,7 +169,6 @@ class RankStream(LikeInner, IterableDataset[Any]):
         self.rank, self.size = hook_context.data.rank, hook_context.data.size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items."""
         here = get_worker_info() is None  # a worker process was seeded alike on all ranks
         items = None
         while True:
@@ -217,7 +212,6 @@ _MOST_AHEAD = 16  # rounds that are drawn at once from a sampler of the script's
 
 @contextmanager
 def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
-    """Print where a loader is divided because it was begun before what says that the script evaluates."""
     before = hook_context.batches.backwards
     yield
     evaluated = hook_context.models and hook_context.evaluating() and hook_context.batches.backwards == before

@@ -68,9 +68,7 @@ class RankRows:
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Return the rows of all ranks; the gradient of this rank's rows is their part of it. Collective."""
         return _apply(
-            tensor,
-            lambda own: self.all_slices(own, dim),
-            lambda whole: self.slice_of(whole, dim) * self.ranks,
+            tensor, lambda own: self.all_slices(own, dim), lambda whole: self.slice_of(whole, dim) * self.ranks
         )
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:

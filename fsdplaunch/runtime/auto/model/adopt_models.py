@@ -53,11 +53,8 @@ from fsdplaunch.runtime.torch_internals.modules import CALL_METHOD, before_state
 def adopt_model(model: nn.Module, hook_context: HookContext, *, what: str, one_unit: bool = False) -> None:
     """Shard a model that is not sharded yet, in place; a list or dict of models as each of them by itself.
 
-    Args:
-        model: Complete, with all its parameters.
-        hook_context: This worker's.
-        what: What the script does here, for errors.
-        one_unit: Gather all of it at once, because ranks may compute with different parts of it.
+    `what` is what the script does here, for errors. With `one_unit` all of it is gathered at once, because ranks
+    may compute with different parts of it.
     """
     if is_sharded(model):
         return
@@ -108,7 +105,6 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
 
 
 def _check_no_gradients(whose: str, params: Iterable[nn.Parameter], what: str) -> None:
-    """Refuse parameters that have gradients before they are sharded: each rank's own."""
     if any(param.grad is not None and (param.grad.is_sparse or param.grad.any()) for param in params):
         msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
         hint = (
@@ -230,7 +226,14 @@ def compile_model(original: Any, hook_context: HookContext, model: Any = None, *
     if isinstance(module, nn.Module):
         if _is_ours(module, hook_context, hook_context.device, f"compiles {type(module).__name__}"):
             adopt_model(unwrapped(module), hook_context, what="compiles it")
-        kwargs = _without_full_graph(model, module, kwargs)
+        name = getattr(model, "__name__", "")
+        hooked = name == CALL_METHOD or any(  # of `model.compile()`: all modules' hooks, too
+            is_unit(part) and not (name == "forward" and part is module) for part in module.modules()
+        )
+        if kwargs.get("fullgraph") and hooked:
+            about = f"{class_name(module)} is compiled without fullgraph: no graph holds the hooks that gather it"
+            messages.say(f"{script_line()}: {about}")
+            kwargs = {**kwargs, "fullgraph": False}
     return original(model, *args, **kwargs)
 
 
@@ -256,19 +259,6 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
         hint = 'say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0'
         raise ShardingError(msg, hint=hint)
     return True
-
-
-def _without_full_graph(compiled: Any, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options without `fullgraph` where hooks are called, which no graph holds."""
-    name = getattr(compiled, "__name__", "")
-    hooked = name == CALL_METHOD or any(  # of `model.compile()`: all modules' hooks, too
-        is_unit(part) and not (name == "forward" and part is module) for part in module.modules()
-    )
-    if not kwargs.get("fullgraph") or not hooked:
-        return kwargs
-    about = f"{class_name(module)} is compiled without fullgraph: no graph holds the hooks that gather it"
-    messages.say(f"{script_line()}: {about}")
-    return {**kwargs, "fullgraph": False}
 
 
 _building: set[int] = set()  # the optimizers whose base class gives them their groups

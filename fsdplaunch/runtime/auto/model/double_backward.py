@@ -48,26 +48,6 @@ class ModelPass:
                 metadata.setdefault(_KEY, []).append((self, edge, position))
 
 
-def _differentiable_grad(grad: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Any) -> Any:
-    """Return gradients that can be differentiated again; None where no sharded model's pass is below."""
-    kept = list(_passes_below([output.grad_fn for output in outputs], inputs))
-    if not kept:
-        return None
-    how = {"create_graph": True, "retain_graph": True, "allow_unused": True}
-    above = grad(outputs, [edge for _, edge, _ in kept], given, **how)
-    total: list[Any] = [None] * len(inputs)
-    passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
-    for (made, _, position), gradient in zip(kept, above, strict=True):
-        passes.setdefault(id(made), (made, []))[1].append((position, gradient))
-    for made, share in passes.values():
-        values = _recomputed(made)
-        chosen = [(values[position], gradient) for position, gradient in share if gradient is not None]
-        parts = grad([value for value, _ in chosen], inputs, [gradient for _, gradient in chosen], **how)
-        pairs = zip(total, parts, strict=True)
-        total = [other if one is None else one if other is None else one + other for one, other in pairs]
-    return tuple(total)
-
-
 def _passes_below(roots: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple[ModelPass, GradientEdge, int]]:
     """Yield what models returned below these nodes, and check that nothing else leads to the inputs."""
     wanted = {get_gradient_edge(value).node for value in inputs}
@@ -170,27 +150,36 @@ def own_gradients(
         if create_graph or not all(param is not None for param in params):
             raise refuse_create_graph(_GRAD)
         begin()
-        return _gradients_by_backward(outputs, params, given, retain_graph, models)
+        # The gradients of sharded parameters by a backward pass, which leaves those that were there.
+        every: dict[int, Any] = {id(param): param for model in models for param in model.parameters()}
+        every |= {id(param): param for param in params}
+        before = [(each, each.grad) for each in every.values()]
+        for each, _ in before:
+            each.grad = None
+        try:
+            inspect.unwrap(torch.autograd.backward)(outputs, given, retain_graph)
+            return tuple(every[id(param)].grad for param in params)
+        finally:
+            for each, gradient in before:
+                each.grad = gradient
     if create_graph and all(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-        return _differentiable_grad(grad, outputs, inputs, given)
+        kept = list(_passes_below([output.grad_fn for output in outputs], inputs))
+        if not kept:
+            return None
+        how = {"create_graph": True, "retain_graph": True, "allow_unused": True}
+        above = grad(outputs, [edge for _, edge, _ in kept], given, **how)
+        total: list[Any] = [None] * len(inputs)
+        passes: dict[int, tuple[ModelPass, list[tuple[int, Any]]]] = {}
+        for (made, _, position), gradient in zip(kept, above, strict=True):
+            passes.setdefault(id(made), (made, []))[1].append((position, gradient))
+        for made, share in passes.values():
+            values = _recomputed(made)
+            chosen = [(values[position], gradient) for position, gradient in share if gradient is not None]
+            parts = grad([value for value, _ in chosen], inputs, [gradient for _, gradient in chosen], **how)
+            pairs = zip(total, parts, strict=True)
+            total = [other if one is None else one if other is None else one + other for one, other in pairs]
+        return tuple(total)
     return None
-
-
-def _gradients_by_backward(
-    outputs: Sequence[Any], params: Sequence[Any], given: Any, retain_graph: Any, models: Sequence[nn.Module]
-) -> tuple[Any, ...]:
-    """Return the gradients of sharded parameters by a backward pass, and leave those that were there."""
-    every = {id(param): param for model in models for param in model.parameters()}
-    every |= {id(param): param for param in params}
-    before = [(param, param.grad) for param in every.values()]
-    for param in every.values():
-        param.grad = None
-    try:
-        inspect.unwrap(torch.autograd.backward)(outputs, given, retain_graph)
-        return tuple(param.grad for param in params)
-    finally:
-        for param, gradient in before:
-            param.grad = gradient
 
 
 def _listed(tensors: Any) -> list[Any]:

@@ -82,7 +82,11 @@ class Calls:
         for unit in model.modules():
             if is_unit(unit):
                 _call_for_forward(unit)
-        _normalise_in_dtype_of_statistics(model)
+        # Let BatchNorm compute with bf16 parameters beside fp32 statistics, of which CPUs have no function.
+        low = is_unit(model) and root_mixed_precision(model).param_dtype not in (None, torch.float32)
+        for module in model.modules() if low else ():
+            if isinstance(module, BatchNorm) and "forward" not in module.__dict__:
+                module.__dict__["forward"] = _normalising(weakref.ref(module))
         prepared = registered(model)
         for name in prepared.methods if prepared is not None else ():
             model.__dict__.pop(name, None)  # what such a method calls is a pass, so nothing is gathered around it
@@ -101,7 +105,6 @@ class Calls:
         return self._enter(model, args, kwargs)
 
     def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a pass; return what it computes with."""
         if torch.compiler.is_compiling():
             return None
         if self.outermost or is_in_backward():
@@ -222,14 +225,6 @@ def _call_for_forward(unit: nn.Module) -> None:
         return nn.Module.__call__(module, *args, **kwargs)  # a class may call forward in a __call__ of its own
 
     unit.__dict__["forward"] = forward
-
-
-def _normalise_in_dtype_of_statistics(model: nn.Module) -> None:
-    """Let BatchNorm compute with bf16 parameters beside fp32 statistics, of which CPUs have no function."""
-    low = is_unit(model) and root_mixed_precision(model).param_dtype not in (None, torch.float32)
-    for module in model.modules() if low else ():
-        if isinstance(module, BatchNorm) and "forward" not in module.__dict__:
-            module.__dict__["forward"] = _normalising(weakref.ref(module))
 
 
 def _normalising(norm: "weakref.ref[Any]") -> Callable[[torch.Tensor], torch.Tensor]:

@@ -205,20 +205,16 @@ class ShardReference(nn.Parameter):
     """A full parameter that something held when its model was sharded: it keeps its identity, and is its shard."""
 
     def __getattribute__(self, name: str) -> Any:
-        """Return the shard's attribute or method, its class as well."""
         return super().__getattribute__(name) if name in _OWN else getattr(_shard_of(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the shard, such as its gradient."""
         setattr(_shard_of(self), name, with_shards(value))
 
     def __delattr__(self, name: str) -> None:
-        """Remove an attribute of the shard."""
         delattr(_shard_of(self), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch's, or a method, with shards in the place of references to them."""
         return func(*with_shards(args), **with_shards(kwargs or {}))
 
 

@@ -74,11 +74,9 @@ class Ownership:
         return bool(self.ours) and self.version != 1 and not self.ranked
 
     def claim(self, what: str, *, now: bool = False) -> bool:
-        """Return whether this package is to shard what the script has here.
+        """Return whether this package is to shard what the script has here, where it `builds AdamW`.
 
-        Args:
-            what: What the script does here, for the error: `builds AdamW`.
-            now: Whether training begins, so that nobody else will shard any more.
+        `now` says that training begins, so that nobody else will shard any more.
         """
         self._decide(now=now)
         return self._checked(what)
@@ -141,7 +139,6 @@ class Ownership:
                 self.leave_draws()
 
     def _check_batches(self, what: str) -> None:
-        """Refuse to keep the global batch where another one shards and makes its own loaders."""
         by_accelerate = self._owner.endswith(("Accelerator", "Trainer")) and "lightning" not in sys.modules
         if self.ours is False and self._keeps_batch and not by_accelerate:
             msg = f"{script_line()} {what}: keep_global_batch is set, and the script divides its batches itself"

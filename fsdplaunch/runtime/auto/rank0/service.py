@@ -319,7 +319,6 @@ class Service:
 
 
 def _receive_part(connection: Connection, full: torch.Tensor) -> dict[str, Any]:
-    """Put a rank's shard in its place, and return its answer."""
     answer = connection.receive(default_timeout())
     if answer["shape"] is None:
         return answer
@@ -403,7 +402,27 @@ def state_dict(original: Any, hook_context: HookContext, owner: Any, *args: Any,
         state = original(owner, *args, **kwargs)
     finally:
         _asking.inside = False
-    return _full_if_alone(hook_context, owner, state)
+    found, call = service(), f"{type(owner).__name__}.state_dict() at {script_line()}"
+    if found is None:
+        return state
+    if isinstance(owner, Optimizer):
+        params = (param for group in owner.param_groups for param in group["params"])
+        if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
+            msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
+            raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
+    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
+    # A script that shards itself may call `full_tensor()` of what it gets.
+    if not shards or not hook_context.ownership.ours or not all(map(is_over_all_ranks, shards)):
+        return state
+    await_main_thread(call)
+    if not found.asks_alone(call):
+        return state
+    full: dict[tuple[Any, ...], torch.Tensor] = {}
+    for shard in shards:  # tied ones stay tied
+        if identity(shard) not in full:
+            full[identity(shard)] = spooled(found.full(shard, call))
+    found.done()
+    return _with_full(owner, state, lambda value: full[identity(value)] if isinstance(value, DTensor) else value)
 
 
 def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
@@ -418,30 +437,6 @@ def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -
         if found.asks_alone(call):
             return found.full(tensor, call).to(tensor.device)
     return original(tensor, **kwargs)
-
-
-def _full_if_alone(context: HookContext, owner: Any, state: Any) -> Any:
-    found, call = service(), f"{type(owner).__name__}.state_dict() at {script_line()}"
-    if found is None:
-        return state
-    if isinstance(owner, Optimizer):
-        params = (param for group in owner.param_groups for param in group["params"])
-        if any(map(is_in_flat_parameter, params)) and found.asks_alone(call):
-            msg = f"{call} was called on rank 0 only, for parameters that FSDP1 has sharded"
-            raise CheckpointError(msg, hint="call FSDP.optim_state_dict(model, optimizer) on all ranks")
-    shards = [each for each in tree_leaves(state) if isinstance(each, DTensor)]
-    # A script that shards itself may call `full_tensor()` of what it gets.
-    if not shards or not context.ownership.ours or not all(map(is_over_all_ranks, shards)):
-        return state
-    await_main_thread(call)
-    if not found.asks_alone(call):
-        return state
-    full: dict[tuple[Any, ...], torch.Tensor] = {}
-    for shard in shards:  # tied ones stay tied
-        if identity(shard) not in full:
-            full[identity(shard)] = spooled(found.full(shard, call))
-    found.done()
-    return _with_full(owner, state, lambda value: full[identity(value)] if isinstance(value, DTensor) else value)
 
 
 def _with_full(owner: Any, state: Any, full_or_own: Callable[[Any], Any]) -> Any:

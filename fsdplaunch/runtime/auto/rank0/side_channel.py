@@ -27,8 +27,7 @@ from fsdplaunch.runtime.rank import rank_variable
 from fsdplaunch.sockets import ALL_ADDRESSES, addresses, bound, connected, listening
 
 CONNECT_SECONDS = 60.0
-GREETING_SECONDS = 5.0
-"""How long a connection may take to say which rank it is."""
+GREETING_SECONDS = 5.0  # how long a connection may take to say which rank it is
 UNPROVEN = 256
 """How many may be about to say it; of more, the oldest goes."""
 _BACKLOG = 2048
