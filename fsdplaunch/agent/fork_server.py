@@ -170,7 +170,6 @@ class ForkServerProcess:
         show_as(("fsdplaunch", "fork-server"))
         for number in _PASSED_ON:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         self._agent = parent
         loaded = preload()
         if loaded.obstacle is not None and environ is not None:
@@ -199,14 +198,19 @@ class ForkServerProcess:
 
     def _begin_anew(self, loaded: Preloaded, environ: Mapping[str, str]) -> None:
         """Become a fork server that is a fresh interpreter, in the same process, and only executes."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until the fresh one ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until the fresh one ignores them
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        about = {"channel": self._channel.fileno(), "lifeline": self._lifeline, "parent": self._agent}
+        about: dict[str, Any] = {
+            "channel": self._channel.fileno(),
+            "lifeline": self._lifeline,
+            "parent": self._agent,
+        }
         for file in (about["channel"], about["lifeline"]):
             if file is not None:
                 os.set_inheritable(file, True)
-        words = json.dumps({**about, "obstacle": loaded.obstacle, "notes": loaded.notes})
+        about |= {"obstacle": loaded.obstacle, "notes": loaded.notes, "blocked": sorted(before)}
+        words = json.dumps(about)
         os.execve(sys.executable, [sys.executable, "-u", __file__, words], environ)  # noqa: S606
 
     def _next_message(self) -> tuple[dict[str, Any], list[int]] | None:
@@ -300,8 +304,12 @@ def main(about: Mapping[str, Any]) -> None:
     for file in (channel.fileno(), lifeline):
         if file is not None:
             os.set_inheritable(file, False)
-    loaded = Preloaded(obstacle=about["obstacle"], notes=tuple(about["notes"]))
-    ForkServerProcess(channel, lifeline).serve(lambda: loaded, parent=about["parent"])
+
+    def preloaded() -> Preloaded:
+        signal.pthread_sigmask(signal.SIG_SETMASK, about["blocked"])
+        return Preloaded(obstacle=about["obstacle"], notes=tuple(about["notes"]))
+
+    ForkServerProcess(channel, lifeline).serve(preloaded, parent=about["parent"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.config.environment import RUN_DIR
-from fsdplaunch.runtime.collectives import from_all
+from fsdplaunch.runtime.collectives.rank_group import from_all
 
 ANSWER = "network.json"
 _SIZES = (1, 1023, 1 << 20)

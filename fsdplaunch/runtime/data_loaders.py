@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import from_all, from_rank_0
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.torch_internals.modules import draws_all_items
 

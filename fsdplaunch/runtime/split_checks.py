@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import LaunchError, ShardingError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import local_tensor
 from fsdplaunch.runtime.messages import script_line

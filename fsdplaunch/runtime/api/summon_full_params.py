@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit, local_tensor, refuse_of_xla
 from fsdplaunch.runtime.sharding.mesh import groups_from_first

@@ -30,7 +30,7 @@ from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.who_shards import Ownership, holds_a_sharder
-from fsdplaunch.runtime.collectives import from_rank_0
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.device import joined_by_script
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import replaced

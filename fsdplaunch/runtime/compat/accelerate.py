@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
 from fsdplaunch.runtime.inspection import clean_name, count, named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
@@ -259,15 +259,24 @@ def _register_save_hook(register: Any, self: Any, hook: Callable[..., Any]) -> A
     return register(self, save_hook)
 
 
+def _has_adapters(model: nn.Module) -> bool:
+    return isinstance(model, FullyShardedDataParallel) and sys.modules[_UTILS].is_peft_model(model)
+
+
+def _trained_names(model: nn.Module) -> set[str]:
+    every = model.named_parameters(remove_duplicate=False)  # tied ones by each of their names
+    return {clean_name(name) for name, param in every if param.requires_grad}
+
+
 def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Return the parameters that an FSDP1 model trains, to save its adapters or to read them.
 
     PEFT looks for them in modules by the names in the state, and finds none where wrappers stand between:
     accelerate would save nothing, and nothing would be read (accelerate#4206).
     """
-    if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
+    if not (adapter_only and _has_adapters(model)):
         return get(model, adapter_only=adapter_only, **kwargs)  # type: ignore[no-any-return]
-    trained = {clean_name(name) for name, param in named_parameters(model) if param.requires_grad}
+    trained = _trained_names(model)
     state = model.state_dict()  # empty where rank 0 alone gets it
     if state and trained.isdisjoint(state):
         msg = f"{script_line()}: the state of {class_name(unwrapped(model))} has none of the parameters that train"
@@ -279,9 +288,9 @@ def _set_adapters(
     put: Any, model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, **kwargs: Any
 ) -> Any:
     """Load what `_get_adapters` returned; everything else stays as it is."""
-    if not (adapter_only and isinstance(model, FullyShardedDataParallel)):
+    if not (adapter_only and _has_adapters(model)):
         return put(model, state_dict, adapter_only=adapter_only, **kwargs)
-    if all(clean_name(name) not in state_dict for name, param in named_parameters(model) if param.requires_grad):
+    if _trained_names(model).isdisjoint(state_dict):
         msg = f"{script_line()}: the checkpoint has none of the parameters that train"
         raise CheckpointError(msg, hint="it was saved without adapters; load one that has them")
     # Of sharded states torch asks for every parameter; of full ones the others' are not there on every rank.

@@ -11,7 +11,7 @@ from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.model_weights import StoredWeight
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.loading.read_shards import LocalShard, Rectangle
 from fsdplaunch.runtime.saving.plain_files import read_plain
 

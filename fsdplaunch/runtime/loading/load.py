@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdplaunch.errors import CheckpointError, UsageError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import ModelTensor, model_tensors
 from fsdplaunch.runtime.inspection.units import refuse_of_xla, reshard
 from fsdplaunch.runtime.loading.broadcast import broadcast_all

@@ -15,7 +15,7 @@ from fsdplaunch.checkpoint.model_weights import StoredWeight, WeightFiles, check
 from fsdplaunch.display_text import listed, size_words
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import clean_name, unwrapped
 from fsdplaunch.runtime.loading.broadcast import broadcast_all, describe_pickled, open_pickled
 from fsdplaunch.runtime.loading.read_shards import LocalShard, ShardReader, source_dtype

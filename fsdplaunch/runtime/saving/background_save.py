@@ -27,7 +27,7 @@ from fsdplaunch.display_text import printable, shortened, text_of
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import flush_both, write_error
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import from_all, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.inspection import clean_name
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.patch import GROUP_IS_ABANDONED, call_if_imported

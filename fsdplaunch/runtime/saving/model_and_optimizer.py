@@ -22,7 +22,7 @@ from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.inspection import clean_name, named_parameters, tied_names
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.saving.full_state_file import storable, write_full

@@ -23,7 +23,7 @@ from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import from_all, from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import name_ranks
 from fsdplaunch.runtime.saving.checkpoint_dirs import (
     begin,

@@ -20,7 +20,7 @@ from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import from_all, from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import monitored_barrier
 from fsdplaunch.runtime.data_loaders import position_of, resume_at
 from fsdplaunch.runtime.inspection import unwrapped

@@ -28,7 +28,7 @@ from fsdplaunch.checkpoint.byte_transfer import Writeback
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items
 from fsdplaunch.checkpoint.readers.dcp_index import gc_pause
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import from_all, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.saving.sharded_plan import Entry, SharedPlan, UnknownLayoutError
 from fsdplaunch.runtime.torch_internals.checkpoint import FORMAT_VERSION, StorageInfo, flatten_state_dict
 

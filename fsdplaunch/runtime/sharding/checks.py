@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import (
     ModelTensor,
     clean_name,

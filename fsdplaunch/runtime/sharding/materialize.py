@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import ModelTensor, Spec, Specs, model_tensors
 from fsdplaunch.runtime.inspection.units import as_bytes
 from fsdplaunch.runtime.sharding.ignored import is_special

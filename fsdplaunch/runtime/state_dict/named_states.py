@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.collectives import RankGroup
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import clean_name, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch

@@ -14,7 +14,7 @@ from torch_xla.distributed.fsdp import consolidate_sharded_state_dicts
 
 from fsdplaunch.checkpoint.readers.xla_files import own_name
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import from_all
+from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.saving.full_state_file import storable
 from fsdplaunch.runtime.saving.model_and_optimizer import MODEL, OPTIMIZER, StateToSave
 from fsdplaunch.runtime.saving.plain_files import write_large

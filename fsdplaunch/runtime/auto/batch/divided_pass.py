@@ -45,7 +45,7 @@ from fsdplaunch.runtime.auto.batch.rank_rows import (
     measured,
     weights_of,
 )
-from fsdplaunch.runtime.collectives import from_all
+from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
 from fsdplaunch.runtime.rank import DataRanks

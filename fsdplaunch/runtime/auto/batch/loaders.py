@@ -25,7 +25,7 @@ from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.rank0.position import trains_shards
 from fsdplaunch.runtime.auto.rank0.service import check_all_ranks
-from fsdplaunch.runtime.collectives import from_all, from_rank_0
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.data_loaders import LikeInner, count_readers, is_split, set_attributes
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import wrap_once_imported

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdplaunch.config.environment import COMPARE_DIR
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives import from_all, from_rank_0
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import replaced
 from fsdplaunch.runtime.random_numbers import SEED, random_states, seeding_from, set_random_states

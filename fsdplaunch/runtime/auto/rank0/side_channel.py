@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives import from_rank_0
+from fsdplaunch.runtime.collectives.rank_group import from_rank_0
 from fsdplaunch.runtime.rank import rank_variable
 from fsdplaunch.sockets import ALL_ADDRESSES, addresses, bound, connected, listening
 
