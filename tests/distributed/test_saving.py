@@ -117,7 +117,7 @@ def test_save_on_one_rank_is_named(two_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def save_late(folder: str) -> str:
-    from fsdplaunch.runtime.collectives.rank_group import waits
+    from fsdplaunch.runtime.collectives import waits
 
     model, _ = fresh()
     said = io.StringIO()

@@ -210,7 +210,7 @@ for each in (kept, partly):
 
 SKIPS = """
 import threading
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 waits.WARN_SECONDS, waits.AGAIN_SECONDS, waits.STILL_SECONDS = 1.0, 0.3, 0.5
 threading.Timer(5, os._exit, [9]).start()
 for number in range(3):

@@ -8,7 +8,7 @@ import torch
 from tests.scripts.conftest import Forks
 
 IMPATIENT = """
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS, waits.STILL_SECONDS = 0.5, 0.5, 0.5
 """
 

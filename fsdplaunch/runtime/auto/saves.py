@@ -27,7 +27,8 @@ from fsdplaunch.files import atomic_file
 from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.forward_backward import original_name
 from fsdplaunch.runtime.auto.working_tree import path_of, tree
-from fsdplaunch.runtime.collectives.rank_group import from_all, waits
+from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.collectives.rank_group import from_all
 from fsdplaunch.runtime.inspection import clean_name
 from fsdplaunch.runtime.inspection.units import has_shards, is_over_all_ranks, reshard
 from fsdplaunch.runtime.messages import calling_library, script_line

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.probe.torch_version import parse
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
 from fsdplaunch.runtime.patch import wrap

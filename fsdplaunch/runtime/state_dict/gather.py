@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks, waits
+from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import in_torch
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.state_dict import gather
 
 gather.SMALLEST = 1000  # bytes from which on a gathered tensor is kept in a file

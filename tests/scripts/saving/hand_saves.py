@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 
 waits.NOTICE_SECONDS, waits.CONFIRM_SECONDS = 0.3, 0.3
 waits.STILL_SECONDS, waits.PERIOD_SECONDS = 0.3, 0.1

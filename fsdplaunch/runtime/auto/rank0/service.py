@@ -17,7 +17,7 @@ from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.side_channel import Connection, bytes_of, connect
-from fsdplaunch.runtime.collectives.rank_group import waits
+from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
 from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
