@@ -19,7 +19,7 @@ from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignme
 from fsdplaunch.launch.coordination.secret_source import SecretSource, find_secret
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
-from fsdplaunch.launch.schedulers.remote_launchers import shared_overrides
+from fsdplaunch.launch.schedulers import shared_overrides
 from fsdplaunch.launch.schedulers.slurm import srun_words
 from fsdplaunch.launch.secret_variables import without_secret_overrides
 from fsdplaunch.probe.hardware import Hardware

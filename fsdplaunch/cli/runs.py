@@ -12,7 +12,7 @@ from fsdplaunch.display_text import one_line
 from fsdplaunch.errors import UsageError
 from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
-from fsdplaunch.launch.schedulers.remote_launchers import Screen
+from fsdplaunch.launch.schedulers import Screen
 
 LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""

@@ -18,7 +18,7 @@ from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.errors import EXIT_FAILED, EXIT_SAVED, EXIT_USAGE, LaunchError, UsageError
 from fsdplaunch.launch.plan import DEFAULT_PORT
-from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, ask, stream_for
+from fsdplaunch.launch.schedulers import ShownStreams, ask, stream_for
 from fsdplaunch.parent_death import ended_with_us
 from fsdplaunch.run_dir import GROUP_RUN
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import EXIT_SAVED, LaunchError, UsageError
-from fsdplaunch.launch.schedulers.remote_launchers import LateError, ask
+from fsdplaunch.launch.schedulers import LateError, ask
 from fsdplaunch.run_dir import GROUP_RUN, LOST
 
 UNFINISHED = frozenset(

@@ -22,7 +22,7 @@ from fsdplaunch.config.schema.launch_sections import SshSection
 from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import SSH_REMOTE
-from fsdplaunch.launch.schedulers.remote_launchers import ShownStreams, stream_for
+from fsdplaunch.launch.schedulers import ShownStreams, stream_for
 
 READY = "fsdplaunch: far side ready"
 """What the remote side, of any version, prints once it runs; everything before is ssh's or the shell's."""
