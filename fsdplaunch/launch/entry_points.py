@@ -20,7 +20,7 @@ PRELOADED = (
     "fsdplaunch.runtime.device",
     "fsdplaunch.runtime.sharding_watch",
     "fsdplaunch.runtime.api.prepare",
-    "torch._dynamo",  # the compiler, most of a second, which each worker's first optimizer would import
+    "fsdplaunch.runtime.torch_internals.late_imports",
 )
 """What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
 

@@ -42,50 +42,90 @@ from fsdplaunch.runtime.torch_internals.modules import CheckpointWrapper, Offloa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedUnit:
-    """Parameters that are gathered and freed together."""
+    """Parameters that are gathered and freed together.
 
-    name: str  # the module's clean name; empty for the root
-    kind: str  # the module's class, as the user wrote it
-    parameters: int  # how many numbers it holds over all ranks of one replica
-    # whether it is freed after forward, or the number of ranks it is then spread over
+    Attributes:
+        name: The module's clean name; empty for the root.
+        kind: The module's class, as the user wrote it.
+        parameters: How many numbers it holds over all ranks of one replica.
+        reshard_after_forward: Whether it is freed after forward, or the number of ranks it is then spread over.
+        compute: Dtype it is gathered and computed in, or None for the one it is kept in.
+        reduce: Dtype its gradients are summed in, or None for the one they have.
+    """
+
+    name: str
+    kind: str
+    parameters: int
     reshard_after_forward: bool | int
-    compute: str | None  # dtype it is gathered and computed in, or None for the one it is kept in
-    reduce: str | None  # dtype its gradients are summed in, or None for the one they have
+    compute: str | None
+    reduce: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingDescription:
-    """How one model is sharded. Parameters are counted in elements, dtypes are torch's names."""
+    """How one model is sharded. Parameters are counted in elements, dtypes are torch's names.
 
-    model: str  # the model's class
-    version: int  # 1 or 2
-    strategy: str  # as the configuration names it
-    mesh: dict[str, int]  # ranks per axis, by the axis's name
-    device: str  # where this worker computes
-    parameters: int  # all of the model's
-    trained: int  # those that get gradients
-    units: tuple[ShardedUnit, ...]  # in the model's order, without the root
-    root: ShardedUnit  # what is in no other unit
-    kept: dict[str, int]  # parameters by the dtype their shards are kept in
-    output: str | None  # dtype of the model's outputs, or None for the one they have
-    buffers: str | None  # dtype of buffers in forward (FSDP1), or None for their own
-    frozen: tuple[str, ...]  # names of the parameters that get no gradients
-    checkpointed: tuple[str, ...]  # names of the modules that compute their activations again in backward
-    activations_offloaded: bool  # whether what these keep goes to host memory
-    forward_prefetch: bool  # whether a unit gathers the next one while it computes forward
-    backward_prefetch: str  # when the next unit is gathered in backward
-    offloaded: bool  # whether shards are kept in host memory
-    compiled: str | None  # what is compiled: `blocks`, `model`, or None
-    tied: tuple[tuple[str, ...], ...] = ()  # names of each parameter that has several
-    ignored: tuple[str, ...] = ()  # names of the modules that are not sharded
-    unsharded: tuple[str, ...] = ()  # names of the parameters that are not sharded, each rank holding all of them
-    float8: int = 0  # linear layers that compute in float8
-    methods: tuple[str, ...] = ()  # methods beside forward that parameters are gathered for
-    split: tuple[str, ...] = ()  # names of the parameters that ranks split layer by layer (tensor parallelism)
-    alike: tuple[str, ...] = ()  # where they do, names of those that each of these ranks has alike
-    plan: str = ""  # whose plan says so
-    context: int = 1  # how many ranks split each sequence
-    attention: str = "auto"  # how attention sees the other ranks' pieces, as configured
+    Attributes:
+        model: The model's class.
+        version: 1 or 2.
+        strategy: As the configuration names it.
+        mesh: Ranks per axis, by the axis's name.
+        device: Where this worker computes.
+        parameters: All of the model's.
+        trained: Those that get gradients.
+        units: In the model's order, without the root.
+        root: What is in no other unit.
+        kept: Parameters by the dtype their shards are kept in.
+        output: Dtype of the model's outputs, or None for the one they have.
+        buffers: Dtype of buffers in forward (FSDP1), or None for their own.
+        tied: Names of each parameter that has several.
+        ignored: Names of the modules that are not sharded.
+        unsharded: Names of the parameters that are not sharded, each rank holding all of them.
+        frozen: Names of the parameters that get no gradients.
+        checkpointed: Names of the modules that compute their activations again in backward.
+        activations_offloaded: Whether what these keep goes to host memory.
+        forward_prefetch: Whether a unit gathers the next one while it computes forward.
+        backward_prefetch: When the next unit is gathered in backward.
+        offloaded: Whether shards are kept in host memory.
+        compiled: What is compiled: `blocks`, `model`, or None.
+        float8: Linear layers that compute in float8.
+        methods: Methods beside forward that parameters are gathered for.
+        split: Names of the parameters that ranks split layer by layer (tensor parallelism).
+        alike: Where they do, names of those that each of these ranks has alike.
+        plan: Whose plan says so.
+        context: How many ranks split each sequence.
+        attention: How attention sees the other ranks' pieces, as configured.
+    """
+
+    model: str
+    version: int
+    strategy: str
+    mesh: dict[str, int]
+    device: str
+    parameters: int
+    trained: int
+    units: tuple[ShardedUnit, ...]
+    root: ShardedUnit
+    kept: dict[str, int]
+    output: str | None
+    buffers: str | None
+    frozen: tuple[str, ...]
+    checkpointed: tuple[str, ...]
+    activations_offloaded: bool
+    forward_prefetch: bool
+    backward_prefetch: str
+    offloaded: bool
+    compiled: str | None
+    tied: tuple[tuple[str, ...], ...] = ()
+    ignored: tuple[str, ...] = ()
+    unsharded: tuple[str, ...] = ()
+    float8: int = 0
+    methods: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    plan: str = ""
+    context: int = 1
+    attention: str = "auto"
 
     def line(self) -> str:
         """Return the same for people in one line, with what is out of the ordinary in how it computes."""

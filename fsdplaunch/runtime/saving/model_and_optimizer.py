@@ -40,8 +40,8 @@ from fsdplaunch.runtime.state_dict.named_states import (
     unshare_counts,
 )
 from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
-from fsdplaunch.runtime.torch_internals.checkpoint import flatten_state_dict
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
+from fsdplaunch.runtime.torch_internals.late_imports import flatten_state_dict
 
 State = dict[str, Any]
 MODEL = "pytorch_model_fsdp"

@@ -37,7 +37,7 @@ from fsdplaunch.checkpoint.safe_pickle import dcp_classes
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import load_plain
-from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, set_element
+from fsdplaunch.runtime.torch_internals.late_imports import StorageInfo, set_element
 
 MAX_VALUE = 2**30
 

@@ -30,7 +30,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import gc_pause
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.saving.sharded_plan import Entry, SharedPlan, UnknownLayoutError
-from fsdplaunch.runtime.torch_internals.checkpoint import FORMAT_VERSION, StorageInfo, flatten_state_dict
+from fsdplaunch.runtime.torch_internals.late_imports import FORMAT_VERSION, StorageInfo, flatten_state_dict
 
 
 class EarlyFile(io.BufferedWriter):

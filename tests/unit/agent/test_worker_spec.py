@@ -23,7 +23,7 @@ def test_options_end_where_the_workers_command_begins():
 def test_sharding_is_preloaded_for_runs_that_shard():
     first, then = preload_lists(Config(), PYTHON)
     assert first == ("torch", "torch.distributed")
-    assert "torch._dynamo" in then
+    assert "fsdplaunch.runtime.torch_internals.late_imports" in then
     _, plain = preload_lists(
         Config(distributed_type="MULTI_GPU", launch=LaunchSection(preload=("torch", "x"))), PYTHON
     )

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
 from fsdplaunch.runtime.saving.sharded_plan import SharedPlan, UnknownLayoutError
 from fsdplaunch.runtime.saving.write_sharded import data_file, write_index
-from fsdplaunch.runtime.torch_internals.checkpoint import StorageInfo, flatten_state_dict
+from fsdplaunch.runtime.torch_internals.late_imports import StorageInfo, flatten_state_dict
 
 
 @contextmanager
