@@ -43,8 +43,8 @@ MEASURED = "measured.json"
 """File in a rank's folder with what its steps took, where `fsdplaunch tune` measured them."""
 FLIGHT_RECORDER = "flight-recorder-rank-"
 """Where torch writes the last collectives; it adds the rank."""
-PRIVATE_MODE = 0o600
-"""Of files that only this user is to read."""
+FOLDER_MODE, PRIVATE_MODE = 0o700, 0o600
+"""Of a run's folder and its files, which only this user is to read."""
 _TAIL_BYTES = 32768
 _MAX_JSON = 256 * 2**20
 GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
@@ -106,15 +106,15 @@ def link_latest(run_dir: Path) -> None:
             link.symlink_to(run_dir.name)
 
 
-def write_json(path: Path, value: Any, *, mode: int | None = None) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a value's JSON as `write_text` writes."""
-    write_text(path, json.dumps(value, indent=2) + "\n", mode=mode)
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a file that is there completely or not at all; with the process's own mode when that is left out."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file for this user alone that is there completely or not at all."""
     with atomic_file(path) as part:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 

@@ -39,7 +39,7 @@ from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
-from fsdplaunch.run_dir import AGENT_LOG, agent_record, write_json
+from fsdplaunch.run_dir import AGENT_LOG, FOLDER_MODE, agent_record, write_json
 from fsdplaunch.run_secret import SECRET, leave_outer_run
 from fsdplaunch.sockets import take_held
 
@@ -96,7 +96,7 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
         return
     launcher.end_with(signal.SIGTERM)
     run_dir = Path(os.environ[RUN_DIR])
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
     spec = make_worker_spec(config, command, run_dir=run_dir, workers=workers, is_reported=is_reported)
     spec = replace(spec, secret=secret, held=held)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdplaunch.display_text import printable
-from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN
+from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN, PRIVATE_MODE
 
 _ALARM = re.compile(
     rb"^\[(rank\d+\]:\[)?[WE]\d{4} .*("
@@ -250,7 +250,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 def open_log(path: Path) -> int:
     """Open a rank's log file for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
 
 
 def copy_size(screen: int, terminal: int) -> None:

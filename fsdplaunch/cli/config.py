@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fsdplaunch.config.render import (
 from fsdplaunch.config.schema.config import all_keys, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import EXIT_USAGE, UsageError
+from fsdplaunch.launch.secret_variables import HIDDEN
 
 
 def write_config(
@@ -74,6 +76,8 @@ def write_config(
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
     """Print the effective values; with `origin`, where each came from."""
     loaded = load_config(file, overrides=overrides)
+    hidden = dict.fromkeys(loaded.config.launch.env, HIDDEN)
+    loaded = replace(loaded, config=replace(loaded.config, launch=replace(loaded.config.launch, env=hidden)))
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from fsdplaunch.launch.plan import LaunchPlan, NodeFacts, build_plan
 from fsdplaunch.launch.root_cause import shell_status
 from fsdplaunch.launch.runs import write_job
 from fsdplaunch.launch.schedulers import ssh
-from fsdplaunch.launch.secret_variables import without_secrets
+from fsdplaunch.launch.secret_variables import as_variable, without_variables
 from fsdplaunch.probe.scheduler import count_gpus
 from fsdplaunch.run_secret import SECRET, make_secret
 
@@ -76,14 +76,14 @@ class _Handoff:
     def secrets(self) -> dict[str, str]:
         """Return the variables that reach the nodes unseen: the run's own secret, and the configuration's."""
         secret = os.environ.get(SECRET) or make_secret()
-        return {SECRET: secret, **without_secrets(self._request.config)[1]}
+        return {SECRET: secret, **as_variable(self._request.config)}
 
-    def write_folder(self, plan: LaunchPlan, files: Mapping[str, str], *, private: Collection[str] = ()) -> None:
-        """Write the plan, the configuration and further files; those in `private` for this user alone."""
-        self.run_dir.mkdir(parents=True)
-        run_dir.write_json(self.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
+    def write_folder(self, plan: LaunchPlan, files: Mapping[str, str]) -> None:
+        """Write the plan, the configuration and further files."""
+        self.run_dir.mkdir(parents=True, mode=run_dir.FOLDER_MODE)
+        run_dir.write_json(self.run_dir / run_dir.PLAN, plan.to_dict())
         for name, text in {run_dir.CONFIG: _snapshot(plan.config, log_dir=self.run_dir.parent), **files}.items():
-            run_dir.write_text(self.run_dir / name, text, mode=run_dir.PRIVATE_MODE if name in private else None)
+            run_dir.write_text(self.run_dir / name, text)
         run_dir.link_latest(self.run_dir)
 
     def submitted(self, words: str, *, route: str, shown: Mapping[str, Any], **more: Any) -> int:
@@ -104,9 +104,8 @@ class _Handoff:
 
 
 def _snapshot(config: Config, *, log_dir: Path) -> str:
-    """Return the configuration as every node's launcher gets it: resolved, without origins and secrets."""
-    config = without_secrets(config)[0]
-    launch = replace(config.launch, log_dir=str(log_dir))
+    """Return the configuration as every node's launcher gets it: resolved, without origins and launch.env."""
+    launch = replace(without_variables(config).launch, log_dir=str(log_dir))
     return render(replace(config, launch=launch, ssh=SshSection()), full=True, comments=False)
 
 
@@ -131,7 +130,7 @@ def launch_on_slurm(request: LaunchRequest, out: Output) -> int:
         without = "the job gets no GPUs unless the partition gives them to every job"
         out.note(f"slurm.gpus_per_node is not set: {without}")
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in handoff.secrets().items())
-    handoff.write_folder(plan, {SCRIPT: text, SECRETS: exports}, private=(SECRETS,))
+    handoff.write_folder(plan, {SCRIPT: text, SECRETS: exports})
     job = submit(str(folder / SCRIPT))
     sentence = f"run {run_id} is SLURM job {job}; fsdplaunch runs logs {run_id} --follow, runs cancel {run_id}"
     return handoff.submitted(sentence, route="slurm", shown={"job": job})

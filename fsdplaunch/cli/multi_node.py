@@ -21,7 +21,7 @@ from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.preflight import find_obstacles
 from fsdplaunch.launch.schedulers import shared_overrides
 from fsdplaunch.launch.schedulers.slurm import srun_words
-from fsdplaunch.launch.secret_variables import without_secret_overrides
+from fsdplaunch.launch.secret_variables import as_variable, without_variable_overrides
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.run_dir import GROUP_RUN, has_fixed_name, node_folder, run_name
 from fsdplaunch.run_secret import SECRET, make_secret
@@ -39,10 +39,11 @@ def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardw
         starter = srun_words(config, os.environ, place.least)
         out.say(f"starting a launcher on each of {place.least} nodes: {shlex.join(starter)} ...")
         sys.stderr.flush()
-        open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
+        open_ones, hidden = without_variable_overrides(shared_overrides(request.overrides))
         program = [sys.executable, *PROGRAM]
         words = request.words(program, request.file, overrides=open_ones, as_json=request.as_json)
-        os.environ.update({SECRET: make_secret(), **secrets, **os.environ})  # srun hands the environment on
+        # srun hands the environment on
+        os.environ.update({SECRET: make_secret(), **os.environ, **(as_variable(config) if hidden else {})})
         os.execvp(starter[0], [*starter, *words])  # noqa: S606  (no shell; our words)
     is_first = is_coordinator(place)
     address = network.own_address() if is_first and place.host is None else place.host or ""
@@ -145,8 +146,8 @@ def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -
     where = [] if is_set else [f"main_process_ip={address}"]
     if not is_set and config.main_process_port is None and place.port:
         where.append(f"main_process_port={place.port}")
-    open_ones, secrets = without_secret_overrides(shared_overrides(request.overrides), config)
-    also = f", with {', '.join(secrets)} set" if secrets else ""
+    open_ones, hidden = without_variable_overrides(shared_overrides(request.overrides))
+    also = f", with --set for {', '.join(hidden)} as here" if hidden else ""
     count, may_vary = place.most - 1, place.most > place.least
     others = f"each of {'up to ' if may_vary else 'the '}{count} other nodes"
     if count == 1:

@@ -31,7 +31,6 @@ from fsdplaunch.launch.plan import (
 )
 from fsdplaunch.launch.preflight import find_obstacles, is_taken
 from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
-from fsdplaunch.launch.secret_variables import is_secret
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Hardware, count_tpu_chips
 from fsdplaunch.probe.scheduler import read_cluster
@@ -167,7 +166,7 @@ def show_plan(plan: LaunchPlan, request: LaunchRequest, out: Output) -> None:
     lines = ["env"]
     for name, value in plan.env.items():
         if name not in usual:  # the value of a secret is left to the shell, which may have it
-            lines.append(f"  {name}=" + (f'"${name}"' if is_secret(name, value) else shlex.quote(value)))
+            lines.append(f"  {name}=" + (f'"${name}"' if plan.hides(name) else shlex.quote(value)))
     out.data(" \\\n".join([*lines, "  " + shlex.join(plan.argv)]))
     if usual:
         out.say(f"{counted(len(usual), 'variable')} that hold defaults are left out; --all shows them")

@@ -20,7 +20,7 @@ from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.parent_death import ended_with_us
-from fsdplaunch.run_dir import COMPARED_CHANGED
+from fsdplaunch.run_dir import COMPARED_CHANGED, FOLDER_MODE
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
@@ -44,7 +44,7 @@ def prepared(plan: LaunchPlan) -> LaunchPlan:
 def recording(plan: LaunchPlan) -> Iterator[None]:
     """Make the folder of the records, and remove it at the end: it holds the model once."""
     folder = Path(plan.env[COMPARE_DIR])
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=FOLDER_MODE)
     try:
         yield
     finally:

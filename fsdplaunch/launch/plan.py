@@ -16,7 +16,7 @@ from fsdplaunch.config.resolve import CPU_WORKERS, converts_to_bf16, runs_spmd, 
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
-from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_secrets
+from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_variables
 from fsdplaunch.run_dir import FLIGHT_RECORDER
 
 DEFAULT_PORT = 29500
@@ -83,13 +83,17 @@ class LaunchPlan:
         """Return the ranks over all nodes."""
         return self.workers * self.nodes if self.ranks is None else self.ranks
 
+    def hides(self, name: str) -> bool:
+        """Return whether a variable of the workers is not to be shown."""
+        return name in self.config.launch.env or is_secret(name, self.env[name])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for `--json` and the run's folder; without the values of secrets."""
         return {
             "run_id": self.run_id,
             "run_dir": str(self.run_dir),
             "argv": list(self.argv),
-            "env": {name: HIDDEN if is_secret(name, value) else value for name, value in self.env.items()},
+            "env": {name: HIDDEN if self.hides(name) else value for name, value in self.env.items()},
             "script": self.script,
             "workers": self.workers,
             "nodes": self.nodes,
@@ -202,9 +206,9 @@ def _worker_variables(
 ) -> dict[str, str]:
     if device == "cpu" and config.distributed_type.startswith("MULTI"):
         config = replace(config, use_cpu=True)  # accelerate would make no process group without it
-    # Sizes of meshes as numbers, which other libraries want; secrets once, as the variables they are.
+    # Sizes of meshes as numbers, which other libraries want; launch.env once, as the variables they are.
     on_xla, world = uses_xla(config), workers * config.num_machines if ranks is None else ranks
-    env = encode(without_secrets(config if on_xla else with_mesh(config, world))[0])
+    env = encode(without_variables(config if on_xla else with_mesh(config, world)))
     env |= {RUN_DIR: str(run_dir), DEVICE: device}
     if on_xla:
         env.pop("ACCELERATE_USE_CPU", None)  # PJRT_DEVICE says it; accelerate would do without PyTorch/XLA

@@ -26,7 +26,7 @@ from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
 from fsdplaunch.launch.run_result import RunResult, read_result
 from fsdplaunch.launch.runs import write_job
-from fsdplaunch.launch.secret_variables import without_secrets
+from fsdplaunch.launch.secret_variables import without_variables
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_secret import SECRET
@@ -107,11 +107,11 @@ def run_plan(
     """
     open_missing_streams()
     # On a file system that nodes share, another node's part may have made it.
-    plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1)
-    run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict(), mode=run_dir.PRIVATE_MODE)
+    plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1, mode=run_dir.FOLDER_MODE)
+    run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict())
     write_job(plan.run_dir, route="here")
-    config_text = render(without_secrets(plan.config)[0], full=True, comments=False)
-    (plan.run_dir / run_dir.CONFIG).write_text(config_text, encoding="utf-8")
+    config_text = render(without_variables(plan.config), full=True, comments=False)
+    run_dir.write_text(plan.run_dir / run_dir.CONFIG, config_text)
     if not plan.config.machine_rank or plan.nodes == 1:
         run_dir.link_latest(plan.run_dir)
     start = time.monotonic()
@@ -184,7 +184,7 @@ def _written(plan: LaunchPlan, result: RunResult) -> RunResult:
     try:
         run_dir.write_json(plan.run_dir / run_dir.RESULT, result.to_dict())
         if result.failure is not None and result.failure.lost:
-            (plan.run_dir / run_dir.LOST).write_text("\n".join(result.failure.lost) + "\n", encoding="utf-8")
+            run_dir.write_text(plan.run_dir / run_dir.LOST, "\n".join(result.failure.lost) + "\n")
     except OSError as error:
         return replace(result, unwritten=error.strerror or str(error))
     return result

@@ -1,13 +1,14 @@
-"""Which variables hold secrets, by their names and by what services' keys look like, and how they are kept unseen.
+"""Which variables hold secrets, and how they are kept unseen.
 
-The secrets among launch.env travel apart from the configuration, and no file keeps them.
+All of launch.env may: a list of names would lack the next service's. They travel apart from the configuration, in
+one variable, and no file keeps them. Others are secret by their names and by what services' keys look like.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdplaunch.config.schema.config import Config
+from fsdplaunch.config.schema.config import Config, KeyPath, keys_by_path
 
 HIDDEN = "***"
 TELLING = (
@@ -22,7 +23,8 @@ SECRET_VALUE = re.compile(
 IN_URL = re.compile(r"(?<=://)[^/\s:@]+(:[^/\s@]*)?@")
 """A user, perhaps with a password, in an address."""
 _NAME = re.compile(TELLING, re.IGNORECASE)
-_KEY = "launch.env"
+_PATH: KeyPath = ("launch", "env")
+_KEY = ".".join(_PATH)
 
 
 def is_secret(name: str, value: str = "") -> bool:
@@ -30,28 +32,25 @@ def is_secret(name: str, value: str = "") -> bool:
     return bool(_NAME.search(name) or SECRET_VALUE.search(value) or IN_URL.search(value))
 
 
-def without_secrets(config: Config) -> tuple[Config, dict[str, str]]:
-    """Return a configuration without the secrets in launch.env, and these."""
-    variables = config.launch.env
-    secrets = {name: value for name, value in variables.items() if is_secret(name, value)}
-    shown = {name: value for name, value in variables.items() if name not in secrets}
-    return replace(config, launch=replace(config.launch, env=shown)), secrets
+def without_variables(config: Config) -> Config:
+    """Return a configuration without launch.env, as files have it."""
+    return replace(config, launch=replace(config.launch, env={}))
 
 
-def without_secret_overrides(overrides: Sequence[str], config: Config) -> tuple[list[str], dict[str, str]]:
-    """Return a command line's overrides without the secrets in launch.env, and these; `config` came of them."""
+def as_variable(config: Config) -> dict[str, str]:
+    """Return launch.env as the variable that carries it to another node's launcher."""
+    spec = keys_by_path()[_PATH]
+    return {spec.env: spec.key.kind.write(config.launch.env)} if config.launch.env else {}
+
+
+def without_variable_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line's overrides without those of launch.env, and the variables that these name."""
     shown: list[str] = []
-    secrets: dict[str, str] = {}
+    names: list[str] = []
     for one in overrides:
-        key, _, value = one.partition("=")
-        name = key.strip().removeprefix(f"{_KEY}.")
-        if key.strip() == _KEY:
-            left, found = without_secrets(config)
-            secrets |= found
-            open_ones = left.launch.env.items()
-            shown += [f"{_KEY}.{name}={text}" for name, text in open_ones] if found else [one]
-        elif name != key.strip() and is_secret(name, value):
-            secrets[name] = value
+        key = one.partition("=")[0].strip()
+        if key == _KEY or key.startswith(f"{_KEY}."):
+            names.append(key.removeprefix(f"{_KEY}."))
         else:
             shown.append(one)
-    return shown, secrets
+    return shown, names

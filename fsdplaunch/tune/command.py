@@ -19,7 +19,7 @@ from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.run_dir import PRIVATE_MODE, fresh_run_id, rank_folder, read_heartbeat, write_json
+from fsdplaunch.run_dir import fresh_run_id, rank_folder, read_heartbeat, write_json
 from fsdplaunch.tune.result import TuneResult, step_words, table_lines, winner_text
 from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
@@ -103,7 +103,7 @@ def tune(
         rows=tuple(search.rows.values()), kept=kept, duels=tuple(search.duels), is_complete=not status,
         seconds=time.monotonic() - began,
     )  # fmt: skip
-    write_json(folder / _RESULT, result.to_dict(), mode=PRIVATE_MODE)
+    write_json(folder / _RESULT, result.to_dict())
     if as_json:
         out.json(result.to_dict())
     else:

@@ -33,7 +33,7 @@ def test_json_is_one_object_with_env_and_argv(cli, tmp_path):
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "FSDP_VERSION": "2",
         "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "WITH_SPACES": "a b'c",
+        "WITH_SPACES": "***",
     }
     assert {name: plan["env"][name] for name in expected} == expected
     assert plan["workers"] == 2
@@ -47,7 +47,7 @@ def test_text_is_a_command_that_a_shell_reads_back(cli, tmp_path):
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout.replace("\\\n", " "))
     assert words[0] == "env"
-    assert "WITH_SPACES=a b'c" in words
+    assert "WITH_SPACES=$WITH_SPACES" in words
     assert words[-3:] == ["my script.py", "$(touch hacked)", "a'b\nc"]
 
 
@@ -104,11 +104,9 @@ TOKEN = "hunter2-hunter2"
 )
 def test_secrets_in_the_variables_are_printed_by_no_route(cli, tmp_path, route):
     (tmp_path / "t.py").write_text("")
-    (tmp_path / "fsdp.yaml").write_text(f"launch:\n  env:\n    MY_TOKEN: {TOKEN}\n    PLAIN: seen\n")
+    (tmp_path / "fsdp.yaml").write_text(f"launch:\n  env:\n    MY_TOKEN: {TOKEN}\n    PLAIN: unseen\n")
     done = cli("launch", "--cpu", "--dry-run", *route, "t.py")
     assert done.returncode == 0, done.stderr
-    assert TOKEN not in done.stdout + done.stderr
+    assert not any(value in done.stdout + done.stderr for value in (TOKEN, "unseen"))
     if "--kubernetes" in route:
         assert "would run: kubectl --namespace 'a b; rm -rf x' apply" in done.stderr
-    if not {"--slurm", "--set"} & set(route):
-        assert "seen" in done.stdout

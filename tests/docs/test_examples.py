@@ -1,6 +1,7 @@
 """Every command that documents and help texts print is run in a scratch folder; a launch as far as --dry-run."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -102,6 +103,8 @@ def scratch(tmp_path, monkeypatch):
     write_job(folder, route="slurm", job="3022")
     (folder / "slurm-3022_1.out").write_text("step 1\n")
     monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("FSDP", "ACCELERATE_", "PARALLELISM_"))]:
+        monkeypatch.delenv(name)  # another test's
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     return tmp_path

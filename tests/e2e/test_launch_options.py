@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,13 +113,40 @@ def test_json_is_alone_on_stdout_and_tells_the_failure(launch):
 
 
 def test_printed_command_does_the_same_when_pasted(start, tmp_path):
-    run = start(SEEN, "--dry-run", "--set", "launch.env={MINE: \"a 'b' $c\"}", arguments=("x y", "$(id)", "'"))
+    run = start(SEEN, "--dry-run", arguments=("x y", "$(id)", "'"))
     assert run.end() == 0
     assert not (tmp_path / "runs").exists()
     done = subprocess.run(["sh", "-c", run.stdout], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "out 0\n"
     assert seen(run, 1)["argv"] == ["t.py", "x y", "$(id)", "'"]
+
+
+SAVES = """
+import os, torch, fsdplaunch
+assert os.environ["MINE"] == "v4lue"
+model = fsdplaunch.prepare(torch.nn.Linear(4, 4))
+fsdplaunch.save_checkpoint("ckpt", model=model)
+"""
+
+
+def test_values_of_own_variables_are_in_the_workers_environment_alone(start, tmp_path):
+    (tmp_path / "fsdp.yaml").write_text(
+        "use_cpu: true\nlaunch: {env: {MINE: v4lue}}\nfsdp_config: {fsdp_auto_wrap_policy: NO_WRAP}\n"
+    )
+    run = start(SAVES, plain=False)
+    assert run.end() == 0, run.stderr
+    (folder,) = {path.resolve() for path in (tmp_path / "runs").iterdir()} - {tmp_path / "runs/compared.json"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all((folder / name).stat().st_mode & 0o77 == 0 for name in ("plan.json", "config.yaml", "result.json"))
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("fsdp.yaml", "t.py")]
+    assert tmp_path / "ckpt/fsdplaunch.json" in files
+    assert [path for path in files if b"v4lue" in path.read_bytes()] == []
+    for words in (["launch", "--dry-run", "--all", "t.py"], ["config", "show"], ["config", "show", "--origin"]):
+        command = [sys.executable, "-m", "fsdplaunch", *words]
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+        assert "MINE" in shown.stdout
+        assert "v4lue" not in shown.stdout + shown.stderr
 
 
 PANEL = """

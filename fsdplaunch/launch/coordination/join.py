@@ -22,7 +22,6 @@ from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignme
 from fsdplaunch.launch.coordination.secret_source import SecretSource
 from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget
-from fsdplaunch.launch.secret_variables import without_secrets
 from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.sockets import make_room
 
@@ -178,7 +177,7 @@ def config_texts(config: Config) -> dict[str, str]:
         value = value_at(config, spec.path)
         if value not in (None, spec.default) and not spec.key.noise and not spec.key.per_node:
             texts[spec.dotted] = spec.key.kind.write(value)
-    for name, value in without_secrets(config)[0].launch.env.items():  # a secret may come by another way there
+    for name, value in config.launch.env.items():
         texts[f"launch.env.{name}"] = "#" + hashlib.sha256(value.encode()).hexdigest()[:8]
     texts.pop("launch.env", None)
     return texts
