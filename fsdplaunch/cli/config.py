@@ -73,11 +73,16 @@ def write_config(
     return 0
 
 
-def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
-    """Print the effective values; with `origin`, where each came from."""
+def _load(file: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Load a configuration to be shown: without the values of launch.env."""
     loaded = load_config(file, overrides=overrides)
     hidden = dict.fromkeys(loaded.config.launch.env, HIDDEN)
-    loaded = replace(loaded, config=replace(loaded.config, launch=replace(loaded.config.launch, env=hidden)))
+    return replace(loaded, config=replace(loaded.config, launch=replace(loaded.config.launch, env=hidden)))
+
+
+def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:
+    """Print the effective values; with `origin`, where each came from."""
+    loaded = _load(file, overrides)
     if loaded.path is None:
         out.note(f"no {DEFAULT_FILE} here; these are the defaults")
     for note in loaded.notes:
@@ -179,7 +184,7 @@ def explain(word: str | None, *, file: Path | None, as_json: bool, out: Output) 
     specs = all_keys() if word is None else docs.keys_named(word)
     loaded: LoadedConfig | None = None
     with suppress(ConfigError):  # an explanation needs no file
-        found = load_config(file)
+        found = _load(file)
         loaded = found if found.path is not None else None
     if as_json:
         out.json([docs.describe(spec, loaded) for spec in specs])

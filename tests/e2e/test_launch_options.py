@@ -142,8 +142,13 @@ def test_values_of_own_variables_are_in_the_workers_environment_alone(start, tmp
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("fsdp.yaml", "t.py")]
     assert tmp_path / "ckpt/fsdplaunch.json" in files
     assert [path for path in files if b"v4lue" in path.read_bytes()] == []
-    for words in (["launch", "--dry-run", "--all", "t.py"], ["config", "show"], ["config", "show", "--origin"]):
-        command = [sys.executable, "-m", "fsdplaunch", *words]
+    for words in (
+        "launch --dry-run --all t.py",
+        "config show",
+        "config show --origin",
+        "config explain launch.env",
+    ):
+        command = [sys.executable, "-m", "fsdplaunch", *words.split()]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
         assert "MINE" in shown.stdout
         assert "v4lue" not in shown.stdout + shown.stderr
