@@ -25,7 +25,7 @@ from fsdplaunch.config.render import (
 from fsdplaunch.config.schema.config import all_keys, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
 from fsdplaunch.errors import EXIT_USAGE, UsageError
-from fsdplaunch.launch.secret_variables import HIDDEN
+from fsdplaunch.launch.secret_variables import with_hidden_values
 
 
 def write_config(
@@ -76,8 +76,7 @@ def write_config(
 def _load(file: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Load a configuration to be shown: without the values of launch.env."""
     loaded = load_config(file, overrides=overrides)
-    hidden = dict.fromkeys(loaded.config.launch.env, HIDDEN)
-    return replace(loaded, config=replace(loaded.config, launch=replace(loaded.config.launch, env=hidden)))
+    return replace(loaded, config=with_hidden_values(loaded.config))
 
 
 def show(*, file: Path | None, overrides: Sequence[str], origin: bool, as_json: bool, out: Output) -> int:

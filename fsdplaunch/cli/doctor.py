@@ -27,6 +27,7 @@ from fsdplaunch.launch.entry_points import NETWORK_TEST
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import failure_lines
 from fsdplaunch.launch.runner import run_plan
+from fsdplaunch.launch.secret_variables import with_hidden_values
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.run_secret import SECRET
 
@@ -59,7 +60,7 @@ def doctor(
     if paste:
         settings = {}
         for spec in all_keys():
-            value = value_at(loaded.config, spec.path) if loaded is not None else None
+            value = value_at(with_hidden_values(loaded.config), spec.path) if loaded is not None else None
             if value != spec.default and value is not None:
                 settings[spec.dotted] = spec.key.kind.write(value)
         users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]

@@ -259,7 +259,7 @@ def bug_report_block(
     """Return the block for a bug report, as Markdown; `settings` are keys that are not at their default."""
 
     def hidden(name: str, value: str) -> str:
-        return HIDDEN if name == "launch.env" or is_secret(name, value) else value
+        return HIDDEN if is_secret(name, value) else value
 
     words = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "-"}
     lines = [f"fsdplaunch {version}", ""]

@@ -37,6 +37,11 @@ def without_variables(config: Config) -> Config:
     return replace(config, launch=replace(config.launch, env={}))
 
 
+def with_hidden_values(config: Config) -> Config:
+    """Return a configuration as it may be shown: launch.env without its values."""
+    return replace(config, launch=replace(config.launch, env=dict.fromkeys(config.launch.env, HIDDEN)))
+
+
 def as_variable(config: Config) -> dict[str, str]:
     """Return launch.env as the variable that carries it to another node's launcher."""
     spec = keys_by_path()[_PATH]
