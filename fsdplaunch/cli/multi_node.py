@@ -147,7 +147,7 @@ def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -
     if not is_set and config.main_process_port is None and place.port:
         where.append(f"main_process_port={place.port}")
     open_ones, hidden = without_variable_overrides(shared_overrides(request.overrides))
-    also = f", with --set for {', '.join(hidden)} as here" if hidden else ""
+    also = f" and with the same --set {', '.join(f'{key}=...' for key in hidden)}" if hidden else ""
     count, may_vary = place.most - 1, place.most > place.least
     others = f"each of {'up to ' if may_vary else 'the '}{count} other nodes"
     if count == 1:

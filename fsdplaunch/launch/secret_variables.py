@@ -49,13 +49,7 @@ def as_variable(config: Config) -> dict[str, str]:
 
 
 def without_variable_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line's overrides without those of launch.env, and the variables that these name."""
-    shown: list[str] = []
-    names: list[str] = []
-    for one in overrides:
-        key = one.partition("=")[0].strip()
-        if key == _KEY or key.startswith(f"{_KEY}."):
-            names.append(key.removeprefix(f"{_KEY}."))
-        else:
-            shown.append(one)
-    return shown, names
+    """Return a command line's overrides without those of launch.env, and the keys of these."""
+    keys = [one.partition("=")[0].strip() for one in overrides]
+    hidden = [key for key in keys if key == _KEY or key.startswith(f"{_KEY}.")]
+    return [one for one, key in zip(overrides, keys, strict=True) if key not in hidden], hidden

@@ -37,7 +37,6 @@ from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.run_control import JoinProgress
 from fsdplaunch.launch.coordination.server import JoinRequirements
-from fsdplaunch.launch.preflight import is_free
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 SECRET = "5e" * 32
@@ -172,11 +171,19 @@ def node(way: str, rank: int, nodes: int, ports: list[int], listener: Any, gate:
         signal.pause()
 
 
+def _spare_port() -> int:
+    """Return a free port that no connection of the nodes gets by itself."""
+    for port in range(20000, 30000):
+        with suppress(OSError), network.listen(HOST, port):
+            return port
+    msg = f"no port of {HOST} from 20000 to 30000 is free"
+    raise OSError(msg)
+
+
 def run(way: str, nodes: int) -> Outcome | str:
     """Fork the nodes, let them go at once, and gather what they report; a text says why there is nothing."""
     listener = network.listen(HOST, 0)
-    spare = next(port for port in range(20000, 30000) if is_free(port))  # no connection of the nodes gets it
-    ports = [listener.getsockname()[1], spare]
+    ports = [listener.getsockname()[1], _spare_port()]
     gate, go = os.pipe()
     reading, report = os.pipe()
     children = []

@@ -263,7 +263,8 @@ HANDLERS = """
 import os, time
 rank = os.environ["RANK"]
 try:
-    open("up" + rank, "w").write("y")
+    with open("up" + rank, "w") as file:  # a file that is only let go of swallows an interrupt while it is flushed
+        file.write("y")
     time.sleep(60)
 except KeyboardInterrupt:
     open("caught" + rank, "w").write("y")

@@ -277,11 +277,7 @@ def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwar
     if not (adapter_only and _has_adapters(model)):
         return get(model, adapter_only=adapter_only, **kwargs)  # type: ignore[no-any-return]
     trained = _trained_names(model)
-    state = model.state_dict()  # empty where rank 0 alone gets it
-    if state and trained.isdisjoint(state):
-        msg = f"{script_line()}: the state of {class_name(unwrapped(model))} has none of the parameters that train"
-        raise CheckpointError(msg)
-    return {name: value for name, value in state.items() if name in trained}
+    return {name: value for name, value in model.state_dict().items() if name in trained}
 
 
 def _set_adapters(
