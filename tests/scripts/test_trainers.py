@@ -119,7 +119,8 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize(("what", "kind"), [("all", "SHARDED_STATE_DICT"), ("adapters", "FULL_STATE_DICT")])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("what", ["all", "adapters"])
 def test_accelerate_resumes_under_fsdp1_with_the_state_of_its_optimizer(
     forks: Forks, tmp_path: Path, what: str, kind: str
 ) -> None:
