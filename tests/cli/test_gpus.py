@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "fake_nvml.c"
-RUNS = "open('seen', 'w').close()\n"
+VISIBLE = "import os\nopen('seen', 'w').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))\n"
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def library(tmp_path_factory) -> str:
 @pytest.fixture
 def on(cli, library, tmp_path):
     """Return a function that runs a command on a machine with such GPUs."""
-    (tmp_path / "t.py").write_text(RUNS)
+    (tmp_path / "t.py").write_text(VISIBLE)
 
     def run(gpus: str, *words: str, visible: str | None = None, **more: str):
         hidden = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -68,7 +68,7 @@ def test_gpus_that_cannot_do_it_are_refused_before_anything_starts(on, gpus, wor
     assert (done.returncode, said in done.stderr) == (3, True), done.stderr
 
 
-def test_torch_that_cannot_use_the_gpus_ends_the_run_with_its_reason(on, tmp_path):
+def test_torch_that_cannot_use_the_gpus_ends_the_run_with_its_reason_and_cpu_hides_them(on, tmp_path):
     torch = pytest.importorskip("torch")
     if torch.version.cuda:
         pytest.skip("this torch has CUDA")
@@ -77,6 +77,9 @@ def test_torch_that_cannot_use_the_gpus_ends_the_run_with_its_reason(on, tmp_pat
     assert "torch cannot use" not in done.stdout
     assert "cannot use them: Torch not compiled with CUDA enabled" in done.stderr
     assert not (tmp_path / "seen").exists()
+    done = on("h100:2", "launch", "--cpu", "--num-processes", "1", "--allow-unsharded", "t.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "seen").read_text() == "''"
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,26 @@ def load_words(folder: str) -> str:
     return words_of(fsdplaunch.load_checkpoint, folder, model=model)
 
 
+def load_what_vanishes(folder: str) -> str:
+    """The error when rank 0 alone finds out that a checkpoint has gone."""
+    from fsdplaunch.runtime.saving import save_load
+
+    def vanish(root: Path) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", str(root))
+
+    model, _ = fresh()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_load, "find_checkpoint", vanish)
+        return words_of(fsdplaunch.load_checkpoint, folder, model=model)
+
+
+def test_checkpoint_that_vanishes_while_rank_0_looks_is_an_error_of_all(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in two_ranks.run(load_what_vanishes, str(tmp_path)):
+        assert "rank 0: FileNotFoundError" in message
+
+
 def load_what_is_replaced(folder: str) -> tuple[int, float]:
     """The step and the weight that are loaded when another save comes into the place while the first is read."""
     from fsdplaunch.runtime.saving import save_load
