@@ -1,0 +1,198 @@
+"""What bounds a run's steps, and which rank is slow: from the records that its workers write. Pure, without torch.
+
+In synchronous training all ranks' steps last alike, for the fast ones wait for the slow one. A rank's own time is
+the rest of a step: what it did not spend waiting for others. The slow rank is the one with the most of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from fsdplaunch.run_dir import rank_folder
+from fsdplaunch.step_record import STEPS, RankSteps, Step, read_steps
+
+_WINDOW_SECONDS = 10.0
+_FEWEST, _ENOUGH = 20, 10
+"""Steps: that are looked at even where they took longer than the window, and below which nothing is concluded."""
+_SLOWER, _SLOWER_SECONDS = 0.15, 0.001
+"""By how much a slow rank's own time exceeds the next one's, of that and absolute."""
+_OF_STEP = 0.1
+"""Part of a step that has to be lost by a slow rank: else nobody waits for it."""
+_MOSTLY = 0.75
+"""Part of the steps in which a slow rank is the slowest."""
+_LARGE = 1 / 3
+"""Part of a step from which waiting for data, or for the network, bounds it."""
+_FULL = 0.95
+"""Part of the memory from which it is the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """Medians of one rank's last steps; None where something is not known."""
+
+    rank: int
+    step: int  # how many it has made
+    step_seconds: float | None
+    quartiles: tuple[float, float] | None  # of the step's seconds
+    data_seconds: float | None
+    peer_seconds: float | None
+    memory_bytes: int | None  # after the last step
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """The rank that all others wait for."""
+
+    rank: int
+    cause: str  # `input` or `compute`
+    factor: float | None  # its own time by that of the others; None where they have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run's ranks do, by their last steps."""
+
+    step: int  # that all ranks have made
+    step_seconds: float | None  # median
+    steps_per_second: float | None  # of that median
+    samples_per_second: float | None  # over all ranks
+    tokens_per_second: float | None
+    bound_by: str | None  # input, straggler, communication, compute or memory; None with too few steps
+    slowest: SlowRank | None
+    ranks: Sequence[RankSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as plain data."""
+        slowest = self.slowest
+        names = ("rank", "step", "step_seconds", "data_seconds", "peer_seconds", "memory_bytes", "peak_bytes")
+        return {
+            "step": self.step,
+            "step_seconds": self.step_seconds,
+            "steps_per_second": self.steps_per_second,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "bound_by": self.bound_by,
+            "slowest": slowest and {"rank": slowest.rank, "cause": slowest.cause, "factor": slowest.factor},
+            "ranks": [{name: getattr(one, name) for name in names} for one in self.ranks],
+        }
+
+
+def read_ranks(run_dir: Path) -> dict[int, RankSteps]:
+    """Read what the ranks of a run have written, by rank: of all nodes whose folders can be seen here."""
+    found = {}
+    for node in (run_dir, *run_dir.glob("node[0-9]*")):
+        for file in node.glob(str(rank_folder(Path(), "[0-9]*") / STEPS)):
+            steps = read_steps(file.parent)
+            if steps is not None and file.parent.name.isdecimal():
+                found[int(file.parent.name)] = steps
+    return dict(sorted(found.items()))
+
+
+def summarize(ranks: Mapping[int, RankSteps], *, memory_limit: int | None = None) -> Summary:
+    """Say what the last steps of a run took, what bounds them, and who is slow; `memory_limit` is one rank's."""
+    last = {rank: _last_steps(steps.recent) for rank, steps in ranks.items()}
+    rows = [_summarize_rank(rank, ranks[rank].made, last[rank]) for rank in sorted(ranks)]
+    known = [row.step_seconds for row in rows if row.step_seconds is not None]
+    seconds = median(known) if known else None
+    slowest = _slow_rank(last) if len(last) > 1 else None
+    return Summary(
+        step=min((row.step for row in rows), default=0),
+        step_seconds=seconds,
+        steps_per_second=1 / seconds if seconds else None,
+        samples_per_second=_rate(last, seconds, lambda step: step.samples),
+        tokens_per_second=_rate(last, seconds, lambda step: step.tokens),
+        bound_by=_bound(last, rows, slowest, memory_limit),
+        slowest=slowest,
+        ranks=rows,
+    )
+
+
+def _last_steps(steps: Sequence[Step]) -> list[Step]:
+    """Return the last steps whose time is known: the first one's, with all that came before it, is not."""
+    timed = [step for step in steps if not isnan(step.seconds)]
+    recent = [step for step in timed if step.ended > timed[-1].ended - _WINDOW_SECONDS]
+    return recent if len(recent) > _FEWEST else timed[-_FEWEST:]
+
+
+def _summarize_rank(rank: int, made: int, steps: Sequence[Step]) -> RankSummary:
+    seconds = [step.seconds for step in steps]
+    quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    memory = _known([steps[-1].memory_bytes]) if steps else []
+    peak = _known([step.peak_bytes for step in steps])
+    return RankSummary(
+        rank=rank,
+        step=made,
+        step_seconds=_median(seconds),
+        quartiles=(quarters[0], quarters[2]) if quarters else None,
+        data_seconds=_median([step.data_seconds for step in steps]),
+        peer_seconds=_median([step.peer_seconds for step in steps]),
+        memory_bytes=int(memory[0]) if memory else None,
+        peak_bytes=int(max(peak)) if peak else None,
+    )
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not isnan(value)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    known = _known(values)
+    return median(known) if known else None
+
+
+def _rate(
+    last: Mapping[int, Sequence[Step]], seconds: float | None, amount: Callable[[Step], float]
+) -> float | None:
+    """Return how much of something all ranks do in a second, by the median step; None where a rank cannot tell."""
+    means = [fmean(known) for steps in last.values() if (known := _known([amount(step) for step in steps]))]
+    return sum(means) / seconds if seconds and means and len(means) == len(last) else None
+
+
+def _slow_rank(last: Mapping[int, Sequence[Step]]) -> SlowRank | None:
+    """Return the rank whose own time is clearly the largest, step by step; None where none is."""
+    by_number = [{int(step.number): step for step in steps} for steps in last.values()]
+    numbers = sorted(set.intersection(*map(set, by_number)))
+    if len(numbers) < _ENOUGH:
+        return None
+    steps = [[known[number] for number in numbers] for known in by_number]
+    peers_known = not any(isnan(step.peer_seconds) for column in steps for step in column)
+    data = [[0.0 if isnan(step.data_seconds) else step.data_seconds for step in column] for column in steps]
+    # Where nobody can tell how long it waited for others, what it waited for data is at least its own.
+    own = [[step.seconds - step.peer_seconds for step in column] for column in steps] if peers_known else data
+    medians = [median(column) for column in own]
+    slow = max(range(len(medians)), key=medians.__getitem__)
+    others = [each for place, each in enumerate(medians) if place != slow]
+    usual, lost = median(others), medians[slow] - max(others)
+    most = sum(times[slow] == max(times) for times in zip(*own, strict=True))
+    length = median(step.seconds for step in steps[slow])
+    if lost < max(_SLOWER * max(others), _SLOWER_SECONDS, _OF_STEP * length) or most < _MOSTLY * len(numbers):
+        return None
+    more_data = median(data[slow]) - median(median(column) for at, column in enumerate(data) if at != slow)
+    cause = "input" if more_data > (medians[slow] - usual) / 2 else "compute"
+    return SlowRank(rank=list(last)[slow], cause=cause, factor=medians[slow] / usual if usual > 0 else None)
+
+
+def _bound(
+    last: Mapping[int, Sequence[Step]],
+    rows: Sequence[RankSummary],
+    slowest: SlowRank | None,
+    memory_limit: int | None,
+) -> str | None:
+    if min(map(len, last.values()), default=0) < _ENOUGH:
+        return None
+    if slowest is not None:
+        return "straggler"
+    lengths = [row.step_seconds or 0.0 for row in rows]
+    data = [(row.data_seconds or 0.0) / length for row, length in zip(rows, lengths, strict=True) if length]
+    # What even the last one to come to the collectives spends in them is the network's.
+    peers = [(row.peer_seconds or 0.0) / length for row, length in zip(rows, lengths, strict=True) if length]
+    parts = {"input": fmean(data), "communication": min(peers)} if data else {}
+    largest = max(parts, key=parts.__getitem__, default=None)
+    if largest is not None and parts[largest] >= _LARGE:
+        return largest
+    peak = max((row.peak_bytes or 0 for row in rows), default=0)
+    return "memory" if memory_limit and peak >= _FULL * memory_limit else "compute"
