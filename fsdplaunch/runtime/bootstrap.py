@@ -101,7 +101,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
         with explaining_mixtures():
             run_target(target)
             if uses_xla(config):
-                feature(XLA).call_left_out(config.main_training_function)
+                feature(XLA).call_untrained(config.main_training_function)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise

@@ -82,8 +82,8 @@ class Config:
         v.FLAG, False, env="ACCELERATE_CPU_AFFINITY", follows=("launch.numa_binding",)
     )("accelerate's word for launch.numa_binding: node.")
     main_training_function: str = key(v.TEXT, "main", noise=True)("""
-        Under PyTorch/XLA, a function that is called where a script defines it and does not name it again. Without
-        effect elsewhere.""")
+        Under PyTorch/XLA, the script's function that is called where the script has trained nothing at its end.
+        Without effect elsewhere.""")
     tpu_name: str | None = key(v.TEXT, None, noise=True)(_TPU)
     tpu_zone: str | None = key(v.TEXT, None, noise=True)(_TPU)
     tpu_use_cluster: bool = key(v.FLAG, False, noise=True)(_TPU)

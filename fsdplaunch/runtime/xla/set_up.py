@@ -3,15 +3,14 @@
 Needs torch_xla only once `set_up_xla` is called.
 """
 
-import ast
 import inspect
-import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer
 
 from fsdplaunch.config.resolve import runs_spmd, shards_on_xla
 from fsdplaunch.config.schema.config import Config
@@ -19,18 +18,20 @@ from fsdplaunch.errors import MachineError, ShardingError, UsageError
 from fsdplaunch.probe.torch_version import installed_problem
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.device import join_group
+from fsdplaunch.runtime.patch import before_first_step
 from fsdplaunch.runtime.rank import world_size
 from fsdplaunch.runtime.saving.plain_files import keep_generator
-from fsdplaunch.runtime.sharding_watch import check_at_first_step
+from fsdplaunch.runtime.sharding_watch import check_at_first_step, ever_sharded
 from fsdplaunch.runtime.torch_internals.modules import begin_process
 
 
-def call_left_out(function: str) -> None:
-    """Call a function of the script that defines it and says nothing else of it, as `accelerate launch` does."""
-    script = sys.modules["__main__"]
-    found = vars(script).get(function)
-    source = "".join(linecache.getlines(getattr(script, "__file__", None) or ""))
-    if not inspect.isfunction(found) or found.__module__ != "__main__" or not _is_only_defined(function, source):
+_stepped: list[bool] = []
+
+
+def call_untrained(function: str) -> None:
+    """Call a function of a script that has trained nothing, as `accelerate launch` does on a TPU."""
+    found = vars(sys.modules["__main__"]).get(function)
+    if ever_sharded() or _stepped or not inspect.isfunction(found) or found.__module__ != "__main__":
         return
     wanted = [
         name
@@ -38,21 +39,10 @@ def call_left_out(function: str) -> None:
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if wanted:
-        msg = f"nothing calls {function}, and it wants {', '.join(wanted)}"
+        msg = f"the script has trained nothing, and {function} cannot be called for it: it wants {', '.join(wanted)}"
         raise UsageError(msg, hint="call it at the script's end, under if __name__ == '__main__'")
-    messages.say(f"nothing in the script calls {function}: it is called now, as main_training_function")
+    messages.say(f"the script has trained nothing: {function} is called now, as main_training_function")
     found()
-
-
-def _is_only_defined(function: str, source: str) -> bool:
-    """Return whether a script defines a function at its top and names it nowhere else."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # its text has changed meanwhile
-        return False
-    defined = any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
-    said = [node.id if isinstance(node, ast.Name) else getattr(node, "value", None) for node in ast.walk(tree)]
-    return defined and function not in said
 
 
 def spawn_here(spawning: Any, ordinal: Callable[[], int]) -> None:
@@ -96,6 +86,7 @@ def set_up_xla(config: Config, script: str) -> None:
     join_group(config, torch.device("cpu"))
     _check_one_run(one_each=one_each and not devices.is_spmd())
     spawn_here(xla_multiprocessing, begin_with_ordinal)
+    before_first_step(optimizer, lambda: _stepped.append(True))
     keep_generator("xm_seed", lambda: int(xla_model.get_rng_state()), xla_model.set_rng_state)
     if shards_on_xla(config):
         _watch(config, script)

@@ -1,7 +1,6 @@
 """What a worker of PyTorch/XLA refuses before training, and what it keeps; nothing here has torch_xla."""
 
 import inspect
-import linecache
 import sys
 from contextlib import ExitStack
 from importlib import import_module
@@ -14,6 +13,7 @@ from torch import nn
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import ShardingError, UsageError
+from fsdplaunch.runtime import sharding_watch
 from fsdplaunch.runtime.api.gradients import clip_grad_norm_
 from fsdplaunch.runtime.auto.torch_calls import step_shards
 from fsdplaunch.runtime.inspection.describe import describe
@@ -23,7 +23,7 @@ from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.script import ScriptTarget, run_target
 from fsdplaunch.runtime.state_dict.named_states import full_optim_state_dict
 from fsdplaunch.runtime.xla import set_up, wrappers
-from fsdplaunch.runtime.xla.set_up import call_left_out, spawn_here
+from fsdplaunch.runtime.xla.set_up import call_untrained, spawn_here
 from fsdplaunch.runtime.xla.wrappers import move_model
 
 
@@ -153,47 +153,47 @@ def test_torch_xla_finds_torchs_clipping_and_leaves_ours(tmp_path, monkeypatch):
     del sys.modules["torch_xla"]  # monkeypatch would put it back
 
 
-GUARD = "if __name__ == '__main__':\n    "
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     def run(text, function="main"):
         monkeypatch.setitem(sys.modules, "__main__", None)
         monkeypatch.setattr("sys.path", [])
         monkeypatch.setattr("sys.argv", [])
+        monkeypatch.setattr(set_up, "_stepped", [])
         path = tmp_path / "script.py"
         path.write_text(text)
-        linecache.clearcache()
         run_target(ScriptTarget(name=str(path), is_module=False, arguments=()))
-        call_left_out(function)
+        call_untrained(function)
         return capsys.readouterr()
 
     return run
 
 
 MAIN = "def main():\n    print('ran')\n"
+STEP = "from fsdplaunch.runtime.xla import set_up\nset_up._stepped.append(True)\n"
+SHARD = "from fsdplaunch.runtime import sharding_watch\nsharding_watch._seen.append('by the script')\n"
 
 
 @pytest.mark.parametrize(
     ("text", "function", "times"),
     [
         (MAIN, "main", 1),
-        (MAIN + GUARD + "main()\n", "main", 1),
-        (MAIN + "start = main\n", "main", 0),
-        (MAIN + "import sys\ngetattr(sys.modules[__name__], 'main')\n", "main", 0),
         (MAIN.replace("main", "train"), "train", 1),
+        (MAIN + STEP, "main", 0),
+        (MAIN + SHARD, "main", 0),
         ("class main:\n    pass\n", "main", 0),
+        ("from os.path import join as main\n", "main", 0),
     ],
 )
-def test_a_function_that_nothing_calls_is_called_once(run, text, function, times):
+def test_the_function_of_a_script_that_has_trained_nothing_is_called(run, text, function, times, monkeypatch):
+    monkeypatch.setattr(sharding_watch, "_seen", [])
     printed = run(text, function)
     assert printed.out.count("ran") == times
-    assert ("nothing in the script calls" in printed.err) == (times == 1 and GUARD not in text)
+    assert ("the script has trained nothing" in printed.err) == (times == 1)
 
 
 def test_one_that_wants_arguments_is_refused(run):
-    with pytest.raises(UsageError, match="nothing calls main, and it wants index"):
+    with pytest.raises(UsageError, match="main cannot be called for it: it wants index"):
         run("def main(index):\n    pass\n")
 
 
