@@ -159,7 +159,7 @@ def which_gpu(machine: Machine) -> str:
     """Each worker's tensors are on a GPU of its own, however the script names it."""
     words = (f"--num_processes={machine.gpus}", "--show_ranks=all", "--allow-unsharded")
     found = facts(machine.cli("launch", *words, str(PROGRAMS / "which_gpu.py")).stdout)
-    for way in ("cuda", "set_device"):
+    for way in ("cuda", "set_device", "cuda:0"):
         places = {each[way] for each in found}
         need(len(places) == machine.gpus, f"{machine.gpus} workers, {len(places)} GPUs by {way}")
     return f"{machine.gpus} workers, each on its own"

@@ -39,7 +39,9 @@ def call_untrained(function: str) -> None:
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if wanted:
-        msg = f"the script has trained nothing, and {function} cannot be called for it: it wants {', '.join(wanted)}"
+        msg = (
+            f"the script has trained nothing, and {function} cannot be called for it: it wants {', '.join(wanted)}"
+        )
         raise UsageError(msg, hint="call it at the script's end, under if __name__ == '__main__'")
     messages.say(f"the script has trained nothing: {function} is called now, as main_training_function")
     found()

@@ -15,4 +15,6 @@ local = int(os.environ["LOCAL_RANK"])
 found = {"visible": torch.cuda.device_count(), "cuda": place("cuda")}
 torch.cuda.set_device(local % torch.cuda.device_count())
 found["set_device"] = place("cuda")
+torch.nn.Linear(2, 2).to("cuda:0")  # as a script for one GPU does, whose model is sharded there
+found["cuda:0"] = place("cuda:0")
 print(json.dumps(found))

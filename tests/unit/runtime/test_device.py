@@ -56,3 +56,22 @@ print(dist.group.WORLD.bound_device_id, dist.get_backend())
 def test_groups_of_gpus_have_the_timeout_no_bound_device_and_torchruns_name() -> None:
     done = subprocess.run([sys.executable, "-c", ON_GPUS], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["[77.0, 77.0, 77.0]", "None nccl"], done.stderr
+
+
+ON_FAKE_GPUS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from fsdplaunch.runtime.auto.model.adopt_models import OwnGpu
+
+said, own = torch.device("cuda:0"), torch.device("cuda:1")
+with FakeTensorMode(allow_non_fake_inputs=True), OwnGpu(said, own):
+    x = torch.ones(2, 3)
+    moved = [x.to("cuda:0"), x.to(said), x.to(0), x.to(device=0), x.cuda(0), torch.zeros(2, device="cuda:0")]
+    print({str(each.device) for each in moved})
+    print(*(str(x.to(name).device) for name in ("cpu", "cuda:1", "cuda:2")), *x.sum(0).shape, *x.unsqueeze(0).shape)
+"""
+
+
+def test_gpu_that_a_script_names_by_a_number_is_each_workers_own() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_FAKE_GPUS], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["{'cuda:1'}", "cpu cuda:1 cuda:2 3 1 2 3"], done.stderr

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from fsdplaunch.config.environment import COMPARED
@@ -255,10 +256,31 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
     if inside or not hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
         return False
     if device.index is not None and device.index != own.index:
-        msg = f"{script_line()} {what}, and this worker's GPU is {own}"
-        hint = 'say "cuda", which is each worker\'s own; or launch with --hide-ranks, which makes it cuda:0'
-        raise ShardingError(msg, hint=hint)
+        hook_context.undo.enter_context(OwnGpu(device, own))
     return True
+
+
+class OwnGpu(TorchFunctionMode):
+    """Read a GPU that the script names by a number of its own, `cuda:0`, as this worker's.
+
+    Entered at the first model that is moved there: a script that says `cuda`, or counts ranks, does not pay for it.
+    """
+
+    def __init__(self, said: torch.device, own: torch.device) -> None:
+        super().__init__()
+        self._said, self._own = said, own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with this worker's GPU in the place of the other."""
+        by_number = func in (torch.Tensor.to, torch.Tensor.cuda)
+        args = [self._read(value, by_number=by_number and place == 1) for place, value in enumerate(args)]
+        named = kwargs or {}
+        return func(*args, **{name: self._read(named[name], by_number=name == "device") for name in named})
+
+    def _read(self, value: Any, *, by_number: bool) -> Any:
+        if isinstance(value, torch.device | str):
+            return self._own if str(value) == str(self._said) else value
+        return self._own if by_number and type(value) is int and value == self._said.index else value
 
 
 _building: set[int] = set()  # the optimizers whose base class gives them their groups
