@@ -24,7 +24,6 @@ from fsdplaunch.runtime.saving.plain_files import keep_generator
 from fsdplaunch.runtime.sharding_watch import check_at_first_step, ever_sharded
 from fsdplaunch.runtime.torch_internals.modules import begin_process
 
-
 _stepped: list[bool] = []
 
 

@@ -263,7 +263,7 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
 class OwnGpu(TorchFunctionMode):
     """Read a GPU that the script names by a number of its own, `cuda:0`, as this worker's.
 
-    Entered at the first model that is moved there: a script that says `cuda`, or counts ranks, does not pay for it.
+    Entered when the first model is moved there: a script that says `cuda`, or counts ranks, does not pay for it.
     """
 
     def __init__(self, said: torch.device, own: torch.device) -> None:
