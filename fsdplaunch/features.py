@@ -10,6 +10,7 @@ from fsdplaunch.errors import LaunchError
 
 COMPARISON = "fsdplaunch.comparison.command"
 COMPARISON_WORKER = "fsdplaunch.comparison.record"
+ESTIMATE = "fsdplaunch.estimate.command"
 KUBERNETES = "fsdplaunch.launch.schedulers.kubernetes"
 TUNE_WORKER = "fsdplaunch.tune.measure"
 WARM_CLIENT = "fsdplaunch.warm.client"

@@ -12,9 +12,16 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import quoted
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.build import built_sizes
-from fsdplaunch.estimate.families import FAMILIES
-from fsdplaunch.estimate.memory import LENGTH, TrainingSetup, ranks_of, training_setup
-from fsdplaunch.estimate.model import MOST_PARAMETERS, Model, describe, llama_of, read_json_file, read_sizes
+from fsdplaunch.estimate.memory import LENGTH, MemoryNeed, TrainingSetup, memory_need, ranks_of, training_setup
+from fsdplaunch.estimate.model import (
+    FAMILIES,
+    MOST_PARAMETERS,
+    Model,
+    describe,
+    llama_of,
+    read_json_file,
+    read_sizes,
+)
 from fsdplaunch.estimate.report import Report, text_report
 from fsdplaunch.probe.hardware import read_hardware
 from fsdplaunch.probe.model_files import (
@@ -29,8 +36,8 @@ from fsdplaunch.probe.model_files import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """What was named."""
+class NamedModel:
+    """A model that was named."""
 
     model: Model
     named: str  # in words
@@ -51,7 +58,7 @@ def estimate(
     out: Output,
 ) -> int:
     """Say what a run needs, and whether it fits; 0 in both cases, for the answer is the output."""
-    loaded, hardware, found = load_config(file, overrides=overrides), read_hardware(os.environ), _read(source)
+    loaded, hardware, found = load_config(file, overrides=overrides), read_hardware(os.environ), read_named(source)
     config, model = loaded.config, found.model
     world, per_node = ranks_of(config, gpus=0 if config.use_cpu else len(hardware.gpus), given=world_size)
     longest = model.shape.max_length if model.shape is not None and model.shape.max_length else LENGTH
@@ -96,7 +103,7 @@ def _notes(config: Config, model: Model, setup: TrainingSetup) -> Iterator[str]:
         )
 
 
-def _read(text: str | None) -> _Source:
+def read_named(text: str | None) -> NamedModel:
     """Read what was named; only a script's function needs torch for it."""
     if text is None:
         newest = find_model(Path.cwd())
@@ -114,23 +121,23 @@ def _read(text: str | None) -> _Source:
     if is_hub_name(text):
         return _read_folder(hub_folder(text), text)
     if path.exists() or path.suffix == ".json":
-        return _Source(model=_described(path), named=str(path.parent if path.name == "config.json" else path))
+        return NamedModel(model=_described(path), named=str(path.parent if path.name == "config.json" else path))
     return _sized(text)
 
 
-def _read_script(script: str, function: str) -> _Source:
+def _read_script(script: str, function: str) -> NamedModel:
     if not function.isidentifier():
         msg = f"{script}: {function!r} is not a function's name" if function else f"{script} names no function"
         raise UsageError(msg, hint=f"name the one that builds the model: {script}:build_model")
     if not Path(script).is_file():
         msg = f"script not found: {script}"
         raise UsageError(msg)
-    return _Source(
+    return NamedModel(
         model=Model(sizes=built_sizes(Path(script), function), shape=None), named=f"{script}:{function}"
     )
 
 
-def _sized(text: str) -> _Source:
+def _sized(text: str) -> NamedModel:
     if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
         msg = f"{text} needs a unit, as in {text}b or {text}m"
         raise UsageError(msg)
@@ -147,17 +154,17 @@ def _sized(text: str) -> _Source:
     model = describe(config, source=f"a llama of {text}")
     shape = f"{config['num_hidden_layers']} blocks of width {config['hidden_size']}"
     note = f"{text} is estimated as a llama of {short_count(model.sizes.parameters)} parameters, {shape}"
-    return _Source(model=model, notes=(note,), named=f"a llama of {text}")
+    return NamedModel(model=model, notes=(note,), named=f"a llama of {text}")
 
 
-def _read_folder(folder: Path, named: str) -> _Source:
+def _read_folder(folder: Path, named: str) -> NamedModel:
     """Return a model folder: sizes from its headers, activations from its config.json; either is enough."""
     path = folder / "config.json"
     if not weight_files(folder):
         if not path.is_file():
             msg = f"{folder} holds no *.safetensors file and no config.json"
             raise UsageError(msg, hint="give a model folder")
-        return _Source(model=_described(path), named=named)
+        return NamedModel(model=_described(path), named=named)
     sizes, described = read_sizes(folder), None
     if path.is_file() and str(read_json_file(path).get("model_type")) in FAMILIES:
         described = _described(path)
@@ -166,11 +173,30 @@ def _read_folder(folder: Path, named: str) -> _Source:
         counted = (short_count(sizes.parameters), short_count(described.sizes.parameters))
         notes = ("the files hold {} parameters, config.json describes {}: the files count".format(*counted),)
     model = Model(sizes=sizes, shape=described.shape if described else None)
-    return _Source(model=model, notes=notes, named=named)
+    return NamedModel(model=model, notes=notes, named=named)
 
 
 def _described(path: Path) -> Model:
     return describe(read_json_file(path), source=str(path))
+
+
+def before_activations(
+    model: Model, *, ranks: int, mixed: bool, keeps: bool = False, offload: bool = False, on_gpu: bool = True
+) -> MemoryNeed:
+    """Count what a rank needs beside activations; in mixed precision fp32 is kept and two bytes are gathered."""
+    setup = TrainingSetup(
+        strategy="FULL_SHARD",
+        world=ranks,
+        per_node=ranks,
+        shards=ranks,
+        keeps=int(keeps),
+        master=4 if mixed else 0,
+        compute=2 if mixed else 0,
+        reduce=4 if mixed else 0,
+        offload=offload,
+        on_gpu=on_gpu,
+    )
+    return memory_need(replace(model, shape=None), setup)
 
 
 def _words(model: Model, setup: TrainingSetup) -> str:
@@ -178,9 +204,6 @@ def _words(model: Model, setup: TrainingSetup) -> str:
     kinds = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
     master, compute, _ = setup.widths(sizes)
     dtypes = f"{kinds.get(master, master)} kept, {kinds.get(compute, compute)} computed"
-    blocks = f"{sizes.depth} blocks" if sizes.blocks else "no repeated blocks"
-    return (
-        f"{short_count(sizes.parameters)} parameters, {blocks} ({sizes.source}); {dtypes}, {setup.optimizer}; "
-        f"{setup.batch_size} x {setup.length} tokens per rank"
-        + (", checkpointing" if setup.checkpoint_every else "")
+    return f"{sizes.words}; {dtypes}, {setup.optimizer}; {setup.batch_size} x {setup.length} tokens per rank" + (
+        ", checkpointing" if setup.checkpoint_every else ""
     )

@@ -1,6 +1,6 @@
 """Count the bytes that one rank needs: parameters, gradients, optimizer, gathered units, activations.
 
-Activations are an approximation for the families of `families`.
+Activations are an approximation for the families of `model`.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ from typing import Literal
 from fsdplaunch.config.resolve import CPU_WORKERS, KEEPS_GATHERED, mesh_sizes, workers_per_node, world_size
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.families import ActivationShape
-from fsdplaunch.estimate.model import Model, ModelSizes, UnitSize, unit_of
-from fsdplaunch.probe.memory_plan import ITEMSIZES, STATES, kept_bytes
+from fsdplaunch.estimate.model import ActivationShape, Model, ModelSizes, UnitSize, unit_of
 
 LENGTH = 2048
 """Tokens of a sequence where neither the user nor the model says less."""
 FP32 = 4
+_ITEMSIZES = {"fp32": FP32, "bf16": 2, "fp16": 2}
+STATES = {"adamw": 2, "adam": 2, "nadam": 2, "adagrad": 1, "rmsprop": 1, "momentum": 1, "sgd": 0}
+"""Tensors that each optimizer keeps per parameter, of the parameter's own size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,9 @@ def training_setup(
         context=mesh.context,
         keeps=keeps,
         version=fsdp.fsdp_version or 2,
-        master=ITEMSIZES.get(precision.master or "", 0),
-        compute=ITEMSIZES.get(precision.param or "", 0),
-        reduce=ITEMSIZES.get(precision.reduce or "", 0),
+        master=_ITEMSIZES.get(precision.master or "", 0),
+        compute=_ITEMSIZES.get(precision.param or "", 0),
+        reduce=_ITEMSIZES.get(precision.reduce or "", 0),
         offload=fsdp.fsdp_offload_params and on_gpu,
         checkpoint_every=config.sharding.checkpoint_every if fsdp.fsdp_activation_checkpointing else 0,
         checkpoint_offload=fsdp.fsdp_activation_checkpointing_offload and on_gpu,
@@ -225,8 +226,8 @@ def memory_need(model: Model, setup: TrainingSetup) -> MemoryNeed:
     root, blocks = root.split(setup.tensor), tuple(unit.split(setup.tensor) for unit in blocks)
     units, flat = (root, *blocks), setup.version == 1
     master, compute, _ = setup.widths(sizes)
-    held = sum(unit.share(setup.shards, flat=flat) * unit.count for unit in units)
-    kept = kept_bytes(held, master, setup.optimizer)
+    held = master * sum(unit.share(setup.shards, flat=flat) * unit.count for unit in units)
+    kept = {"parameters": held, "gradients": held, "optimizer": held * STATES[setup.optimizer]}
     acts = activations_of(shape, setup, compute) if shape else Activations()
     moments = _moments(model, root, blocks, setup, kept, acts)
     host = 0

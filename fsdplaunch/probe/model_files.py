@@ -2,19 +2,17 @@
 
 import json
 import logging
-import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
-from fsdplaunch.display_text import size_words
 from fsdplaunch.errors import UsageError
 from fsdplaunch.private_dir import make_process_dir
 
@@ -27,7 +25,6 @@ class RepeatedBlocks:
 
     prefix: str  # name of the list, without the number: `model.layers`
     count: int  # how many there are
-    parameters_each: int  # parameters of the largest
     parameters: int  # parameters of all
 
 
@@ -53,8 +50,8 @@ def _search(counts: Mapping[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
         full = f"{prefix}{place}" if place else prefix.rstrip(".")
         alike = Counter(map(frozenset, members.values())).most_common(1)[0][1]
         if set(members) == set(range(len(members))) and alike >= max(2, len(members) / 2):
-            sizes = [sum(member.values()) for member in members.values()]
-            yield RepeatedBlocks(prefix=full, count=len(sizes), parameters_each=max(sizes), parameters=sum(sizes))
+            size = sum(sum(member.values()) for member in members.values())
+            yield RepeatedBlocks(prefix=full, count=len(members), parameters=size)
         else:
             for number, member in members.items():
                 yield from _search(member, f"{full}.{number}.")
@@ -63,75 +60,6 @@ def _search(counts: Mapping[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
 FEWEST_PARAMETERS = 1_000_000
 """A smaller model is a size whose unit was forgotten: 8 is not a model of 8 parameters."""
 _LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """A model on disk, or a given size."""
-
-    folder: Path | None = None  # where it lies; None for a size that was only named
-    # number of parameters, buffers that were saved included; None where only a size is known
-    parameters: int | None = None
-    size_bytes: int = 0  # bytes of the weight files
-    dtypes: Mapping[str, int] = field(default_factory=dict)  # parameters per dtype, most first
-    blocks: tuple[RepeatedBlocks, ...] = ()  # the repeated blocks, largest share first
-    unit: int = 0  # parameters of the largest block, or of everything when nothing is repeated
-    outside: int = 0  # parameters in no repeated block: embeddings, head, last norm
-
-    @property
-    def dtype(self) -> str | None:
-        """Return the dtype most parameters are in: fp32, bf16, fp16, ..., or None."""
-        return next(iter(self.dtypes), None)
-
-
-def read_model(folder: Path) -> ModelFacts:
-    """Describe the model in a folder of `*.safetensors` (with or without an index) or `*.bin` files."""
-    if not folder.is_dir():
-        msg = f"model folder {folder} does not exist"
-        raise UsageError(msg, hint="give the folder that holds config.json, or a size with its unit: 8b")
-    files = weight_files(folder)
-    pickled = [] if files else sorted(folder.glob("*.bin"))
-    size = sum(path.stat().st_size for path in files or pickled)
-    if not files:
-        if not pickled:
-            msg = f"{folder} holds no *.safetensors and no *.bin file"
-            raise UsageError(msg)
-        return ModelFacts(folder=folder, size_bytes=size)
-    counts: dict[str, int] = {}
-    dtypes: Counter[str] = Counter()
-    for path in files:
-        for name, entry in file_header(path).entries.items():
-            counts[name] = math.prod(entry.shape)
-            dtypes[_NAMES.get(entry.code, entry.code.lower())] += counts[name]
-    blocks = find_blocks(counts)
-    total = sum(counts.values())
-    return ModelFacts(
-        folder=folder,
-        parameters=total,
-        size_bytes=size,
-        dtypes=dict(dtypes.most_common()),
-        blocks=blocks,
-        unit=max((group.parameters_each for group in blocks), default=total),
-        outside=total - sum(group.parameters for group in blocks),
-    )
-
-
-def sized_model(parameters: int) -> ModelFacts:
-    """Return facts for a model of which only the size is known, with the blocks of a usual transformer."""
-    # A block of a decoder is 12 width^2 parameters and models have about width / 128 blocks (Llama, GPT, Qwen).
-    width = (parameters * 128 / 12) ** (1 / 3)
-    return ModelFacts(parameters=parameters, unit=min(parameters, round(12 * width * width)))
-
-
-def describe_model(model: ModelFacts) -> str:
-    """Return one line: parameters, dtype, blocks."""
-    words = [str(model.folder)] if model.folder else []
-    if model.parameters is None:
-        return "   ".join([*words, f"{size_words(model.size_bytes)} of pickled weights, not looked into"])
-    facts = [f"{short_count(model.parameters)} parameters", *([model.dtype] if model.dtype else [])]
-    facts += [f"{group.count} repeated blocks ({group.prefix}.*)" for group in model.blocks[:2]]
-    return "   ".join([*words, ", ".join(facts)])
 
 
 def short_count(number: int) -> str:

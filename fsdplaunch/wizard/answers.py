@@ -181,7 +181,7 @@ def conclude(
         config=build_config(values),
         answers=dict(state.answers),
         reasons=reasons,
-        notes=_notes(state),
+        notes=suggestion.notes,
         command=_repeat_command(state, path, overwrite=overwrite),
     )
 
@@ -210,14 +210,9 @@ def remarks(state: WizardState) -> list[str]:
     """Return what to print below the text: the estimate, and what no key can say."""
     goal = state.answers.get(GOAL.name)
     words, _ = memory_words(goal, state) if goal and goal != KEEP else ("", None)
-    model = state.run_facts.model
-    more = f"; fsdplaunch estimate {shlex.quote(str(model.folder))} says more" if model and model.folder else ""
-    lines = [f"Estimate: {words}, before activations{more}."] if words else []
-    return [*lines, *(f"Note: {note}" for note in _notes(state))]
-
-
-def _notes(state: WizardState) -> tuple[str, ...]:
-    return tuple(note for note in state.suggestion.notes if note not in state.facts.hardware.notes)
+    more = f"fsdplaunch estimate {shlex.quote(state.answers.get('model', ''))} says more"
+    lines = [f"Estimate: {words}, before activations; {more}."] if words else []
+    return [*lines, *(f"Note: {note}" for note in state.suggestion.notes)]
 
 
 def closing_words(path: FilePath, command: str) -> str:

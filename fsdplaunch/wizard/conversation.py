@@ -26,7 +26,7 @@ from fsdplaunch.config.render import render
 from fsdplaunch.config.schema.config import KeySpec, all_keys, build_config, keys_by_path
 from fsdplaunch.display_text import one_line, printable
 from fsdplaunch.errors import UsageError
-from fsdplaunch.probe.model_files import describe_model, find_model
+from fsdplaunch.probe.model_files import find_model
 from fsdplaunch.wizard.answers import (
     WizardResult,
     answer_automatically,
@@ -222,7 +222,7 @@ class Conversation:
                 if isinstance(answer, str):
                     self.state = self.state.answering(question.name, answer)
                     if question is MODEL and answer and (model := self.state.run_facts.model):
-                        self.out.say(f"  {describe_model(model)}")
+                        self.out.say(f"  {model.sizes.words}")
             elif at == 0:
                 step = 1
             at = max(0, at + step)

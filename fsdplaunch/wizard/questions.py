@@ -15,17 +15,10 @@ from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_
 from fsdplaunch.config.schema.kinds import ENDPOINT, NAMES, join_endpoint
 from fsdplaunch.display_text import GIB
 from fsdplaunch.errors import LaunchError
+from fsdplaunch.features import ESTIMATE, feature
 from fsdplaunch.launch.plan import DEFAULT_PORT
-from fsdplaunch.probe.memory_plan import Sharding, plan_memory
-from fsdplaunch.probe.model_files import (
-    FEWEST_PARAMETERS,
-    hub_folder,
-    is_hub_name,
-    parse_count,
-    read_model,
-    short_count,
-)
-from fsdplaunch.wizard.state import WizardState
+from fsdplaunch.probe.model_files import parse_count
+from fsdplaunch.wizard.state import WizardState, named_model
 
 KEEP = "keep"  # the answer that leaves a question's keys as the existing file says them
 TYPE_IT = "..."  # the choice that opens a line to type an answer in
@@ -310,22 +303,9 @@ WORKERS = Question(
 def _check_model(text: str, _: WizardState) -> str:
     if not text or text.lower() == "none":
         return ""
-    if text.isdecimal() and int(text) < FEWEST_PARAMETERS:
-        msg = f"{text} needs a unit, as in {text}b or {text}m"
-        raise ValueError(msg)
-    try:
-        parse_count(text)
-    except ValueError:
-        folder = hub_folder(text) if is_hub_name(text) else FilePath(text).expanduser()
-        read_model(folder)
-        return text if is_hub_name(text) else str(folder)
-    return text.replace(" ", "").lower()
-
-
-def _model_remark(state: WizardState) -> str:
-    model = state.facts.model
-    known = f"; {short_count(model.parameters)} parameters found" if model and model.parameters else ""
-    return f"(a size such as 8b will do, none skips{known})"
+    text = str(FilePath(text).expanduser()) if text.startswith("~") else text
+    named_model(text)  # an error says what is wrong with it
+    return text
 
 
 MODEL = Question(
@@ -337,7 +317,7 @@ MODEL = Question(
     write=lambda *_: {},
     read=lambda *_: "",
     check=_check_model,
-    remark=_model_remark,
+    remark=lambda _: "(a size such as 8b will do, none skips)",
 )
 
 _STRATEGY: KeyPath = ("fsdp_config", "fsdp_sharding_strategy")
@@ -369,17 +349,22 @@ _GOALS = {
 def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
     """Return what each GPU would need under a goal, in words, and why it does not fit, or None if it does."""
     model, workers, limit = state.run_facts.model, state.workers, state.run_facts.hardware.gpu_memory_bytes
-    if state.on_tpus or model is None or model.parameters is None or workers is None:
+    if state.on_tpus or model is None or workers is None:
         return "", None  # the estimate is of GPUs, and needs these numbers
-    ranks = workers if goal == "hybrid" else workers * state.num_nodes
-    compute = state.answers.get("precision") or state.suggestion.config.mixed_precision
-    sharding = Sharding(ranks=ranks, compute=compute, reshard=goal != "fastest", offload=goal == "biggest")
-    plan = plan_memory(model, sharding)
-    host = f" and {plan.host / GIB:.1f} of host memory" if plan.host else ""
-    if state.answers.get("where") == "cpu":
-        return f"{(plan.gpu + plan.host) / GIB:.1f} GiB of memory per worker", None
-    text = f"{plan.gpu / GIB:.1f}" + (f" of {limit / GIB:.0f}" if limit else "") + f" GiB per GPU{host}"
-    return text, f"needs {text}" if limit is not None and plan.gpu > limit else None
+    on_cpu = state.answers.get("where") == "cpu"
+    need = feature(ESTIMATE).before_activations(
+        model,
+        ranks=workers if goal == "hybrid" else workers * state.num_nodes,
+        mixed=(state.answers.get("precision") or state.suggestion.config.mixed_precision) != "no",
+        keeps=goal == "fastest",
+        offload=goal == "biggest" and not on_cpu,
+        on_gpu=not on_cpu,
+    )
+    if on_cpu:
+        return f"{need.gpu / GIB:.1f} GiB of memory per worker", None
+    host = f" and {need.host / GIB:.1f} of host memory" if need.host else ""
+    text = f"{need.gpu / GIB:.1f}" + (f" of {limit / GIB:.0f}" if limit else "") + f" GiB per GPU{host}"
+    return text, f"needs {text}" if limit is not None and need.gpu > limit else None
 
 
 def _possible_goals(state: WizardState) -> list[str]:
@@ -480,13 +465,11 @@ _CLASSES: KeyPath = ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap")
 _MIN_SIZE: KeyPath = ("fsdp_config", "fsdp_min_num_params")
 
 
-def _wrap_choices(state: WizardState) -> tuple[Choice, ...]:
-    model = state.run_facts.model
-    found = [f"{group.prefix}.* x {group.count}" for group in model.blocks[:2]] if model else []
+def _wrap_choices(_: WizardState) -> tuple[Choice, ...]:
     own = "The classes in the model's own _no_split_modules, else the blocks it repeats."
     whole = "Everything is gathered at once, and stays gathered from forward to backward."
     return (
-        Choice("auto", "Each repeated block", ", ".join(found), own),
+        Choice("auto", "Each repeated block", detail=own),
         Choice(TYPE_IT, "Classes or a size that I type", "such as LlamaDecoderLayer"),
         Choice("none", "The whole model", "for small models", whole),
     )

@@ -9,7 +9,6 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import build_config
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
-from fsdplaunch.probe.model_files import describe_model
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
 from fsdplaunch.wizard.answers import WizardResult, answer_all, compose, conclude, read_source
 from fsdplaunch.wizard.questions import UserMessages
@@ -68,6 +67,5 @@ def describe_facts(facts: SuggestionFacts) -> str:
     lines = [("This machine", describe_hardware(facts.hardware))]
     job = describe_cluster(facts.cluster)
     lines += [("Job", job)] if job else []
-    lines += [("Model", describe_model(facts.model))] if facts.model else []
     lines += [("Note", note) for note in facts.hardware.notes]
     return "\n".join(f"{name:<14}{text}" for name, text in lines)

@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path as FilePath
+from functools import cache, partial
 from typing import Any
 
 from fsdplaunch.config.resolve import CPU_WORKERS, default_version
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.display_text import GIB
+from fsdplaunch.features import ESTIMATE, feature
 from fsdplaunch.probe.hardware import Hardware
-from fsdplaunch.probe.memory_plan import MemoryPlan, Sharding, plan_memory
-from fsdplaunch.probe.model_files import ModelFacts, hub_folder, is_hub_name, parse_count, read_model, sized_model
 from fsdplaunch.probe.scheduler import Cluster
 
 _SPARE, _HOST_SPARE = 0.8, 0.6  # shares of a GPU's and of the host's memory that a plan may fill
@@ -23,7 +21,7 @@ class SuggestionFacts:
 
     hardware: Hardware  # this machine
     cluster: Cluster  # the job it runs in
-    model: ModelFacts | None = None  # the model, when a folder or a size was named
+    model: Any = None  # the one that was named, as `fsdplaunch estimate` has it; None for none
     on_tpus: bool = False  # whether PyTorch/XLA is to shard, on TPUs
     # Whether the run uses other nodes too, or instead: no GPU here does not mean none there.
     elsewhere: bool = False
@@ -62,7 +60,7 @@ def suggest_for(facts: SuggestionFacts) -> Suggestion:
     return Suggestion(
         values={path: value for path, (value, _) in chosen.items()},
         reasons={".".join(path): reason for path, (_, reason) in chosen.items()},
-        notes=(*facts.hardware.notes, *_notes(facts)),
+        notes=tuple(_notes(facts)),
     )
 
 
@@ -110,23 +108,23 @@ def _sharding(facts: SuggestionFacts) -> _Reasoned:
         for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
             chosen[section, name] = True, "the model does not fit the GPUs otherwise"
     workers = facts.gpus_per_node or CPU_WORKERS
-    loaded = workers * facts.model.size_bytes if facts.model and workers > 1 else 0
+    loaded = workers * facts.model.sizes.stored if facts.model and workers > 1 else 0
     if memory is not None and loaded > _HOST_SPARE * memory:
         reason = "every worker loading the full model would fill this machine's memory"
         chosen[section, "fsdp_cpu_ram_efficient_loading"] = True, reason
     return chosen
 
 
-def _offloaded(facts: SuggestionFacts) -> MemoryPlan | None:
+def _offloaded(facts: SuggestionFacts) -> Any:
     """Return what offloading leaves in use, where the GPUs do not hold the model otherwise; else None."""
     memory = facts.hardware.gpu_memory_bytes
-    if memory is None or facts.model is None or facts.model.parameters is None:
+    if memory is None or facts.model is None:
         return None
     ranks = max(1, facts.gpus_per_node * facts.num_nodes)
-    sharding = Sharding(ranks=ranks, compute="bf16" if facts.hardware.all_have_bf16 else "no")
-    if plan_memory(facts.model, sharding).gpu <= _SPARE * memory:
-        return None
-    return plan_memory(facts.model, replace(sharding, offload=True))
+    need = partial(
+        feature(ESTIMATE).before_activations, facts.model, ranks=ranks, mixed=facts.hardware.all_have_bf16
+    )
+    return need(offload=True) if need().gpu > _SPARE * memory else None
 
 
 def _notes(facts: SuggestionFacts) -> list[str]:
@@ -199,8 +197,7 @@ class WizardState:
     def run_facts(self) -> SuggestionFacts:
         """Return the facts, as far as they hold for the nodes of the run."""
         where = self.answers.get("where")
-        model = named_model(self.answers.get("model", ""))
-        found = replace(self.facts, model=model or self.facts.model)
+        found = replace(self.facts, model=named_model(self.answers.get("model", "")))
         if where in ("cpu", "tpu"):
             hardware = replace(found.hardware, gpus=(), notes=())
             return replace(found, hardware=hardware, cluster=Cluster(), on_tpus=where == "tpu")
@@ -223,11 +220,6 @@ class WizardState:
 
 
 @cache
-def named_model(answer: str) -> ModelFacts | None:
-    """Return the model that a checked answer names: a size such as 8b, a folder, or none."""
-    if not answer:
-        return None
-    try:
-        return sized_model(parse_count(answer))
-    except ValueError:
-        return read_model(hub_folder(answer) if is_hub_name(answer) else FilePath(answer))
+def named_model(answer: str) -> Any:
+    """Return the model that an answer names, as `fsdplaunch estimate` reads it; None for no answer."""
+    return feature(ESTIMATE).read_named(answer).model if answer else None

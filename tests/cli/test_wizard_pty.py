@@ -62,7 +62,7 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     child.send(DOWN + ENTER)
     child.expect_exact("Model folder, or its size")
     child.send("124m" + ENTER)
-    child.expect_exact("124 M parameters")
+    child.expect_exact("(a llama of 124m)")
     for question in ("What is sharded?", "Which dtype computes?", "What is one unit?"):
         child.expect_exact(question)
         child.send(ENTER)

@@ -15,9 +15,8 @@ from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.build import build, built_sizes
-from fsdplaunch.estimate.families import FAMILIES
 from fsdplaunch.estimate.memory import MemoryNeed, memory_need, training_setup
-from fsdplaunch.estimate.model import describe, read_json_file
+from fsdplaunch.estimate.model import FAMILIES, describe, read_json_file
 from tests.distributed.pool import RankPool
 from tests.needs import has
 

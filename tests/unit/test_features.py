@@ -21,6 +21,7 @@ from fsdplaunch.runtime.sharding.shard import shard_model
 
 assert run(["--help"]) == 0
 assert run(["launch", "--dry-run", "train.py"]) == 0
+assert run(["config", "--where", "cpu", "--yes", "--output", "written.yaml"]) == 0
 for name in ("prepare", "clip_grad_norm_", "no_sync", "save_checkpoint", "load_checkpoint", "describe"):
     getattr(fsdplaunch, name)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.estimate.memory import (
+    STATES,
     TrainingSetup,
     alternatives,
     memory_need,
@@ -18,7 +19,6 @@ from fsdplaunch.estimate.memory import (
 )
 from fsdplaunch.estimate.model import Model, describe
 from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, name_of
-from fsdplaunch.probe.memory_plan import STATES
 
 GIB = 1024**3
 

@@ -111,13 +111,3 @@ def make_root(tmp_path):
         return tmp_path / "root"
 
     return make
-
-
-@pytest.fixture
-def tiny_llama():
-    """Tensors of a three-block decoder, as {name: (dtype, shape)}."""
-    tensors = {"model.embed_tokens.weight": ("BF16", (50, 8)), "model.norm.weight": ("BF16", (8,))}
-    for block in range(3):
-        for part, shape in (("self_attn.q_proj.weight", (8, 8)), ("mlp.up_proj.weight", (16, 8))):
-            tensors[f"model.layers.{block}.{part}"] = ("BF16", shape)
-    return tensors

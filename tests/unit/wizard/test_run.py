@@ -180,7 +180,7 @@ def parse(command):
             "--workers-per-node must be a whole number from 1, or auto, got '0'",
         ),
         ("eight_h100", {"model": "4"}, "--model 4 needs a unit, as in 4b or 4m"),
-        ("eight_h100", {"model": "nowhere"}, "--model model folder nowhere does not exist"),
+        ("eight_h100", {"model": "nowhere"}, "--model nowhere: no such file, and not the size of a model"),
         ("one_t4", {"precision": "bf16"}, "--precision bf16 is not possible: a GPU here does not compute it"),
         (
             "one_t4",
