@@ -99,6 +99,24 @@ def size_words(count: float) -> str:
     raise AssertionError(count)
 
 
+def step_time(seconds: float) -> str:
+    """Return how long a step takes: `1.25 s`, `87.3 ms`."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def rough_time(seconds: float) -> str:
+    """Return a time in its largest unit, for columns: `12 s`, `4 m`, `3 h`, `9 d`."""
+    units = ((86400, "d"), (3600, "h"), (60, "m"))
+    size, unit = next((one for one in units if seconds >= 2 * one[0]), (1, "s"))
+    return f"{max(0.0, seconds) // size:.0f} {unit}"
+
+
 def counted(number: int, word: str) -> str:
     """Return a number with its word: `1 worker`, `2 workers`."""
     return f"{number} {word}" + ("" if number == 1 else "s")

@@ -25,6 +25,7 @@ from fsdplaunch.cli.options import (
     RunArgument,
     ScriptToTry,
     SetOption,
+    age,
     both_ways,
     completed,
     does,
@@ -71,7 +72,7 @@ app = group(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = group("Write, show, check and convert the configuration file.")
-runs_app = group("List runs, show their output, cancel one.")
+runs_app = group("List runs, show what they were and their output, compare, cancel and delete them.")
 app.add_typer(config_app, name="config")
 app.add_typer(runs_app, name="runs")
 
@@ -337,7 +338,7 @@ def runs(
 
 @does("runs:show_logs", runs_app, "logs")
 def runs_logs(
-    run: RunArgument,
+    run: RunArgument = "latest",
     rank: Annotated[
         int | None, whole("--rank", 0, 2**24, "One rank's output instead of what the launcher showed")
     ] = None,
@@ -347,6 +348,20 @@ def runs_logs(
     log_dir: LogDirOption = None,
 ) -> None:
     """Print a run's output."""
+
+
+@does("runs:prune_runs", runs_app, "prune")
+def runs_prune(
+    older_than: Annotated[int, age("--older-than", "Only what has not changed for so long, as in 30d")],
+    yes: Annotated[bool, Option("--yes", "-y", help="Delete without asking")] = False,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete old runs' folders, after a list and a question.
+
+    Never one that may still be running, or that holds what no launch writes, as a checkpoint.
+    """
 
 
 @does("runs:cancel_run", runs_app, "cancel")

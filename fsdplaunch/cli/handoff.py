@@ -58,7 +58,8 @@ class _Handoff:
         )
         target, notes = self._request.target, tuple(self._request.loaded.note_lines())
         plan = build_plan(placed, node=node, target=target, run_id=self.run_id, run_dir=self.run_dir)
-        return replace(plan, argv=tuple(argv), env={}, config=config, notes=notes, sent=sent)
+        places = self._request.loaded.places()
+        return replace(plan, argv=tuple(argv), env={}, config=config, notes=notes, origins=places, sent=sent)
 
     def is_only_shown(self, plan: LaunchPlan) -> bool:
         request, out = self._request, self._out

@@ -77,6 +77,7 @@ LogDirOption = Annotated[
 ]
 _RUN = "The run, or as much of its name as is unique; latest"
 RunArgument = Annotated[str, Argument(metavar="ID", help=_RUN, autocompletion=completed(_runs))]
+"""A run that is named; `latest` where the parameter has that default."""
 ScriptToTry = Annotated[str | None, script_argument("Script to try, and its arguments")]
 
 
@@ -118,22 +119,27 @@ whole = partial(number, whole=True)
 _MOST_BYTES = 2**60
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_UNITS = {f"{name}B": factor for name, factor in _DECIMAL.items()} | _BINARY
+_SIZES = {f"{name}B": factor for name, factor in _DECIMAL.items()} | _BINARY
+_TIMES = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
 
 
-def size(option: str, text: str) -> Any:
-    """Return an option that takes a size, such as `5GB`, `500 MB` or `2GiB`, in bytes."""
+def _amount(units: Mapping[str, int], metavar: str, expects: str, option: str, text: str) -> Any:
+    """Return an option that takes a number of units: in bytes, or in seconds."""
 
     def parse(value: Any) -> int:
         from fsdplaunch.config.schema.kinds import parse_number
 
         word = str(value).strip().upper().replace(" ", "")
-        digits = word.rstrip("KMGTIB")
-        if not 1 <= (found := parse_number(digits) * _UNITS[word[len(digits) :]]) <= _MOST_BYTES:
+        digits = word.rstrip("".join(units))
+        if not 1 <= (found := parse_number(digits) * units[word[len(digits) :]]) <= _MOST_BYTES:
             raise ValueError(value)
         return int(found)
 
-    return _checked(option, "a size such as 5GB, 500MB or 2GiB", parse, metavar="SIZE", help=text)
+    return _checked(option, expects, parse, metavar=metavar, help=text)
+
+
+size = partial(_amount, _SIZES, "SIZE", "a size such as 5GB, 500MB or 2GiB")
+age = partial(_amount, _TIMES, "TIME", "a time such as 12h, 30d or 4w")
 
 
 def _checked(option: str, expects: str, parse: Callable[[Any], Any], *names: str, **more: Any) -> Any:

@@ -1,6 +1,7 @@
 """`fsdplaunch runs`: list runs, show a run's output, cancel a run."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -8,10 +9,20 @@ from pathlib import Path
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
-from fsdplaunch.display_text import one_line
-from fsdplaunch.errors import UsageError
+from fsdplaunch.display_text import counted, one_line, rough_time, size_words, step_time, table
+from fsdplaunch.errors import EXIT_USAGE, UsageError
 from fsdplaunch.features import KUBERNETES, feature
-from fsdplaunch.launch.runs import LogTail, Run, cancel, find_run, log_files, read_runs, status_of
+from fsdplaunch.launch.runs import (
+    LogTail,
+    Run,
+    cancel,
+    find_run,
+    log_files,
+    look_at_files,
+    read_runs,
+    remove_run,
+    status_of,
+)
 from fsdplaunch.launch.schedulers import Screen
 
 LOOK_SECONDS = 1.0
@@ -35,13 +46,49 @@ def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: b
     if not runs:
         out.say(f"no runs in {folder}")
         return 0
-    rows = [("run", "started by", "state", "script")]
-    for run in runs:
-        how = f"slurm job {run.job['job']}" if run.route == "slurm" else run.route
-        rows.append((one_line(run.id), one_line(how), one_line(run.state), one_line(run.script)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        out.data("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    rows = [("run", "age", "took", "workers", "steps", "step", "state", "script"), *map(_row, runs)]
+    for line in table(rows):
+        out.data(line[:columns])
+    return 0
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    how = {"here": "", "slurm": f", job {run.job.get('job')}"}.get(run.route, f", {run.route}")
+    return (
+        one_line(run.id),
+        rough_time(time.time() - run.started),
+        "" if run.seconds is None else rough_time(run.seconds),
+        str(run.workers or ""),
+        "" if run.steps is None else str(run.steps),
+        "" if run.step_seconds is None else step_time(run.step_seconds),
+        one_line(run.state + how),
+        one_line(run.script),
+    )
+
+
+def prune_runs(
+    *, older_than: int, yes: bool, file: Path | None, log_dir: Path | None, as_json: bool, out: Output
+) -> int:
+    """List runs that have ended and have not changed for so many seconds, ask, and delete their folders."""
+    found = [(run, look_at_files(run.dir)) for run in read_runs(_folder_of(file, log_dir)) if not run.unfinished]
+    old = [(run, seen) for run, seen in found if time.time() - seen.changed >= older_than]
+    gone = [(run, seen) for run, seen in old if seen.foreign is None]
+    for run, seen in old:
+        if seen.foreign is not None:
+            out.note(f"{run.id} is kept: {seen.foreign} in it is not a launch's")
+    if gone and not yes:
+        for line in table([(run.id, rough_time(time.time() - run.started), run.state) for run, _ in gone]):
+            out.say(line)
+        out.ask(f"delete {counted(len(gone), 'run')}, {size_words(sum(seen.size for _, seen in gone))}? [y/N] ")
+        if not sys.stdin.isatty() or input().strip().lower() not in ("y", "yes"):
+            out.say("nothing was deleted; --yes deletes without asking")
+            return 0 if sys.stdin.isatty() else EXIT_USAGE
+    for run, seen in gone:
+        remove_run(run, seen)
+    if as_json:
+        out.json({"deleted": [run.id for run, _ in gone]})
+    out.say(f"deleted {counted(len(gone), 'run')} that nobody has touched for {rough_time(older_than)}")
     return 0
 
 

@@ -136,6 +136,7 @@ def plan_for_this_node(
         notes=(*loaded.note_lines(), *hardware.notes),
         ranks=ranks,
     )
+    plan = replace(plan, origins=loaded.places())
     check_groups(loaded.config)
     if node_range(loaded.config)[1] > 1:
         return plan

@@ -35,6 +35,10 @@ class LoadedConfig:
     # What is set and changes nothing of this run, or is written in another way than the reference does.
     notes: tuple[Problem, ...]
 
+    def places(self) -> dict[str, str]:
+        """Return where each key is set that is not left to its default: `fsdp.yaml:6`, `command line`."""
+        return {".".join(path): one.text for path, one in self.origins.items() if one.layer != "default"}
+
     def note_lines(self) -> list[str]:
         """Return what a launch says of the notes: the first five, and how many more there are."""
         lines = [note.as_note() for note in self.notes[:5]]

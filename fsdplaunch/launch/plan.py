@@ -7,7 +7,7 @@ can be read with torchrun's help.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()  # what the user should read once
     # Workers over all nodes, where they are known; nodes may have different numbers of them.
     ranks: int | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)  # of each key that is set, where, in words
     sent: str | None = None  # what the command is given to read, where it hands the run to a scheduler
 
     @property
@@ -95,10 +96,13 @@ class LaunchPlan:
             "argv": list(self.argv),
             "env": {name: HIDDEN if self.hides(name) else value for name, value in self.env.items()},
             "script": self.script,
+            "arguments": list(self.target.arguments),
             "workers": self.workers,
             "nodes": self.nodes,
             "world_size": self.world_size,
             "device": self.device,
+            "gpus": list(self.gpus),
+            "origins": dict(self.origins),
             "notes": list(self.notes),
             **({"sent": self.sent} if self.sent is not None else {}),
         }

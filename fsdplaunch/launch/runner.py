@@ -25,7 +25,7 @@ from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
 from fsdplaunch.launch.run_result import RunResult, read_result
-from fsdplaunch.launch.runs import write_job
+from fsdplaunch.launch.runs import note_revision, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
@@ -109,7 +109,8 @@ def run_plan(
     # On a file system that nodes share, another node's part may have made it.
     plan.run_dir.mkdir(parents=True, exist_ok=plan.nodes > 1, mode=run_dir.FOLDER_MODE)
     run_dir.write_json(plan.run_dir / run_dir.PLAN, plan.to_dict())
-    write_job(plan.run_dir, route="here")
+    nodes = list(control.assignment.names) if control is not None else []
+    write_job(plan.run_dir, route="here", nodes=nodes, versions=versions())
     config_text = render(without_variables(plan.config), full=True, comments=False)
     run_dir.write_text(plan.run_dir / run_dir.CONFIG, config_text)
     if not plan.config.machine_rank or plan.nodes == 1:
@@ -120,6 +121,7 @@ def run_plan(
         environ[SECRET] = secret
     held_port = control.assignment.held_port if control is not None else None
     agent, lifeline = _start_agent(plan, environ, output=output, folder=folder, held_port=held_port)
+    note_revision(plan.run_dir, Path(plan.script).parent if Path(plan.script).is_file() else folder or Path.cwd())
     names = plan.config.launch.signals
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:

@@ -5,26 +5,49 @@ a run's launcher could have written is believed.
 """
 
 import os
+import platform
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from fsdplaunch import __version__
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.features import KUBERNETES, feature
 from fsdplaunch.files import Maybe, matches
 from fsdplaunch.launch.schedulers import slurm
-from fsdplaunch.run_dir import JOB, LATEST, PLAN, RESULT, open_file, rank_folder, read_json, write_json
+from fsdplaunch.probe import torch_version
+from fsdplaunch.run_dir import (
+    JOB,
+    LATEST,
+    PLAN,
+    RESULT,
+    REVISION,
+    open_file,
+    rank_folder,
+    read_json,
+    write_json,
+    write_text,
+)
+from fsdplaunch.step_record import read_steps
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?")
 """Of an object in a cluster; none begins with a dash, as an option does."""
 _JOB = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
 _FINISHED_BADLY = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_GIT_SECONDS = 10.0
+_LONGEST = 1e10
+"""Seconds that a run or a step may be said to have taken."""
 _TASK = "task"
 """Folder of a task of an array inside its run's, with its number."""
 
@@ -54,6 +77,12 @@ class Run:
     script: str
     state: str  # in one or a few words
     unfinished: bool  # it may still do something
+    part: Path  # the folder of its last start, of which a scheduler may have made several
+    started: float  # when, in seconds since 1970
+    seconds: float | None  # how long it took, or has taken so far; None where nothing says when it ended
+    workers: int | None  # over all nodes
+    steps: int | None  # that rank 0 has made
+    step_seconds: float | None  # the median of rank 0's last ones
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data."""
@@ -65,6 +94,11 @@ class Run:
             "script": self.script,
             "state": self.state,
             "unfinished": self.unfinished,
+            "started": self.started,
+            "seconds": self.seconds,
+            "workers": self.workers,
+            "steps": self.steps,
+            "step_seconds": self.step_seconds,
         }
 
 
@@ -73,6 +107,26 @@ def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     pid = os.getpid()
     about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": _start_of(pid), **what}
     write_json(run_dir / JOB, about)
+
+
+def versions() -> dict[str, str | None]:
+    """Return what a run is made with."""
+    return {"fsdplaunch": __version__, "torch": torch_version.installed(), "python": platform.python_version()}
+
+
+def note_revision(run_dir: Path, folder: Path) -> None:
+    """Note the git revision of a folder, where it has one; beside the run, which does not wait for it."""
+    words = ("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # it looks, and a commit of the user's need not wait
+
+    def note() -> None:
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(
+                words, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True
+            )
+            write_text(run_dir / REVISION, said.stdout.decode())
+
+    threading.Thread(target=note, daemon=True).start()
 
 
 def _start_of(pid: int) -> int | None:
@@ -95,13 +149,15 @@ def _is_run(path: Path) -> bool:
     return not path.is_symlink() and (path / PLAN).is_file()
 
 
-def find_run(folder: Path, name: str) -> Run:
-    """Return the run of this name, or of which alone this is the beginning or the end."""
+def find_run(folder: Path, name: str = LATEST) -> Run:
+    """Return the run of this name, or of which alone this is the beginning or the end; or the latest."""
     if not folder.is_dir():
         msg = f"there is no folder {folder}"
         raise UsageError(msg, hint="name the one with the runs: --log-dir DIR")
     if name == LATEST and (folder / name).is_dir():
         name = os.path.basename(os.path.realpath(folder / name))  # noqa: PTH119  (links may lead in a circle)
+    elif name == LATEST and (newest := read_runs(folder, limit=1)):  # no links here, or its run was removed
+        return newest[0]
     names = [path.name for path in folder.iterdir() if _is_run(path)]
     chosen = [one for one in names if one == name] or [
         one for one in names if one.startswith(name) or one.endswith(name)
@@ -133,8 +189,34 @@ def _read(path: Path) -> Run:
         state = "running", True
     else:
         state = "lost: its launcher has gone", False
-    script = str(read_json(path / PLAN).get("script") or "")
-    return Run(id=path.name, dir=path, route=route, job=job, script=script, state=state[0], unfinished=state[1])
+    plan, part, started = read_json(path / PLAN), last_start(path), (path / PLAN).stat().st_mtime
+    made = read_steps(rank_folder(part, 0))
+    said = (_result_of(path) or {}).get("seconds")
+    took = [said] if isinstance(said, int | float) else [made.ended - started] if made is not None else []
+    took = [time.time() - started] if state[1] else took
+    times = [step.seconds for step in made.recent if 0 < step.seconds < _LONGEST] if made is not None else []
+    workers = plan.get("world_size")
+    return Run(
+        id=path.name,
+        dir=path,
+        route=route,
+        job=job,
+        script=str(plan.get("script") or ""),
+        state=state[0],
+        unfinished=state[1],
+        part=part,
+        started=started,
+        seconds=next((one for one in took if 0 <= one < _LONGEST), None),
+        workers=workers if type(workers) is int else None,
+        steps=made.made if made is not None else None,
+        step_seconds=median(times) if times else None,
+    )
+
+
+def last_start(run_dir: Path) -> Path:
+    """Return the folder of a run's last start, of which a scheduler may have made several, or of a task's."""
+    starts = [path for path in (*run_dir.glob("try*"), *run_dir.glob(f"{_TASK}*/try*")) if path.is_dir()]
+    return max(starts, key=lambda path: path.stat().st_ctime, default=run_dir)
 
 
 def _state_of_array(run_dir: Path, reported: Mapping[str, str]) -> tuple[str, bool]:
@@ -162,8 +244,7 @@ def _slurm_state(reported: str | None, ended: Mapping[str, Any] | None) -> tuple
 
 def _result_of(run_dir: Path) -> dict[str, Any] | None:
     """Return how the last start of a run ended, of which SLURM may have made several; None when it has not."""
-    tries = sorted((path for path in run_dir.glob("try*") if path.is_dir()), key=lambda path: path.stat().st_ctime)
-    result = read_json((tries or [run_dir])[-1] / RESULT)
+    result = read_json(last_start(run_dir) / RESULT)
     return result if type(result.get("exit_code")) is int else None
 
 
@@ -201,6 +282,45 @@ def cancel(run: Run) -> str:
         raise LaunchError(msg, hint="run this command there")
     os.kill(int(run.job["pid"]), signal.SIGTERM)
     return f"asked its launcher, process {run.job['pid']}, to end"
+
+
+_OWN_FOLDER = re.compile(r"((try|task|node)[0-9]+/)*((try|task|node)[0-9]+|ranks(/[0-9]+)?)")
+_WEIGHTS = (".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What stands in a run's folder, as it was looked at."""
+
+    place: tuple[int, int]  # the folder's device and number
+    size: int  # bytes
+    changed: float  # when anything in it last did, in seconds since 1970
+    foreign: str | None  # the first thing in it that no launch writes and might be missed, as a checkpoint is
+
+
+def look_at_files(run_dir: Path) -> RunFiles:
+    """Look at all that a run's folder holds, without following links."""
+    top = run_dir.lstat()
+    size, changed, foreign = 0, top.st_mtime, None
+    for place, folders, files in os.walk(run_dir):
+        for path in (Path(place) / name for name in (*folders, *files)):
+            found, part = path.lstat(), str(path.relative_to(run_dir))
+            is_foreign = path.name in folders and not _OWN_FOLDER.fullmatch(part)
+            if is_foreign or path.suffix in _WEIGHTS:
+                foreign = foreign or part
+            size, changed = size + found.st_size, max(changed, found.st_mtime)
+    return RunFiles(place=(top.st_dev, top.st_ino), size=size, changed=changed, foreign=foreign)
+
+
+def remove_run(run: Run, seen: RunFiles) -> None:
+    """Delete a run's folder, if it is still the one that was looked at, as it was; else raise a LaunchError."""
+    aside = run.dir.with_name(f".{run.id}.{os.urandom(4).hex()}")  # nothing that comes to its place is touched
+    run.dir.rename(aside)
+    if look_at_files(aside) != seen:
+        aside.rename(run.dir)
+        msg = f"{run.id} has changed since it was looked at"
+        raise LaunchError(msg, hint="look again: fsdplaunch runs")
+    shutil.rmtree(aside)
 
 
 def log_files(run: Run, *, rank: int | None, stream: str) -> list[Path]:

@@ -23,6 +23,8 @@ SECRET_VALUE = re.compile(
 IN_URL = re.compile(r"(?<=://)[^/\s:@]+(:[^/\s@]*)?@")
 """A user, perhaps with a password, in an address."""
 _NAME = re.compile(TELLING, re.IGNORECASE)
+_COUNT = re.compile("tokens", re.IGNORECASE)
+"""In an option's name: how many there are of them is no secret."""
 _PATH: KeyPath = ("launch", "env")
 _KEY = ".".join(_PATH)
 
@@ -30,6 +32,25 @@ _KEY = ".".join(_PATH)
 def is_secret(name: str, value: str = "") -> bool:
     """Return whether a variable looks like one that nobody else is to read."""
     return bool(_NAME.search(name) or SECRET_VALUE.search(value) or IN_URL.search(value))
+
+
+def hide_in_words(words: Sequence[str]) -> list[str]:
+    """Return a command's words without values that look secret, or stand behind a name that does."""
+    shown, follows = list[str](), False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_named = bool(_NAME.search(_COUNT.sub("", name))) and (word.startswith("-") or bool(equals))
+        if follows and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={HIDDEN}" if is_named and equals else hide_in_text(word))
+        follows = is_named and not equals
+    return shown
+
+
+def hide_in_text(text: str) -> str:
+    """Return a text with what looks secret in it replaced."""
+    return IN_URL.sub(f"{HIDDEN}@", SECRET_VALUE.sub(HIDDEN, text))
 
 
 def without_variables(config: Config) -> Config:

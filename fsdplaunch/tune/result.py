@@ -12,7 +12,7 @@ from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import Config, keys_by_path, value_at
 from fsdplaunch.config.yaml_text import read_text
-from fsdplaunch.display_text import size_words
+from fsdplaunch.display_text import size_words, step_time, table
 from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.search import Duel, Row
 from fsdplaunch.tune.space import Candidate
@@ -93,11 +93,7 @@ def _ratio(duel: Duel) -> float:
 def step_words(outcome: Outcome) -> str:
     """Return the time of a step, and between which times half of the steps lie."""
     low, high = outcome.quartiles
-    return f"{_seconds(outcome.median)} ({_seconds(low)} to {_seconds(high)})"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    return f"{step_time(outcome.median)} ({step_time(low)} to {step_time(high)})"
 
 
 def _state(row: Row) -> str:
@@ -117,9 +113,7 @@ def table_lines(result: TuneResult) -> Iterator[str]:
         memory = size_words(fastest.memory) + limit
         cells.append((mark + row.candidate.label, step_words(fastest), memory, _state(row)))
     cells += [("  " + row.candidate.label, "", "", _state(row)) for row in result.rows if not row.fastest]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from table(cells)
     yield ""
     for duel in result.duels:
         names = f"{duel.first.label} and {duel.second.label}"
@@ -171,7 +165,7 @@ def winner_text(result: TuneResult, config: Config, loaded: LoadedConfig) -> str
     row = next((row for row in result.rows if row.candidate == result.kept), None)
     if row is None or row.fastest is None:
         return body
-    head = f"{_HEAD} {result.script}: {_seconds(row.fastest.median)} per step on {result.world} workers"
+    head = f"{_HEAD} {result.script}: {step_time(row.fastest.median)} per step on {result.world} workers"
     if row.candidate.is_yours:
         head += ", unchanged: nothing tried is clearly faster"
     elif result.speed and result.rows[0].fits:

@@ -23,8 +23,10 @@ from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.run_dir import CHECKPOINTS
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import name_ranks
+from fsdplaunch.runtime.rank import own_folder
 from fsdplaunch.runtime.saving.checkpoint_dirs import (
     begin,
     next_sequence,
@@ -195,6 +197,7 @@ class SaveJob:
                     content = {**self.manifest, "config": asdict(self.config)}
                     write_manifest(partial, content, next_sequence(self.target), crcs)
                     publish(partial, self.target)
+                    _note(self.target)
                     if self.keep_last is not None:
                         say_once(remove_old(self.target.parent, self.keep_last))
         except CheckpointError:
@@ -208,6 +211,14 @@ class SaveJob:
         if dist.get_rank() == 0 and is_locked(self.target, self.root):
             shutil.rmtree(partial_of(self.target), ignore_errors=True)
         end_save(self.target, self.root)
+
+
+def _note(target: Path) -> None:
+    """Note a checkpoint in the run's folder, for `fsdplaunch runs show`."""
+    with suppress(OSError):
+        if (folder := own_folder()) is not None:
+            with (folder / CHECKPOINTS).open("a", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(f"{os.path.abspath(target)}\n")  # noqa: PTH100  (not where links lead)
 
 
 def _nbytes(state: StateToSave) -> int:
