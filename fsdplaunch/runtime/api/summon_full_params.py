@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
-from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_unit, local_tensor, refuse_of_xla
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, is_unit, local_tensor, refuse_of_xla
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import split_like
@@ -109,7 +109,7 @@ def _sharded_places(root: nn.Module, recurse: bool) -> Iterator[tuple[nn.Module,
 def _gathered(tensor: torch.Tensor, offload: bool) -> torch.Tensor:
     """Return a copy that changes to do not reach the shards through, also where one rank holds everything."""
     if isinstance(tensor, DTensor):
-        full = tensor.full_tensor().detach()
+        full: torch.Tensor = full_tensor(tensor).detach()
         full = full.clone() if full.data_ptr() == tensor.to_local().data_ptr() else full
     else:
         full = tensor.detach().clone()

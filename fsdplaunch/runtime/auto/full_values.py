@@ -17,8 +17,8 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import in_optimizer_step
 from fsdplaunch.runtime.auto.rank0.service import service
-from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, reshard
-from fsdplaunch.runtime.messages import calling_lines, calling_stack
+from fsdplaunch.runtime.inspection.units import full_tensor, is_over_all_ranks, is_unit, reshard
+from fsdplaunch.runtime.messages import calling_lines, calling_stack, script_line
 from fsdplaunch.runtime.state_dict.deepcopy import as_before
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, split_like
 from fsdplaunch.runtime.torch_internals.distributed import local_tensor, placements_of
@@ -46,7 +46,7 @@ def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:
 def gathered(tensor: Any) -> torch.Tensor:
     """Return the full tensor of a shard, whose gradient is averaged over the ranks' losses. Collective."""
     is_full = all(placement.is_replicate() for placement in placements_of(tensor))
-    full: torch.Tensor = tensor.to_local() if is_full else tensor.full_tensor()
+    full: torch.Tensor = tensor.to_local() if is_full else full_tensor(tensor)
     if full.untyped_storage().nbytes() != full.nbytes:  # a slice of uneven shards with their padding
         full = full.contiguous() if full.requires_grad else full.clone()
     elif full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
@@ -92,6 +92,17 @@ def fetcher_for_rank0_alone(call: str, tensors: list[Any]) -> ShardGatherer | No
         return gathering
     _together.add(calls)
     return None
+
+
+def read_full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
+    """Stand for `DTensor.full_tensor`, which rank 0 may call alone; the other ranks go on at once."""
+    found, calls = service(), calling_stack()
+    if found is not None and calls not in _together and is_over_all_ranks(tensor):
+        call = f"full_tensor() at {script_line()}"
+        if found.asks_alone(call):
+            return found.full(tensor, call).to(tensor.device)
+        _together.add(calls)
+    return original(tensor, **kwargs)
 
 
 def fetch(gathering: ShardGatherer, tensor: Any) -> torch.Tensor:

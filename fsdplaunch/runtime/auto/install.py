@@ -76,7 +76,7 @@ _REPLACED: tuple[tuple[Any, str, str], ...] = (
     # Rank 0 alone: it gets full states; other workers answer where they wait for it.
     (nn.Module, "state_dict", "rank0.service.state_dict"),
     (Optimizer, "state_dict", "rank0.service.state_dict"),
-    (DTensor, "full_tensor", "rank0.service.full_tensor"),
+    (DTensor, "full_tensor", "full_values.read_full_tensor"),
     # DDP scripts: what they give to DistributedDataParallel is sharded, and ranks that they spawn run in this one.
     (DistributedDataParallel, "__init__", "ddp.construct"),
     (*SEND_STATES, "ddp.send_all_but_shards"),

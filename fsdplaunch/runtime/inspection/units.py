@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.inspection import parameters_of
+from fsdplaunch.runtime.patch import original_of
 from fsdplaunch.runtime.torch_internals.modules import MOVE_METHOD, WRAPPER_ATTRIBUTES, own_children, put_child
 
 _sharded_class: "weakref.WeakKeyDictionary[nn.Module, type]" = weakref.WeakKeyDictionary()
@@ -121,8 +122,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """Return a DTensor's full tensor, anything else itself; collective for the former."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return a DTensor's full tensor, anything else itself; collective for the former.
+
+    By torch's own method: what stands there for the script's calls asks whether rank 0 is alone.
+    """
+    return original_of(DTensor.full_tensor)(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

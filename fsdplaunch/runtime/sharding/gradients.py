@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fsdplaunch.runtime.inspection import named_parameters, parameters_of
-from fsdplaunch.runtime.inspection.units import is_unit
+from fsdplaunch.runtime.inspection.units import full_tensor, is_unit
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.state_dict.gather import split_like
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -61,7 +61,7 @@ class _Hooked:
         """Call the hooks with what arithmetic with the shard brings, full: a pass of the model brings the rest."""
         if not self.hooks or not isinstance(gradient, DTensor):
             return None
-        return split_like(self._changed(gradient.full_tensor()), self.shard)
+        return split_like(self._changed(full_tensor(gradient)), self.shard)
 
     @torch.no_grad()
     def _changed(self, gradient: torch.Tensor) -> torch.Tensor:

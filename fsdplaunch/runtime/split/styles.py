@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime.inspection.units import full_tensor
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, put_tensor
 
 
@@ -113,7 +114,7 @@ class Cut:
         """Return all of a parameter, for a computation that is not split."""
         if not isinstance(param, DTensor):
             return param
-        return param.to_local() if self.placement.is_replicate() else param.full_tensor()
+        return param.to_local() if self.placement.is_replicate() else full_tensor(param)
 
 
 FULL = Cut()

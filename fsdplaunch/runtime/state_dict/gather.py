@@ -22,6 +22,7 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import in_torch
+from fsdplaunch.runtime.inspection.units import full_tensor
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.torch_internals.tensors import storage_identity
 
@@ -101,7 +102,7 @@ class ShardGatherer:
         """Return the full tensor in host memory as `full` does, without keeping it; after `meet`. Collective."""
         detached: Any = tensor.detach()
         if self.together:
-            full: torch.Tensor = detached.full_tensor()
+            full: torch.Tensor = full_tensor(detached)
         elif all(placement.is_replicate() for placement in tensor.placements):
             full = detached.to_local()
         else:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.inspection import clean_name, joined
-from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, refuse_of_xla
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, full_tensor, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.plugin import state_config, state_dict_name
 from fsdplaunch.runtime.sharding.registry import registered
@@ -136,7 +136,7 @@ def _converted(model: nn.Module, kind: StateDictType, options: Any) -> Iterator[
         if nested[-1] is not mine:
             return
         for name in [name for name in state if name.startswith(prefix)]:
-            value = state[name].full_tensor() if full and isinstance(state[name], DTensor) else state[name]
+            value = full_tensor(state[name]) if full else state[name]
             state[name] = value.cpu() if options.offload_to_cpu and hasattr(value, "cpu") else value
             if empty:
                 del state[name]

@@ -20,7 +20,7 @@ from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.model.parameters import GatheredView, late_parameter
 from fsdplaunch.runtime.auto.rank0.passes import Passes
 from fsdplaunch.runtime.inspection import named_parameters, parameters_of
-from fsdplaunch.runtime.inspection.units import is_unit, original_class
+from fsdplaunch.runtime.inspection.units import full_tensor, is_unit, original_class
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.torch_internals.fsdp import (
@@ -120,7 +120,7 @@ class Calls:
             return self.alone.inputs(model, args, kwargs)
         self.view.enter(model)
         args, kwargs = tree_map(  # shards without gradients are a state that was made like a parameter
-            lambda value: value.full_tensor() if isinstance(value, DTensor) and not value.requires_grad else value,
+            lambda value: value if not isinstance(value, DTensor) or value.requires_grad else full_tensor(value),
             (args, kwargs),
         )
         if not measuring:

@@ -21,7 +21,7 @@ from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.collectives.waits import in_torch, monitored_barrier, name_ranks, user_line
 from fsdplaunch.runtime.inspection import clean_name, joined
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit
-from fsdplaunch.runtime.messages import calling_lines, is_user_file, script_line
+from fsdplaunch.runtime.messages import calling_lines, script_line
 from fsdplaunch.runtime.state_dict.gather import are_files_of_ranks, await_main_thread, spooled
 from fsdplaunch.runtime.torch_internals.distributed import default_timeout, local_tensor, shape_and_offset
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, shards_by_place
@@ -423,20 +423,6 @@ def state_dict(original: Any, hook_context: HookContext, owner: Any, *args: Any,
             full[identity(shard)] = spooled(found.full(shard, call))
     found.done()
     return _with_full(owner, state, lambda value: full[identity(value)] if isinstance(value, DTensor) else value)
-
-
-def full_tensor(original: Any, _: HookContext, tensor: DTensor, **kwargs: Any) -> Any:
-    """Stand for `DTensor.full_tensor`, likewise.
-
-    Only the caller distinguishes the script's call, which rank 0 may make alone, from those of torch and
-    libraries, which all ranks make, tensor by tensor: asking each time would cost a message to every rank.
-    """
-    found = service()
-    if found is not None and is_user_file(sys._getframe(2).f_code.co_filename) and is_over_all_ranks(tensor):
-        call = f"full_tensor() at {script_line()}"
-        if found.asks_alone(call):
-            return found.full(tensor, call).to(tensor.device)
-    return original(tensor, **kwargs)
 
 
 def _with_full(owner: Any, state: Any, full_or_own: Callable[[Any], Any]) -> Any:
