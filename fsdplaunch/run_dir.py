@@ -11,12 +11,11 @@ import os
 import secrets
 import signal
 import stat
-import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from fsdplaunch.files import atomic_file, parse_json
 
@@ -43,8 +42,6 @@ COMPARED_PLAIN = "plain.json"
 """File in a comparison's folder with what one process computed."""
 COMPARED_CHANGED = "changed.json"
 """File in a comparison's folder with the same, of weights that were changed in their last digits."""
-MEASURED = "measured.json"
-"""File in a rank's folder with what its steps took, where `fsdplaunch tune` measured them."""
 FLIGHT_RECORDER = "flight-recorder-rank-"
 """Where torch writes the last collectives; it adds the rank."""
 FOLDER_MODE, PRIVATE_MODE = 0o700, 0o600
@@ -57,12 +54,9 @@ GROUP_RUN = "FSDPLAUNCH_GROUP_RUN"
 With a / at its end it is the name of a folder only, in which every start gets a name and a folder of its own: for
 schedulers that start a run again without saying so.
 """
-HEARTBEAT = "heartbeat"
 STACK = "stack.txt"
-LAYOUT = struct.Struct("<QQQ")
-"""Process id, optimizer steps made, time of the last one in nanoseconds."""
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-"""A signal nobody else uses; its default would end a process, so only workers that have a heartbeat get it."""
+"""A signal nobody else uses; its default would end a process, so only workers whose record is begun get it."""
 MARKED = "FSDPLAUNCH_MARKED"
 """Contract variable, not a key: `1` for a worker whose error output passes through the agent to a launcher."""
 BEGIN_HIDDEN, END_HIDDEN = b"\0\1fsdplaunch\0", b"\0\2fsdplaunch\0"
@@ -166,18 +160,3 @@ def has_fixed_name(environ: Mapping[str, str]) -> bool:
     """Return whether all nodes of the run know its name from the one who started their launchers."""
     given = environ.get(GROUP_RUN, "")
     return bool(given) and not given.endswith("/")
-
-
-class Heartbeat(NamedTuple):
-    """How far a worker has come: its process id, optimizer steps it has made, and when it made the last, or 0."""
-
-    pid: int
-    steps: int
-    time_ns: int
-
-
-def read_heartbeat(folder: Path) -> Heartbeat | None:
-    """Read a rank's heartbeat from its folder in the run's; None when it keeps none."""
-    with suppress(OSError, struct.error):
-        return Heartbeat(*LAYOUT.unpack_from((folder / HEARTBEAT).read_bytes()))
-    return None

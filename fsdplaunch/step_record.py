@@ -114,12 +114,16 @@ def mean_step(steps: Sequence[Step]) -> Step:
     return Step(*means)._replace(number=last.number, ended=last.ended, peak_bytes=max(peaks, default=nan))
 
 
-def read_steps(folder: Path) -> RankSteps | None:
-    """Read a rank's file from its folder; None when there is none, or it is not one of ours."""
+def read_steps(folder: Path, *, only_head: bool = False) -> RankSteps | None:
+    """Read a rank's file from its folder, or only its head; None when there is none, or it is not one of ours."""
     with suppress(OSError, struct.error), open_file(folder / STEPS) as file:
-        data = file.read(_SIZE)
+        data = file.read(_HEAD.size if only_head else _SIZE)
         magic, pid, made, ended, parts, _ = _HEAD.unpack_from(data)
-        if magic != _MAGIC or len(data) != _SIZE or parts > HISTORY:
+        if magic != _MAGIC or parts > HISTORY:
+            return None
+        if only_head:
+            return RankSteps(pid, made, ended, [], [])
+        if len(data) != _SIZE:
             return None
         read = [Step(*_STEP.unpack_from(data, _HEAD.size + place * _STEP.size)) for place in range(RING + parts)]
         # Not the places that no step has reached yet, or that were written again after the head was read.

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.launch.root_cause import is_installed
-from fsdplaunch.run_dir import STACK, STACK_SIGNAL, Heartbeat, rank_folder, read_heartbeat
+from fsdplaunch.run_dir import STACK, STACK_SIGNAL, rank_folder
+from fsdplaunch.step_record import read_steps
 
 _NAMED = 4
 ANSWER_SECONDS = 2.0
@@ -22,6 +23,10 @@ ANSWER_SECONDS = 2.0
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _WAITING = ("torch/distributed/", "torch/_ops.py", "torch/autograd/graph.py")
 """Where a rank's main thread is while it waits for others: in a collective, or in backward, which makes some."""
+
+
+_MEASURING = "fsdplaunch/runtime/measuring.py"
+"""What calls a collective's end, to see how long it takes."""
 
 
 class Position(NamedTuple):
@@ -37,14 +42,16 @@ class Position(NamedTuple):
         return f"rank {self.rank} ({', '.join([*steps, self.frame or 'does not answer'])})"
 
 
-def read_position(rank: int, beat: Heartbeat | None, dump: str) -> Position:
+def read_position(rank: int, steps: int | None, dump: str) -> Position:
     """Make out where a rank is from the stack its faulthandler has written; the main thread's comes last."""
     main = next((block for block in reversed(dump.split("\n\n")) if block.strip()), "")
     frames = [match.groupdict() for line in main.splitlines() if (match := _FRAME.fullmatch(line))]
+    if frames and frames[0]["file"].endswith(_MEASURING):
+        del frames[0]
     own = next((frame for frame in frames if not is_installed(frame["file"])), frames[0] if frames else None)
     frame = f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else ""
     waits = bool(frames) and any(part in frames[0]["file"] for part in _WAITING)
-    return Position(rank, beat.steps if beat is not None else None, waits, frame)
+    return Position(rank, steps, waits, frame)
 
 
 def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: Path) -> str:
@@ -89,17 +96,17 @@ class Watchdog:
             return self._answer(before, now) if now - asked >= ANSWER_SECONDS else None
         seen = []
         for folder in self._folders.values():
-            beat = read_heartbeat(folder)
-            seen.append((beat.steps if beat else 0, *(_size(file) for file in sorted(folder.glob("std*.log")))))
+            record = read_steps(folder, only_head=True)
+            seen.append((record.made if record else 0, *(_size(file) for file in sorted(folder.glob("std*.log")))))
         if seen != self._seen:
             self._seen, self._since, self._told = seen, now, False
         elif not self._told and now - self._since >= self._seconds:
             self._asked = (now, {rank: _size(folder / STACK) for rank, folder in self._folders.items()})
             for rank, folder in self._folders.items():  # have every rank that can write its stack
-                beat = read_heartbeat(folder)
-                if beat is not None and beat.pid == self._pids[rank] and STACK_SIGNAL is not None:
+                record = read_steps(folder, only_head=True)
+                if record is not None and record.pid == self._pids[rank] and STACK_SIGNAL is not None:
                     with suppress(ProcessLookupError):
-                        os.kill(beat.pid, STACK_SIGNAL)
+                        os.kill(record.pid, STACK_SIGNAL)
         return None
 
     def _answer(self, before: Mapping[int, int], now: float) -> str:
@@ -110,7 +117,8 @@ class Watchdog:
             with suppress(OSError), (folder / STACK).open("rb") as file:
                 file.seek(before[rank])
                 dump = file.read()
-            positions.append(read_position(rank, read_heartbeat(folder), dump.decode(errors="replace")))
+            record = read_steps(folder, only_head=True)
+            positions.append(read_position(rank, record.made if record else None, dump.decode(errors="replace")))
         return describe_stall(positions, now - self._since, run_dir=self._run_dir)
 
 

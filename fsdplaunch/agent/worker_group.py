@@ -21,8 +21,9 @@ from fsdplaunch.agent.watchdog import Watchdog
 from fsdplaunch.agent.worker_spec import WorkerSpec, is_shown
 from fsdplaunch.errors import EXIT_SAVED
 from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, signal_name
-from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_heartbeat, read_tail
+from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_tail
 from fsdplaunch.run_secret import worker_store
+from fsdplaunch.step_record import STEPS, read_steps
 
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
@@ -124,7 +125,7 @@ class Worker:
         """Return what became of it in an attempt (from 0), as plain data."""
         ended = self.ended
         error = _read_error(error_file(run_dir, self.rank, attempt))
-        beat = read_heartbeat(rank_folder(run_dir, self.rank))
+        record = read_steps(rank_folder(run_dir, self.rank), only_head=True)
         tail = []
         if ended is not None and ended.code != 0 and error is None:
             tail = last_words(read_tail(rank_log(run_dir, self.rank, "stderr", attempt), lines=400))
@@ -138,7 +139,7 @@ class Worker:
             "started_ns": self.started_ns,
             "ended_ns": ended.time_ns if ended else None,
             "peak_bytes": ended.peak_bytes if ended else None,
-            "steps": beat.steps if beat is not None and beat.pid == self.pid else None,
+            "steps": record.made if record is not None and record.pid == self.pid else None,
             "error": error,
             "tail": tail,
         }
@@ -186,6 +187,8 @@ class WorkerGroup:
             self.say(again)
         self._attempt += 1
         self.is_replaced = False
+        for worker in self.workers:  # of a rank that does not come again nothing is left to be read
+            (rank_folder(self.spec.run_dir, worker.rank) / STEPS).unlink(missing_ok=True)
         self.workers = []
         self._open = True
         if self._attempt == 0:

@@ -19,7 +19,8 @@ from fsdplaunch.launch.compared import WORKERS, remember, shrunk
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.run_dir import REHEARSAL, rank_folder, read_heartbeat
+from fsdplaunch.run_dir import REHEARSAL, rank_folder
+from fsdplaunch.step_record import read_steps
 
 
 def check(
@@ -93,8 +94,8 @@ def _conclude(result: RunResult, plan: LaunchPlan, loaded: LoadedConfig, *, as_j
     if is_complete:
         steps, checkpoint = min(record["steps"] for record in records), records[0]["checkpoint"]
     else:
-        beats = [beat.steps for folder in folders if (beat := read_heartbeat(folder)) is not None]
-        steps = min(beats, default=0)
+        counts = [read_steps(folder, only_head=True) for folder in folders]
+        steps = min((count.made for count in counts if count is not None), default=0)
     works = result.failure is None and result.exit_code == 0 and steps > 0
     if as_json:
         found: dict[str, Any] = {"works": works, "steps": steps, "checkpoint_bytes": checkpoint}

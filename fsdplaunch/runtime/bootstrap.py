@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 from fsdplaunch.config.environment import (
     ALLOW_UNSHARDED,
@@ -42,12 +43,10 @@ from fsdplaunch.runtime.patch import (
     call_if_imported,
     once_imported,
 )
-from fsdplaunch.runtime.rank import hide_ranks, rank, start_heartbeat, world_size
+from fsdplaunch.runtime.rank import begin_record, hide_ranks, rank, world_size
 from fsdplaunch.runtime.script import ScriptTarget, conclude, parse_target, run_target
 from fsdplaunch.runtime.torch_error_notes import explaining_mixtures
-
-if TYPE_CHECKING:
-    pass
+from fsdplaunch.step_record import StepWriter
 
 
 def main(argv: list[str]) -> None:
@@ -90,13 +89,13 @@ def _work(config: Config, target: ScriptTarget) -> None:
         _set_up(config, script)
     else:
         _set_up_replicas(config)
-    start_heartbeat()
+    _begin_record(config)
     if config.launch.hide_ranks:
         from fsdplaunch.runtime.device import hide_group
 
         hide_ranks()
         hide_group()
-    _take_steps(config)
+    _take_steps()
     try:
         with explaining_mixtures():
             run_target(target)
@@ -113,7 +112,19 @@ def _work(config: Config, target: ScriptTarget) -> None:
         check_sharded(script)
 
 
-def _take_steps(config: Config) -> None:
+def _begin_record(config: Config) -> None:
+    record = begin_record()
+    if record is not None:
+        once_imported("torch", partial(_measure, record, config))  # importing it is the script's business
+
+
+def _measure(record: StepWriter, config: Config, _torch: Any) -> None:
+    from fsdplaunch.runtime.measuring import measure
+
+    measure(record, config)
+
+
+def _take_steps() -> None:
     """End the script after some steps, if that is asked for: to measure, to compare, or to try a checkpoint."""
     steps = os.environ.get(REHEARSAL_STEPS)
     if steps and os.environ.get(COMPARE_DIR):
@@ -123,7 +134,7 @@ def _take_steps(config: Config) -> None:
 
         stop_after(int(steps), save_and_load)
     elif steps := os.environ.get(MEASURE_STEPS):
-        feature(TUNE_WORKER).measure(int(steps), config)
+        feature(TUNE_WORKER).measure(int(steps))
 
 
 def _set_up_replicas(config: Config) -> None:

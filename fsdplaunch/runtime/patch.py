@@ -68,6 +68,18 @@ def wrap(owner: Any, path: str, call: Callable[..., Any]) -> None:
 
     The path is that of what is in the owner: `function`, or `Class.method`.
     """
+
+    def make(original: Any) -> Any:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return instead
+
+    replace(owner, path, make)
+
+
+def replace(owner: Any, path: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(original)` in the place of a function as `wrap` does: one call less where it is called often."""
     *classes, name = path.split(".")
     for each in classes:
         owner = getattr(owner, each)
@@ -76,11 +88,7 @@ def wrap(owner: Any, path: str, call: Callable[..., Any]) -> None:
         return
     kind: Any = type(found) if isinstance(found, staticmethod | classmethod) else None
     original = getattr(owner, name) if kind is None else found.__func__
-
-    @functools.wraps(original)
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
-
+    instead = functools.wraps(original)(make(original))
     setattr(owner, name, instead if kind is None else kind(instead))
 
 
@@ -109,7 +117,7 @@ XLA_CLIP = "fsdplaunch.runtime.xla.wrappers.clip_norm"
 XLA_NO_SYNC = "fsdplaunch.runtime.xla.wrappers.unsynchronized"
 
 FINISH_RECORD = "fsdplaunch.comparison.record.finish"
-FINISH_MEASUREMENT = "fsdplaunch.tune.measure.finish"
+FINISH_MEASUREMENT = "fsdplaunch.runtime.measuring.finish"
 
 
 def call_if_imported(function: str, *arguments: Any) -> Any:

@@ -1,11 +1,8 @@
-"""Which worker this process is, where its files are, and its heartbeat in them."""
+"""Which worker this process is, where its files are, and its record in them."""
 
 import faulthandler
-import mmap
 import os
 import re
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,8 @@ from typing import Any
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.resolve import has_one_axis, mesh_sizes
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, STACK_SIGNAL, rank_folder
+from fsdplaunch.run_dir import STACK, STACK_SIGNAL, rank_folder
+from fsdplaunch.step_record import StepWriter
 
 _RANK_VARIABLE = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS)"
@@ -75,29 +73,15 @@ def own_folder() -> Path | None:
 _kept: list[Any] = []  # files that stay open for the life of the process
 
 
-def start_heartbeat() -> None:
-    """Count optimizer steps in this rank's folder from now on; nothing happens outside a launched run.
+def begin_record() -> StepWriter | None:
+    """Begin the record of steps in this rank's folder, and answer a signal there with every thread's stack.
 
-    In a process that has no torch yet no steps are counted: importing it is the script's business.
+    Returns None outside a launched run.
     """
     folder = own_folder()
     if folder is None or STACK_SIGNAL is None:
-        return
+        return None
     stack = (folder / STACK).open("a", encoding="utf-8")
+    _kept.append(stack)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    (folder / HEARTBEAT).write_bytes(bytes(LAYOUT.size))
-    with (folder / HEARTBEAT).open("r+b") as file:
-        beat = mmap.mmap(file.fileno(), LAYOUT.size)
-    _kept.extend([stack, beat])
-    pid, steps = os.getpid(), 0
-    LAYOUT.pack_into(beat, 0, pid, 0, 0)
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        LAYOUT.pack_into(beat, 0, pid, steps, time.time_ns())
-
-    if "torch" in sys.modules:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        register_optimizer_step_post_hook(count)
+    return StepWriter(folder)

@@ -19,7 +19,8 @@ from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.probe.hardware import read_hardware
-from fsdplaunch.run_dir import fresh_run_id, rank_folder, read_heartbeat, write_json
+from fsdplaunch.run_dir import fresh_run_id, rank_folder, write_json
+from fsdplaunch.step_record import read_steps
 from fsdplaunch.tune.result import TuneResult, step_words, table_lines, winner_text
 from fsdplaunch.tune.search import CannotMeasureError, Search, SearchStopped
 from fsdplaunch.tune.space import Candidate, Space, read_tries
@@ -163,8 +164,8 @@ def _trial(space: Space, runner: TrialRunner, out: Output) -> Callable[[Candidat
 
         def follow() -> None:
             while not ended.wait(LINE_SECONDS):
-                beat, seconds = read_heartbeat(ranks), time.monotonic() - began
-                made = beat.steps if beat is not None else 0
+                record, seconds = read_steps(ranks, only_head=True), time.monotonic() - began
+                made = record.made if record is not None else 0
                 out.say(f"  {candidate.label}: step {made} of {steps + WARM_UP}, {seconds:.0f} s")
 
         threading.Thread(target=follow, daemon=True).start()

@@ -1,4 +1,4 @@
-"""`fsdplaunch tune` inside a worker: time a script's optimizer steps, write down what they took, and end it.
+"""`fsdplaunch tune` inside a worker, whose steps are measured as in any run: keep its writes apart, and end it.
 
 What the script writes stays in the folder of its run, which is made of links to the user's files. A file that is
 opened for writing there is first made a copy; a path anywhere else is refused before anything is written, except
@@ -11,23 +11,15 @@ import shutil
 import site
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import torch as safe
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE
-from fsdplaunch.config.schema.config import Config
-from fsdplaunch.files import PROCESS, read_size
-from fsdplaunch.run_dir import MEASURED, write_json
 from fsdplaunch.runtime.check_run import stop_after
-from fsdplaunch.runtime.rank import own_folder
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FIRST, _SECOND, _BOTH = slice(0, 1), slice(1, 2), slice(0, 2)
@@ -92,11 +84,8 @@ def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-_measurements: list["Measurement"] = []
-
-
-def measure(steps: int, config: Config) -> None:
-    """Measure the script that is about to run, and end it after so many steps of the optimizer that steps most."""
+def measure(steps: int) -> None:
+    """End the script that is about to run after so many steps of the optimizer that steps most."""
     scratch, source = os.environ.get(MEASURE_SCRATCH), os.environ.get(MEASURE_SOURCE)
     if scratch and source:
         # Keep the script's writes in its scratch folder; caches and temporary files are free.
@@ -119,49 +108,4 @@ def measure(steps: int, config: Config) -> None:
 
         for owner, name in ((torch, "save"), (safe, "serialize_file")):
             setattr(owner, name, asking(getattr(owner, name)))
-    measurement = Measurement(on_gpu=torch.cuda.is_available() and not config.use_cpu)
-    register_optimizer_step_post_hook(measurement.mark)
-    _measurements.append(measurement)
-
-    def finish_at_step(_optimizer: Optimizer) -> dict[str, Any]:
-        finish()
-        return {}
-
-    stop_after(steps, finish_at_step)
-
-
-def finish() -> None:
-    """Write down a script that ended before its steps were made."""
-    while _measurements:
-        _measurements.pop().write()
-
-
-class Measurement:
-    """The steps of one worker, by optimizer: when each ended, on a GPU by events in its stream."""
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._marks: dict[Optimizer, list[Any]] = {}
-
-    def mark(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note that a step has ended; on a GPU nothing waits for it."""
-        moment: Any = time.perf_counter()
-        if self._on_gpu:
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        self._marks.setdefault(optimizer, []).append(moment)
-
-    def write(self) -> None:
-        """Write what was measured into this rank's folder; nothing where no step was made."""
-        folder = own_folder()
-        if folder is None or not self._marks:
-            return
-        marks = max(self._marks.values(), key=len)
-        if self._on_gpu:
-            marks[-1].synchronize()
-            memory = torch.cuda.max_memory_allocated()
-            seconds = [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
-        else:
-            memory = read_size(PROCESS, "VmHWM") or 0
-            seconds = [after - before for before, after in pairwise(marks)]
-        write_json(folder / MEASURED, {"steps": len(marks), "seconds": seconds, "memory": memory})
+    stop_after(steps, lambda _optimizer: {})

@@ -4,18 +4,19 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from fsdplaunch.config.environment import MEASURE_SCRATCH, MEASURE_SOURCE, MEASURE_STEPS
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.display_text import counted
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget
 from fsdplaunch.launch.run_result import RunResult
 from fsdplaunch.launch.runner import run_plan
-from fsdplaunch.run_dir import MEASURED, rank_folder, read_json
+from fsdplaunch.run_dir import rank_folder
+from fsdplaunch.step_record import RankSteps, read_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,19 @@ WARM_UP = 3
 _FEWEST_STEPS = 3  # measured steps below which a launch says nothing
 
 
-def read_measured(records: Sequence[Mapping[str, Any]], steps: int) -> Outcome:
-    """Return what the ranks measured together of so many steps; the record of one without a step is empty."""
-    made = min((record.get("steps", 0) for record in records), default=0)
+def read_measured(records: Sequence[RankSteps | None], steps: int) -> Outcome:
+    """Return what the ranks measured together of so many steps, or of the last that their records hold."""
+    found = [record for record in records if record is not None]
+    made = min((record.made for record in found), default=0) if len(found) == len(records) else 0
     if made - WARM_UP < min(_FEWEST_STEPS, steps):
-        found = "no optimizer step" if not made else f"{made} optimizer step{'s' if made > 1 else ''}"
-        return Outcome(failure=f"the script ended after {found}, {WARM_UP + steps} are needed", kind="error")
-    each_rank = [record["seconds"][WARM_UP - 1 : made - 1] for record in records]  # the first begins after a step
+        few = counted(made, "optimizer step") if made else "no optimizer step"
+        return Outcome(failure=f"the script ended after {few}, {WARM_UP + steps} are needed", kind="error")
+    timed = [{step.number: step for step in record.recent if WARM_UP < step.number <= made} for record in found]
     return Outcome(
-        seconds=tuple(max(column) for column in zip(*each_rank, strict=True)),
-        memory=max(record["memory"] for record in records),
+        seconds=tuple(
+            max(one[number].seconds for one in timed) for number in sorted(set.intersection(*map(set, timed)))
+        ),
+        memory=int(max(step.peak_bytes for one in timed for step in one.values())),
     )
 
 
@@ -118,6 +122,7 @@ class TrialRunner:
         launch = replace(
             config.launch,
             max_restarts=0,
+            measure=True,
             redirects="3",  # output into files only
             tee=None,
             keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),
@@ -133,12 +138,14 @@ class TrialRunner:
             }
             if self.guarded:
                 env |= {MEASURE_SCRATCH: str(self.folder), MEASURE_SOURCE: str(self.source)}
-            watch = _Watch(plan, self.limit_seconds)
+            watch = _Watch(plan, self.limit_seconds, steps=WARM_UP + steps)
             result = run_plan(replace(plan, env=env), folder=work, is_over=watch.is_over)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         if result.exit_code == 0 or (watch.has_ended and watch.is_measured):
-            return replace(read_measured([read_json(path) for path in watch.records], steps), wall=result.seconds)
+            return replace(
+                read_measured([read_steps(folder) for folder in watch.folders], steps), wall=result.seconds
+            )
         kind, why = _why(result) if not watch.has_ended else ("time", f"not done in {self.limit_seconds:.0f} s")
         return Outcome(failure=why, kind=kind, wall=result.seconds)
 
@@ -160,17 +167,22 @@ class TrialRunner:
 class _Watch:
     """Says when a launch is over: its time is up, or all has been measured and the script does not end."""
 
-    def __init__(self, plan: LaunchPlan, limit: float) -> None:
-        self.records = [rank_folder(plan.run_dir, rank) / MEASURED for rank in range(plan.workers)]
+    def __init__(self, plan: LaunchPlan, limit: float, *, steps: int) -> None:
+        self.folders = [rank_folder(plan.run_dir, rank) for rank in range(plan.workers)]
+        self._steps = steps
         self.is_measured = self.has_ended = False
         self._end = time.monotonic() + limit
 
     def is_over(self) -> bool:
-        if not self.is_measured and all(path.is_file() for path in self.records):
+        if not self.is_measured and all(map(self._has_ended, self.folders)):
             self.is_measured = True
             self._end = min(self._end, time.monotonic() + _ENDING_SECONDS)
         self.has_ended = time.monotonic() >= self._end
         return self.has_ended
+
+    def _has_ended(self, folder: Path) -> bool:
+        record = read_steps(folder, only_head=True)
+        return record is not None and record.made >= self._steps
 
 
 def _why(result: RunResult) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fsdplaunch.run_dir import read_heartbeat
+from fsdplaunch.step_record import read_steps
 
 CRASHING = """
 import os
@@ -62,7 +62,7 @@ def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(warm_environ,
         text=True,
     )
     limit = time.monotonic() + 60
-    while not ((beat := read_heartbeat(tmp_path / "runs/latest/ranks/0")) and beat.steps > 1):  # has asked once
+    while not ((record := read_steps(tmp_path / "runs/latest/ranks/0")) and record.made > 1):  # has asked once
         assert run.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.1)

@@ -100,6 +100,9 @@ class LaunchSection:
     stall_seconds: float = key(v.WAIT, 600.0)("""
         When no rank has made a step or written anything for so long, say which ones are behind and save every
         rank's stack. 0 is never.""")
+    measure: bool = key(v.FLAG, True)("""
+        Measure each worker's steps: what they take, and how much of it is waiting for data and for other workers.
+        With false only steps are counted.""")
     env: dict[str, str] = key(v.VARIABLES, {})("Further environment variables for the workers, name: value.")
 
 

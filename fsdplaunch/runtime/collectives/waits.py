@@ -36,6 +36,8 @@ MOVING = "-"  # what a rank that waited reports afterwards
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = f"{_TORCH}/distributed"
 _OURS = str(Path(__file__).parents[2])
+_MEASURING = str(Path(__file__).parents[1] / "measuring.py")
+"""What calls a collective's end, to see how long it takes."""
 _CLOSED = (RuntimeError, ValueError, AssertionError)
 """What torch raises of a closed store, a destroyed group, or none at all."""
 _watching: list[threading.Thread] = []
@@ -73,7 +75,7 @@ def _watch() -> None:
                 _left.clear()
                 report_wait(MOVING)
         elif not reported and now - since > STILL_SECONDS and in_torch(frame):
-            in_collective = frame.f_code.co_filename.startswith(_COLLECTIVES)
+            in_collective = in_torch(frame, _COLLECTIVES)
             reported = report_wait(user_line(frame) + (_COLLECTIVE if in_collective else ""))
         elif reported and not warned and now - since > WARN_SECONDS and dist.get_rank() == 0:
             with suppress(*_CLOSED):
@@ -120,9 +122,10 @@ def report_end() -> None:
         report_wait("the end of the script")
 
 
-def in_torch(frame: FrameType) -> bool:
-    """Return whether a thread with this innermost frame is in torch's code."""
-    return frame.f_code.co_filename.startswith(_TORCH)
+def in_torch(frame: FrameType, place: str = _TORCH) -> bool:
+    """Return whether a thread with this innermost frame is in torch's code, or in this part of it."""
+    outer = frame.f_back if frame.f_code.co_filename == _MEASURING else None
+    return (outer or frame).f_code.co_filename.startswith(place)
 
 
 def user_line(frame: FrameType) -> str:

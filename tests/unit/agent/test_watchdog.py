@@ -1,4 +1,4 @@
-"""Who is behind, read from heartbeats and from stacks as faulthandler writes them."""
+"""Who is behind, read from records of steps and from stacks as faulthandler writes them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from fsdplaunch.agent.watchdog import Watchdog, describe_stall, read_position
-from fsdplaunch.run_dir import HEARTBEAT, LAYOUT, STACK, Heartbeat
+from fsdplaunch.run_dir import STACK
+from fsdplaunch.step_record import StepWriter
 
 WAITING = """Thread 0x00007f3b (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
 
 Current thread 0x00007f3c (most recent call first):
+  File "/v/lib/python3.11/site-packages/fsdplaunch/runtime/measuring.py", line 200 in wait
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3021 in all_reduce
   File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/home/me/train.py", line 90 in step
@@ -37,10 +39,7 @@ ELSEWHERE = """Current thread 0x00007f3c (most recent call first):
     ids=["not in the collective", "fewer steps", "alike", "no answer"],
 )
 def test_ranks_that_the_others_wait_for_are_named_with_the_users_innermost_line(ranks, found):
-    positions = [
-        read_position(rank, None if steps is None else Heartbeat(pid=1, steps=steps, time_ns=5), dump)
-        for rank, (steps, dump) in enumerate(ranks)
-    ]
+    positions = [read_position(rank, steps, dump) for rank, (steps, dump) in enumerate(ranks)]
     line = describe_stall(positions, 600, run_dir=Path("runs/x"))
     assert line == f"no rank has got on for 600 s: {found}; stacks in runs/x/ranks/*/stack.txt"
 
@@ -79,9 +78,10 @@ def test_silence_is_reported_once_and_again_after_progress(looks):
 
 def test_steps_and_output_count_as_progress(looks):
     look, folder = looks(10)
+    record = StepWriter(folder)
     for number in range(6):
         if number % 2:
-            (folder / HEARTBEAT).write_bytes(LAYOUT.pack(2, number, 0))  # of another process: no signal
+            record.count(float(number))  # of another process than the watched one: no signal
         else:
             (folder / "stderr.log").write_text("y" * number)
         assert look(8) == []

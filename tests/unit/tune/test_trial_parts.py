@@ -1,11 +1,13 @@
 """The pure parts of a trial: the folder it runs in, what its ranks recorded, why it failed."""
 
+from math import nan
 from types import SimpleNamespace
 
 import pytest
 
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.launch.run_result import Failure, RunResult
+from fsdplaunch.step_record import RankSteps, Step, StepWriter
 from fsdplaunch.tune import trial
 from fsdplaunch.tune.trial import WARM_UP, make_scratch, read_measured
 
@@ -64,8 +66,10 @@ def test_a_script_is_found_from_the_scratch_folder(tmp_path, name, wanted):
     assert found.arguments == (f"--out={work}/out", f"{work}", *arguments[2:])
 
 
-def record(seconds, memory=100):
-    return {"steps": len(seconds) + 1, "seconds": seconds, "memory": memory}
+def record(seconds, memory=100.0):
+    """Return the record of a rank whose steps after the first took so long."""
+    steps = [Step(number, 0.0, each, peak_bytes=memory) for number, each in enumerate([nan, *seconds], 1)]
+    return RankSteps(1, len(steps), 0.0, steps, [])
 
 
 def test_the_slowest_rank_counts_and_the_first_steps_do_not():
@@ -76,7 +80,7 @@ def test_the_slowest_rank_counts_and_the_first_steps_do_not():
 
 
 def test_a_script_that_ends_too_early_is_no_measurement():
-    found = read_measured([record([1.0, 1.0]), {}], 10)
+    found = read_measured([record([1.0, 1.0]), None], 10)
     assert found.failure == "the script ended after no optimizer step, 13 are needed"
     assert "after 3 optimizer steps, 13 are needed" in read_measured([record([1.0, 1.0])], 10).failure
     assert len(read_measured([record([1.0] * 8)], 10).seconds) == 6
@@ -86,11 +90,15 @@ def test_a_launch_is_over_when_its_time_is_up_or_a_script_does_not_end(tmp_path,
     now = [0.0]
     monkeypatch.setattr(trial.time, "monotonic", lambda: now[0])
     plan = SimpleNamespace(run_dir=tmp_path, workers=2)
-    watch, hurried = trial._Watch(plan, 300.0), trial._Watch(plan, 5.0)
+    watch, hurried = trial._Watch(plan, 300.0, steps=2), trial._Watch(plan, 5.0, steps=2)
+    for folder in watch.folders:
+        folder.mkdir(parents=True)
+    writers = [StepWriter(folder) for folder in watch.folders]
+    for writer in (writers[0], writers[0], writers[1]):
+        writer.count(1.0)
     assert not watch.is_over()
-    for record in watch.records:
-        record.parent.mkdir(parents=True)
-        record.write_text("{}")
+    assert not watch.is_measured
+    writers[1].count(1.0)
     assert not watch.is_over()
     now[0] = 9.0
     assert not watch.is_over()
