@@ -168,7 +168,7 @@ def test_rank_0_saves_alone_what_a_script_has_sharded_by_hand_or_is_told_soon(fo
         assert re.match(says, line), line
     assert {path.name for path in run.folder.iterdir()} == {
         *("both.pt", "file.safetensors", "gathered.pt", "dcp.pt", "dcp-optimizer.pt", "dcp-both.pt"),
-        *("own-0.pt", "own-1.pt", "sharded", "alone", "hub", "hub-of-all"),
+        *("own-0.pt", "own-1.pt", "sharded", "hub", "hub-of-all"),
         *("one-of-all.pt", "one-of-all.safetensors"),
     }
     gathered = torch.load(run.folder / "gathered.pt")

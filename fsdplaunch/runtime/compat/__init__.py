@@ -5,7 +5,6 @@ Each library's part is imported when the library is: a script pays for what it u
 
 import dataclasses
 import functools
-import inspect
 import sys
 import threading
 import weakref
@@ -118,8 +117,7 @@ def checkpoint_with_all_ranks() -> None:
     states = ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict")
     for name, functions, call in (
         ("state_dict", states, _get_full),
-        ("state_dict_saver", ("save",), _meet_and_save),
-        ("state_dict_saver", ("async_save",), _meet_and_call),
+        ("state_dict_saver", ("save", "async_save"), _meet_and_call),
         ("state_dict_loader", ("load",), _meet_and_call),
     ):
         once_imported(f"{_PACKAGE}.{name}", functools.partial(_wrap_functions, functions=functions, call=call))
@@ -139,28 +137,6 @@ def _meet_and_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         monitored_barrier(f"{_PACKAGE}.{function.__name__}", _HINT)
     with files_of_ranks():
         return function(*args, **kwargs)
-
-
-def _meet_and_save(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Save where rank 0 may call alone: it then writes full tensors, which load as shards do.
-
-    Scripts call accelerate's `save_state` so, on the main process.
-    """
-    call = inspect.signature(save).bind(*args, **kwargs)
-    given = call.arguments
-    if not _in_main_thread_of_several() or given.get("no_dist") or not _is_of_all(given.get("process_group")):
-        with files_of_ranks():
-            return save(*args, **kwargs)
-    gathering = ShardGatherer(save.__name__, keep=True)
-    gathering.call = f"{_PACKAGE}.{save.__name__}"  # ranks may make it at different lines
-    gathering.meet()
-    if gathering.together:
-        with files_of_ranks():
-            return save(*args, **kwargs)
-    with gathering.finish(f"write what {save.__name__} was given"):
-        given["state_dict"] = tree_map(gathering.full_or_own, given["state_dict"])
-        given |= {"no_dist": True, "process_group": None}
-        return save(*call.args, **call.kwargs)
 
 
 def _in_main_thread_of_several() -> bool:

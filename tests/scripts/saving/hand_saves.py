@@ -107,18 +107,16 @@ if rank == 0:
     torch.save(get_model_state_dict(model, options=options), "dcp.pt")
     torch.save(get_optimizer_state_dict(model, optimizer, options=options), "dcp-optimizer.pt")
     torch.save(get_state_dict(model, optimizer, options=options), "dcp-both.pt")
-    moments = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"model": model.state_dict(), "optimizer": moments}, checkpoint_id="alone")
     print("not sharded:", len(frozen.state_dict()))
 full, of_optimizer = get_state_dict(model, optimizer, options=options)
 save_torch_state_dict(model.state_dict(), "hub-of-all")
 torch.save(model.state_dict(), f"own-{rank}.pt")  # each rank its shards
 torch.save({name: value.detach().cpu().clone() for name, value in model.named_parameters()}, "one-of-all.pt")
 save_file(model.state_dict(), "one-of-all.safetensors")
-dcp.save({"model": model.state_dict()}, checkpoint_id="sharded")
 kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+dcp.save(kept, checkpoint_id="sharded")
 found = tree_map(lambda value: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value, kept)
-dcp.load(found, checkpoint_id="alone")
+dcp.load(found, checkpoint_id="sharded")
 for one, other in zip(tree_leaves(found), tree_leaves(kept), strict=True):
     assert torch.equal(*map(local, (one, other))) if isinstance(one, torch.Tensor) else one == other
 if rank == 0:
