@@ -5,7 +5,7 @@ of a terminal. Everything that this package prints passes `printable` or `Termin
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MOST = 4096
 """Characters of an exception's text that are shown or sent on; what wrote it has the rest in its log."""
@@ -104,10 +104,10 @@ def step_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
     """Return rows as lines whose columns stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return ["  ".join(map(align, row, widths)).rstrip() for row in rows]
 
 
 def rough_time(seconds: float) -> str:
@@ -115,6 +115,14 @@ def rough_time(seconds: float) -> str:
     units = ((86400, "d"), (3600, "h"), (60, "m"))
     size, unit = next((one for one in units if seconds >= 2 * one[0]), (1, "s"))
     return f"{max(0.0, seconds) // size:.0f} {unit}"
+
+
+def short_count(number: int) -> str:
+    """Return a number of parameters as people write it: `8.03 B`, `124.4 M`, `918.7 k`."""
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
 
 
 def counted(number: int, word: str) -> str:

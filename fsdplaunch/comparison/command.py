@@ -16,6 +16,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.comparison.causes import Cause, find_cause, is_equal, may_be_rounding, rounding
 from fsdplaunch.comparison.verdict import RunFacts, Verdict, added_up, compare, read_run
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
+from fsdplaunch.display_text import counted, table
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
@@ -105,7 +106,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     return EXIT_EQUAL if is_equal(verdict, cause) else EXIT_DIFFERENT
 
 
-def _table(plan: LaunchPlan, plain: RunFacts, sharded: RunFacts) -> Iterator[str]:
+def _table(plan: LaunchPlan, plain: RunFacts, sharded: RunFacts) -> list[str]:
     def shown(losses: tuple[float, ...]) -> str:
         return " ".join(f"{loss:.6g}" for loss in losses) or "none"
 
@@ -114,15 +115,12 @@ def _table(plan: LaunchPlan, plain: RunFacts, sharded: RunFacts) -> Iterator[str
     for number, (one, other) in enumerate(zip(plain.steps, sharded.steps, strict=False), start=1):
         norms = f"{one.norm:.6g}", f"{other.norm:.6g}"
         rows.append((str(number), shown(one.losses), shown(other.losses), *norms))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+    return table(rows, str.rjust)
 
 
 def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
     if verdict.first is None or cause is None:
-        count, by = verdict.parameters
-        steps = f"{len(plain.steps)} step{'s' if len(plain.steps) != 1 else ''}"
+        steps, (count, by) = counted(len(plain.steps), "step"), verdict.parameters
         noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
         return [
             f"equal: {plan.script} computes the same over {plan.workers} workers as in one process",

@@ -9,7 +9,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.display_text import quoted
+from fsdplaunch.display_text import quoted, short_count
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.build import built_sizes
 from fsdplaunch.estimate.memory import LENGTH, MemoryNeed, TrainingSetup, memory_need, ranks_of, training_setup
@@ -30,7 +30,6 @@ from fsdplaunch.probe.model_files import (
     hub_folder,
     is_hub_name,
     parse_count,
-    short_count,
     weight_files,
 )
 

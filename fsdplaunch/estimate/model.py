@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
-from fsdplaunch.display_text import quoted
+from fsdplaunch.display_text import quoted, short_count
 from fsdplaunch.errors import UsageError
 from fsdplaunch.files import JsonError, parse_json
-from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, short_count, weight_files
+from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, weight_files
 
 LIMIT = 64 * 1024 * 1024
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
@@ -110,15 +110,11 @@ class ModelSizes:
         return sum(tensor.numel * tensor.itemsize for tensor in self.names.values())
 
 
-def model_sizes(
-    tensors: Mapping[str, TensorSize], source: str, *, prefixes: tuple[str, ...] | None = None
-) -> ModelSizes:
-    """Sort tensors into the model's repeated blocks, of these names or found by repetition, and the rest."""
-    if prefixes is None:
-        groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
-        names = (f"{group.prefix}.{number}" for group in groups for number in range(group.count))
-        prefixes = tuple(name.lstrip(".") for name in names)  # a model may be a list itself
-    members: dict[str, list[TensorSize]] = {prefix: [] for prefix in prefixes}
+def model_sizes(tensors: Mapping[str, TensorSize], source: str) -> ModelSizes:
+    """Sort tensors into the model's repeated blocks and the rest."""
+    groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
+    names = (f"{group.prefix}.{number}" for group in groups for number in range(group.count))
+    members: dict[str, list[TensorSize]] = {name.lstrip("."): [] for name in names}  # a model may be a list itself
     root: list[TensorSize] = []
     widths: Counter[int] = Counter()
     for name, tensor in tensors.items():
@@ -231,9 +227,7 @@ class ConfigNumbers:
         value, least, most = self.config[name], 0 if default == 0 else 1, MOST_BLOCKS if "layer" in name else MOST
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        shown = quoted(value) if isinstance(value, str) else type(value).__name__
-        if isinstance(value, int | float):
-            shown = str(value) if abs(value) < 10 * MOST else f"{'-' if value < 0 else ''}more than {10 * MOST}"
+        shown = quoted(str(value)) if isinstance(value, str | int | float) else type(value).__name__
         msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
         raise ValueError(msg)
 
@@ -243,8 +237,7 @@ class ConfigNumbers:
         return default if value is None else bool(value)
 
 
-Answer = tuple[Shapes, ActivationShape, dict[str, int]]
-Family = Callable[..., Answer]
+Family = Callable[..., tuple[Shapes, ActivationShape]]
 
 
 def _linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
@@ -260,7 +253,7 @@ Trait = Literal[
 def _decoder(*kind: Trait) -> Family:
     """Describe Llama and what is built like it."""
 
-    def family(read: ConfigNumbers, *, has_head: bool) -> Answer:
+    def family(read: ConfigNumbers, *, has_head: bool) -> tuple[Shapes, ActivationShape]:
         h, vocab = read("hidden_size"), read("vocab_size")
         heads = read("num_attention_heads")
         size = read("head_dim", default=h // heads)
@@ -283,7 +276,7 @@ def _decoder(*kind: Trait) -> Family:
             max_length=read("max_position_embeddings", default=0), capped="capped" in kind,
             eager=heads if "capped" in kind else 0, head_count=heads,
         )  # fmt: skip
-        return shapes, shape, {"model.layers": layers}
+        return shapes, shape
 
     return family
 
@@ -366,7 +359,7 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
     name = str(named[0]) if isinstance(named, list) and named else ""
     has_head = not name.endswith(("Model", "Classification")) or name.endswith("LMHeadModel")
     try:
-        shapes, shape, lists = family(ConfigNumbers(config, source), has_head=has_head)
+        shapes, shape = family(ConfigNumbers(config, source), has_head=has_head)
     except UsageError:
         raise
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -374,8 +367,7 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
         raise UsageError(msg) from None
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), DTYPES["float32"])
     tensors = {name: TensorSize(size, dtype.size) for name, size in shapes.items()}
-    blocks = tuple(f"{prefix}.{number}" for prefix, count in lists.items() for number in range(count))
-    return Model(sizes=model_sizes(tensors, source, prefixes=blocks), shape=shape)
+    return Model(sizes=model_sizes(tensors, source), shape=shape)
 
 
 _WORDS = 32_000

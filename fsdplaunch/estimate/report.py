@@ -1,5 +1,6 @@
 """What an estimate answers: whether it fits, what to change and what that saves, fewest ranks, largest batch."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -121,16 +122,8 @@ def _fits(model: Model, setup: TrainingSetup, memory: int) -> bool:
 
 def _first(holds: Callable[[int], bool], limit: int) -> int | None:
     """Return the smallest number from 1 for which something holds that goes on holding; None up to a limit."""
-    high = 1
-    while not holds(high):
-        if high >= limit:
-            return None
-        high = min(2 * high, limit)
-    low = high // 2 + 1 if high > 1 else 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return high
+    place = bisect_left(range(1, limit + 1), True, key=holds)
+    return place + 1 if place < limit else None
 
 
 def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[str]:

@@ -62,14 +62,6 @@ FEWEST_PARAMETERS = 1_000_000
 _LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def short_count(number: int) -> str:
-    """Return a parameter count as people write it: 8.03 B, 124 M."""
-    for limit, letter in ((1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")):
-        if number >= limit:
-            return f"{number / limit:.3g} {letter}"
-    return str(number)
-
-
 def parse_count(text: str) -> int:
     """Read a parameter count as people write it: 8b, 8.03 B, 124M, 1_000_000; a ValueError for anything else."""
     match = re.fullmatch(r"([0-9][0-9_]{0,40}(?:\.[0-9]{1,40})?)\s*([kmbt]?)", text.strip().lower())

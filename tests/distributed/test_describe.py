@@ -43,7 +43,7 @@ def test_units_and_remainder_add_up_to_the_model(two_ranks: RankPool) -> None:
     assert (found.mesh, found.device) == ({"dp_shard": 2}, "cpu")
     assert all(unit.reshard_after_forward is True for unit in found.units)
     assert notes[0] == (
-        "sharded TinyLM: 3 x Block, 9.0 k parameters, FSDP1 FULL_SHARD over 2 ranks, "
+        "sharded TinyLM: 3 x Block, 8.976 k parameters, FSDP1 FULL_SHARD over 2 ranks, "
         "fp32 kept, bf16 compute, fp32 reduce"
     )
     json.dumps(asdict(found))

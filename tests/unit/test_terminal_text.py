@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 
 from fsdplaunch.cli.output import Output
-from fsdplaunch.display_text import MOST, TerminalFilter, printable, shortened, size_words, text_of
+from fsdplaunch.display_text import MOST, TerminalFilter, printable, short_count, shortened, size_words, text_of
 from fsdplaunch.errors import LaunchError
 
 
@@ -99,3 +99,10 @@ def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal
 def test_sizes_are_written_in_powers_of_1024():
     sizes = [size_words(n) for n in (0, 1023, 1024, 1536 * 2**20, 3000 * 2**40)]
     assert sizes == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "3000.0 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(8_030_261_248, "8.03 B"), (124_439_808, "124.4 M"), (1500, "1.5 k"), (984, "984")]
+)
+def test_short_count_as_people_write_it(number, text):
+    assert short_count(number) == text

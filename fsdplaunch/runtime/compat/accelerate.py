@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdplaunch.display_text import short_count
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection import clean_name, count, named_parameters, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import clean_name, named_parameters, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
@@ -233,7 +234,7 @@ def _keep_unsharded_equal(model: nn.Module) -> None:
         param.data.copy_(sent)
     ReplicatedParams(new, None)
     step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
-    size = count(sum(param.numel() for param in new))
+    size = short_count(sum(param.numel() for param in new))
     messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
 
 

@@ -87,14 +87,6 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in holders.values() if len(names) > 1)
 
 
-def count(numel: int) -> str:
-    """Write a number of parameters the way people say it: `12.3 M`."""
-    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if numel >= size:
-            return f"{numel / size:.1f}{unit}"
-    return str(numel)
-
-
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it has storage
 Specs = dict[str, Spec]  # by name
 

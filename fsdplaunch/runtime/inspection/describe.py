@@ -13,12 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdplaunch.display_text import listed
+from fsdplaunch.display_text import listed, short_count
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.inspection import (
     clean_name,
-    count,
     named_parameters,
     parameters_of,
     tied_names,
@@ -130,9 +129,8 @@ class ShardingDescription:
     def line(self) -> str:
         """Return the same for people in one line, with what is out of the ordinary in how it computes."""
         units = ", ".join(f"{n} x {kind}" for kind, n in Counter(unit.kind for unit in self.units).items())
-        words = (
-            f"sharded {self.model}: {units or 'one unit'}, {count(self.parameters)} parameters, {self.layout()}"
-        )
+        size = f"{short_count(self.parameters)} parameters"
+        words = f"sharded {self.model}: {units or 'one unit'}, {size}, {self.layout()}"
         return "; ".join([words, *(f"{about}: {text}" for about, text in self._remarks() if text)])
 
     def layout(self) -> str:
@@ -153,7 +151,7 @@ class ShardingDescription:
         by = "" if self.attention == "auto" else f", attention by {self.attention}"
         yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
-        yield "frozen", f"{count(self.parameters - self.trained)} parameters" if self.frozen else ""
+        yield "frozen", f"{short_count(self.parameters - self.trained)} parameters" if self.frozen else ""
         where = ", what they keep in host memory" if self.activations_offloaded else ""
         again = f"{len(self.checkpointed)} modules{where}" if self.checkpointed else ""
         yield "activation checkpointing", again
@@ -365,7 +363,7 @@ def print_waiting() -> None:
     if len(waiting) > 1 and len(alike) == 1 and all(each.parameters <= _SMALL for each, _ in waiting):
         by_class = Counter(each.model for each, _ in waiting)
         kinds = ", ".join(f"{number} x {kind}" if number > 1 else kind for kind, number in by_class.items())
-        size = count(sum(each.parameters for each, _ in waiting))
+        size = short_count(sum(each.parameters for each, _ in waiting))
         first, said = waiting[0]
         messages.say(f"sharded {len(waiting)} models: {kinds}, {size} parameters, {first.layout()}{said}")
         return

@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
+from fsdplaunch.display_text import short_count
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.inspection import clean_name, count, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import clean_name, parameters_of, unwrapped
 from fsdplaunch.runtime.inspection.units import original_class
 from fsdplaunch.runtime.sharding.settings import Settings
 from fsdplaunch.runtime.torch_internals.fsdp import wrap_policy_runner
@@ -88,7 +89,8 @@ def _candidates(model: nn.Module) -> list[str]:
         if module is not model and runs(module) and any(True for _ in module.children()):
             sizes.setdefault(class_name(module), []).append(_size(module))
     ordered = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:6]
-    return [f"{len(n)} x {name} ({count(max(n))} parameters each)" for name, n in ordered if max(n)] or ["none"]
+    found = [f"{len(n)} x {name} ({short_count(max(n))} parameters each)" for name, n in ordered if max(n)]
+    return found or ["none"]
 
 
 def _size(module: nn.Module) -> int:
@@ -138,7 +140,7 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
         hint = "name other block classes, or set fsdp_auto_wrap_policy to NO_WRAP"
         if settings.wrap == "SIZE_BASED_WRAP":
             largest = max(map(_size, model.children()), default=0)
-            size = f"its largest part has {largest} ({count(largest)}) parameters"
+            size = f"its largest part has {largest} ({short_count(largest)}) parameters"
             msg = f"{msg}: fsdp_min_num_params is {settings.min_num_params}, {size}"
             hint = "set a smaller fsdp_min_num_params, or NO_WRAP"
         raise ShardingError(msg, hint=hint)
@@ -226,8 +228,8 @@ def check_root_unit(model: nn.Module, units: Units, settings: Settings, skipped:
     largest = sorted(missed, key=lambda name: -missed[name])[:3]
     kinds = ", ".join(dict.fromkeys(class_name(unit) for unit in units.values()))
     msg = (
-        f"{settings.wrap} leaves {count(left)} of {count(total)} parameters of {class_name(model)} in no unit: "
-        f"it wraps {len(units)} x {kinds} only"
+        f"{settings.wrap} leaves {short_count(left)} of {short_count(total)} parameters of {class_name(model)}"
+        f" in no unit: it wraps {len(units)} x {kinds} only"
     )
     hint = f"the largest left are {', '.join(largest)}; name the blocks that hold them, or set NO_WRAP"
     raise ShardingError(msg, hint=hint)

@@ -14,10 +14,10 @@ from torch_xla.distributed.fsdp import checkpoint_module
 
 from fsdplaunch.config.environment import decode
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.display_text import short_count
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import fit
-from fsdplaunch.runtime.inspection import count
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -69,9 +69,8 @@ def _shard(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
     kept = ", recomputed in backward" if again else ""
     found = runtime.global_runtime_device_count() if spmd_run else runtime.world_size()
     where = f"{found} {runtime.device_type()} {'device' if found == 1 else 'devices'}"
-    messages.say(
-        f"sharded {type(model).__name__}: {len(units)} units{kept}, {count(size)} parameters, {way} over {where}"
-    )
+    held = f"{len(units)} units{kept}, {short_count(size)} parameters"
+    messages.say(f"sharded {type(model).__name__}: {held}, {way} over {where}")
     return wrapped
 
 

@@ -5,7 +5,6 @@ from fsdplaunch.probe.model_files import (
     RepeatedBlocks,
     file_header,
     find_blocks,
-    short_count,
 )
 
 
@@ -64,10 +63,3 @@ def test_find_blocks(counts, expected):
 def test_find_blocks_experts_inside_blocks_belong_to_their_block():
     counts = names(*(f"layers.{i}.mlp.experts.{j}.w" for i in range(3) for j in range(4)))
     assert find_blocks(counts) == (RepeatedBlocks(prefix="layers", count=3, parameters=12),)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(8_030_261_248, "8.03 B"), (124_439_808, "124 M"), (1500, "1.5 K"), (984, "984")]
-)
-def test_short_count_as_people_write_it(number, text):
-    assert short_count(number) == text

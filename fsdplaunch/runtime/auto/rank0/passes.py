@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as optimizers
 
+from fsdplaunch.display_text import short_count
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime.auto import HookContext
 from fsdplaunch.runtime.auto.rank0.position import Place
 from fsdplaunch.runtime.auto.rank0.service import check_all_ranks, open_once, service, sharded_parameters
-from fsdplaunch.runtime.inspection import clean_name, count
+from fsdplaunch.runtime.inspection import clean_name
 from fsdplaunch.runtime.inspection.units import is_over_all_ranks, is_unit, original_class
 from fsdplaunch.runtime.messages import calling_lines, script_line
 from fsdplaunch.runtime.patch import before_first_step
@@ -127,7 +128,7 @@ class Passes:
         finally:
             found.done()
         self._fetched_at = self._hook_context.position.place()
-        many = count(sum(each.numel() for each in self._full.values()))
+        many = short_count(sum(each.numel() for each in self._full.values()))
         self._hook_context.say_once(
             f"{line}: rank 0 alone calls {self.name}: it gets the full parameters ({many}), the others wait"
         )
