@@ -10,7 +10,6 @@ from fsdplaunch.display_text import GIB, MIB
 from fsdplaunch.doctor.facts import Check, DoctorFacts, Status
 from fsdplaunch.errors import EXIT_MACHINE
 from fsdplaunch.launch.preflight import check_gpus as check_gpu_use
-from fsdplaunch.probe.hardware import Gpu
 from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
 
@@ -75,7 +74,7 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
         required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
         yield Check("gpus", "problem" if required else "skipped", "no NVIDIA GPU is visible")
         return
-    kinds = Counter(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, {_arch(gpu)})" for gpu in facts.gpus)
+    kinds = Counter(gpu.kind for gpu in facts.gpus)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
         hint = "choose equal ones with gpu_ids: the slowest sets the pace, the smallest the size"
@@ -101,16 +100,12 @@ def check_use(facts: DoctorFacts) -> Iterator[Check]:
     majors = {arch.removeprefix("sm_").removeprefix("compute_").rstrip("af")[:-1] for arch in archs}
     for gpu in facts.gpus:
         if majors and str(gpu.compute_capability[0]) not in majors:
-            text = f"torch has no code for GPU {gpu.visible_name} ({_arch(gpu)})"
+            text = f"torch has no code for GPU {gpu.visible_name} ({gpu.arch})"
             yield Check("gpus", "problem", text, "install another build of torch")
         if gpu.bad_memory:
             errors = f"{gpu.bad_memory} uncorrected memory errors since the driver was loaded"
             text = f"GPU {gpu.visible_name} has {errors}"
             yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
-
-
-def _arch(gpu: Gpu) -> str:
-    return "sm_{}{}".format(*gpu.compute_capability)
 
 
 _LITTLE_MEMORY = 4 * GIB
@@ -119,7 +114,7 @@ _NO_SHARED = 64 * MIB
 _FEW_FILES, _NO_FILES = 4096, 1024
 _LITTLE_SPACE, _NO_SPACE = 10 * GIB, 64 * MIB
 SHARED = "/dev/shm"  # noqa: S108  (asked about, not written to)
-_SHARED_KINDS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "wekafs", "9p")
+_SHARED_KINDS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse", "wekafs", "9p")
 _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 
 

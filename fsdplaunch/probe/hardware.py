@@ -6,7 +6,6 @@ Read from the kernel and the driver's management library: no torch, no CUDA cont
 import ctypes
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ _CGROUPS = "sys/fs/cgroup"
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """Return the processors this process may use: its affinity, cut by the cgroup's CPU quota; at least 1."""
-    most = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    most = float(len(os.sched_getaffinity(0)))
     for folder in _groups(root, "cpu"):
         words = read_text(folder / "cpu.max").split()
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -39,8 +38,6 @@ def usable_cpus(root: Path = Path("/")) -> int:
 def usable_memory(root: Path = Path("/")) -> int | None:
     """Return the host memory this process may use, in bytes: installed, cut by cgroup limits; None if unknown."""
     installed = read_size(root / "proc/meminfo", "MemTotal")
-    if installed is None and "SC_PHYS_PAGES" in os.sysconf_names and root == Path("/"):
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     names = ("memory.max", "memory.limit_in_bytes")
     limits = [_number(folder / name) for folder in _groups(root, "memory") for name in names]
     return min([installed, *(limit for limit in limits if limit and limit > 0)]) if installed else None
@@ -101,6 +98,17 @@ class Gpu:
     def visible_name(self) -> str:
         """Return how CUDA_VISIBLE_DEVICES and gpu_ids name it."""
         return self.uuid if self.is_slice else str(self.index)
+
+    @property
+    def arch(self) -> str:
+        """Return what code for it is called: `sm_90`."""
+        return "sm_{}{}".format(*self.compute_capability)
+
+    @property
+    def kind(self) -> str:
+        """Return what is alike of equal GPUs, for people."""
+        size = f"{self.memory_bytes / GIB:.0f} GiB, " if self.memory_bytes else ""
+        return f"{self.name} ({size}{self.arch})"
 
     @property
     def has_bf16(self) -> bool:
@@ -164,8 +172,6 @@ def read_driver(gpus: Sequence[Gpu]) -> Driver:
 
 def driver_is_installed() -> bool:
     """Return whether NVIDIA's management library can be loaded; 5 ms, where importing its bindings takes 60."""
-    if sys.platform != "linux":
-        return True  # named otherwise elsewhere; the bindings know
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -358,11 +364,7 @@ def read_hardware(environ: Mapping[str, str], *, root: Path = Path("/")) -> Hard
 
 def describe_hardware(hardware: Hardware) -> str:
     """Return one line: GPUs by kind, memory, processors."""
-    words = []
-    kinds = Counter((gpu.name, gpu.memory_bytes, gpu.compute_capability) for gpu in hardware.gpus)
-    for (name, memory, (major, minor)), count in kinds.items():
-        size = f"{memory / GIB:.0f} GiB, " if memory else ""
-        words.append(f"{count} x {name} ({size}sm_{major}{minor})")
+    words = [f"{count} x {kind}" for kind, count in Counter(gpu.kind for gpu in hardware.gpus).items()]
     words = words or ["no NVIDIA GPU"]
     words += [] if hardware.memory_bytes is None else [f"{hardware.memory_bytes / GIB:.0f} GiB of memory"]
     return "   ".join([*words, f"{hardware.cpu_count} processors"])

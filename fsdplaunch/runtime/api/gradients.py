@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
-from torch.nn.utils import clip_grad_value_ as clip_local_values
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -70,12 +69,9 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every gradient element to `[-clip_value, clip_value]`; each rank limits its own shards."""
-    for kind in _kinds([param for param in listed(parameters) if param.grad is not None]):
-        shards = [local_tensor(param.grad) for param in kind]
-        holders = [torch.empty_like(shard) for shard in shards]
-        for holder, shard in zip(holders, shards, strict=True):
-            holder.grad = shard
-        clip_local_values(holders, clip_value)
+    for param in listed(parameters):
+        if param.grad is not None:
+            local_tensor(param.grad).clamp_(-clip_value, clip_value)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -193,14 +193,6 @@ class Style:
         return Cut(dim=places[self.weights == "inputs"], packed=self.packed)
 
 
-def _sequence_piece(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    return piece(tensor, axis, 1)
-
-
-def _sequence_gathered(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    return gathered(tensor, axis, 1)
-
-
 def _shared_out(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     """Return this rank's equal share of what is added up afterwards."""
     return tensor / axis.size()
@@ -232,7 +224,7 @@ STYLES = {
     "moe_identity_expert": Style(enter=_shared_out),
     "all_reduce": Style(leave=summed),
     "replicated_with_grad_allreduce": Style(summands=True),
-    "sequence_parallel": Style(enter=_sequence_piece, leave=_sequence_gathered, summands=True),
+    "sequence_parallel": Style(enter=partial(piece, dim=1), leave=partial(gathered, dim=1), summands=True),
     "replicate": Style(),
 }
 """Of transformers 4.57 to 5.23."""
