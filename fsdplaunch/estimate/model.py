@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
-from fsdplaunch.display_text import quoted, short_count
+from fsdplaunch.display_text import quoted, short_count, shortened
 from fsdplaunch.errors import UsageError
 from fsdplaunch.files import JsonError, parse_json
 from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, weight_files
@@ -227,7 +227,9 @@ class ConfigNumbers:
         value, least, most = self.config[name], 0 if default == 0 else 1, MOST_BLOCKS if "layer" in name else MOST
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        shown = quoted(str(value)) if isinstance(value, str | int | float) else type(value).__name__
+        shown = quoted(value) if isinstance(value, str) else type(value).__name__
+        if isinstance(value, int | float):
+            shown = shortened(str(value), 20)
         msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
         raise ValueError(msg)
 
