@@ -22,7 +22,7 @@ from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered, spooled
-from fsdplaunch.runtime.state_dict.state_dict_type import flat_layout, state_dict_type
+from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 from fsdplaunch.runtime.torch_internals.fsdp import flat_parameter
 
 State = dict[str, Any]
@@ -133,8 +133,16 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     owner = _owner(model)
     if not fsdp1_wrappers(owner):
         return {name: tuple(param.shape) for name, param in named_parameters(model, remove_duplicate=False)}
-    runs = [run for layout in flat_layout(owner).values() for run in layout["runs"]]
-    return below({name: tuple(shape) for names, shape in runs for name in names}, model, owner)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, unit in owner.named_modules():
+        flat = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
+        if flat is not None:
+            own = {each: tuple(shape) for each, shape in zip(flat.names, flat.shapes, strict=True)}
+            for shared in flat.shared:  # a tied parameter lies there once and has several names
+                first = joined(shared.prim_module_name, shared.prim_param_name)
+                own[joined(shared.module_name, shared.param_name)] = own[first]
+            shapes |= {joined(clean_name(name), each): shape for each, shape in own.items()}
+    return below(shapes, model, owner)
 
 
 def _owner(model: nn.Module) -> nn.Module:

@@ -12,47 +12,13 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.runtime.inspection import clean_name, joined
+from fsdplaunch.runtime.inspection import clean_name
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, fsdp_modules, full_tensor, refuse_of_xla
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.plugin import state_config, state_dict_name
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import split_like
-from fsdplaunch.runtime.torch_internals.fsdp import (
-    FLAT_PARAMETER,
-    flat_parameter,
-    shows_original_parameters,
-    without_mesh,
-)
-
-
-def flat_layout(model: nn.Module) -> dict[str, Any]:
-    """Say what each flat parameter of a model of FSDP1 is made of, in plain data.
-
-    For each, by its name in a local state dict: `ranks`, which hold its parts in this order; `part`, the elements
-    of each part but the last; and `runs`, the whole's runs of elements in their order, each as `[names, shape]`: a
-    parameter with all its names, or padding without any. One that holds a parameter in another order than row by
-    row is left out.
-    """
-    layouts: dict[str, Any] = {}
-    for name, unit in model.named_modules():
-        flat = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
-        if flat is None or not all(flat.is_contiguous):
-            continue
-        prefix = clean_name(name)
-        infos = zip(flat.infos, flat.names, strict=True)
-        names = {(id(info.module), info.param_name): [fqn] for info, fqn in infos}
-        for shared in flat.shared:  # a tied parameter lies there once and has several names
-            first = names[id(shared.prim_module), shared.prim_param_name]
-            first.append(joined(shared.module_name, shared.param_name))
-        known = zip(names.values(), flat.shapes, strict=True)
-        runs: list[list[Any]] = []
-        for count, is_padding in zip(flat.counts, flat.is_padding, strict=True):
-            own, shape = ([], [count]) if is_padding else next(known)
-            runs.append([[joined(prefix, clean_name(each)) for each in own], list(shape)])
-        ranks = dist.get_process_group_ranks(unit.process_group)
-        layouts[joined(prefix, FLAT_PARAMETER)] = {"ranks": ranks, "part": flat.shard_numel, "runs": runs}
-    return layouts
+from fsdplaunch.runtime.torch_internals.fsdp import shows_original_parameters, without_mesh
 
 
 def _local(model: nn.Module) -> AbstractContextManager[None]:

@@ -19,9 +19,6 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.tensors import counted_changes, tensors_held, tree_leaves, tree_map
 
-FLAT_PARAMETER = "_flat_param"
-"""FSDP1's name of a flat parameter in a local state dict."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameter:
@@ -35,11 +32,6 @@ class FlatParameter:
     shared: Sequence[Any]  # the same as infos for further places of shared parameters
     places: Sequence[Any]  # where in this rank's shard each begins and ends
     params: Sequence[nn.Parameter]  # those that `use_orig_params` shows, else empty
-    counts: Sequence[int]  # elements of each run, padding included
-    is_padding: Sequence[bool]  # of each run
-    is_contiguous: Sequence[bool]  # whether each parameter lies row by row
-    strides: Sequence[tuple[int, ...]]  # of the full parameters
-    shard_numel: int  # elements of each rank's shard
 
 
 def flat_parameter(unit: nn.Module) -> FlatParameter | None:
@@ -57,11 +49,6 @@ def flat_parameter(unit: nn.Module) -> FlatParameter | None:
         shared=flat._shared_param_infos,
         places=flat._shard_param_infos,
         params=flat._params or (),
-        counts=flat._numels_with_padding,
-        is_padding=flat._is_padding_mask,
-        is_contiguous=flat._contiguities,
-        strides=flat._strides,
-        shard_numel=flat._sharded_size.numel(),
     )
 
 
