@@ -191,3 +191,30 @@ for kind in (Frozen, Mapped, Slotted, Pair, Counting):
         seen += [out.loss.item(), out.logits.sum().item()]
     found = *seen, *(p.norm().item() for p in model.parameters())
     print(f"{kind.__name__} with its loss: {' '.join(f'{value:.6f}' for value in found)}")
+
+
+class Words(nn.Module):
+    """Returns a mean over the labels that are not `left_out`, of many: nearly as many in each half of a batch."""
+
+    def __init__(self, left_out):
+        super().__init__()
+        self.table, self.last, self.left_out = nn.Embedding(9, 8), nn.Linear(8, 9), left_out
+
+    def forward(self, words, following):
+        logits = self.last(torch.tanh(self.table(words)))
+        return logits, F.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=self.left_out)
+
+
+words, following = torch.randint(9, (16, 300)), torch.randint(9, (16, 300))
+for left_out in (-1, 3):
+    torch.manual_seed(1)
+    model, seen = Words(left_out).to("cpu"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = following.masked_fill(torch.rand(16, 300) < 0.02, left_out)
+    for x, y in DataLoader(TensorDataset(words, given), batch_size=4):
+        optimizer.zero_grad()
+        loss = model(x, y)[1]
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    print(f"without labels of {left_out}: {' '.join(f'{value:.6f}' for value in seen)}")

@@ -258,14 +258,12 @@ def losses_in(returned: "Iterable[Returned]") -> Iterator[Joined]:
             yield from losses_in(each.inside)
 
 
-_IGNORED = -100  # labels that torch's losses leave out
-
-
 def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
     """Return the rules by which a sum or a mean over rows may be made of the ranks' for a batch.
 
-    A sum; a mean over the rows; a mean over what a tensor that is given counts: labels that are not -100 or not 0,
-    also without those of the first place, which causal language models leave out; weights.
+    A sum; a mean over the rows; a mean over what a tensor that is given counts: labels that are not negative, as
+    those that losses leave out are, or not 0; also without those of the first place, which causal language models
+    leave out; weights.
     """
     found: Weights = {"sum": [1.0] * rows.ranks, "mean over rows": [1 / rows.ranks] * rows.ranks}
     for place, leaf in enumerate(leaves):
@@ -275,7 +273,7 @@ def weights_of(leaves: Sequence[Any], rows: RankRows) -> Weights:
             continue
         counted = {"weights": leaf}
         if not leaf.is_floating_point():
-            counted = {"labels": leaf != _IGNORED, "numbers": leaf != 0}
+            counted = {"labels": leaf >= 0, "numbers": leaf != 0}
             if leaf.dim() > 1 and leaf.shape[1] > 1:
                 counted |= {f"next {name}": each[:, 1:] for name, each in counted.items()}
         for name, each in counted.items():
@@ -319,6 +317,8 @@ def measured(
         return Same() if whole == part or not isinstance(whole, int | float | str) else None
     if isinstance(form, int):
         return Rows(form) if _agrees(rows.all_slices(part, form), whole, tolerance) else None
+    # Rounding cancels in what is added up, and means over nearly as many rows are nearly the same.
+    tolerance /= 10
     every = gather_equal(part, rows.ranks, rows.group)
     if all(_agrees(each, whole, tolerance) for each in every):
         return Same()
