@@ -65,9 +65,7 @@ def adapt_accelerate_to_cpu() -> None:
     """Have what the file sets for sharding done by accelerate without a GPU; for workers on the CPU.
 
     There `Accelerator()` takes itself for a single process: every rank would train a full model of its own, and
-    nothing would report it. And of FSDP1 two options that torch refuses on a CPU are carried out here: sending
-    rank 0's values (`sync_module_states`), and offloading, which has nothing to do where parameters are in host
-    memory anyway.
+    nothing would report it. What torch's FSDP1 refuses on a CPU is seen to where it is built, whoever calls it.
     """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
@@ -78,7 +76,6 @@ def adapt_accelerate_to_cpu() -> None:
     wrap_once_imported(_STATE, "PartialState._prepare_backend", prepare_gloo)
     plugins = "accelerate.utils.dataclasses"
     wrap_once_imported(plugins, "FullyShardedDataParallelPlugin.__post_init__", _finish_without_device)
-    wrap_once_imported(_ACCELERATOR, "Accelerator.prepare_model", _prepare_on_cpu)
     wrap_once_imported(_ACCELERATOR, "Accelerator._prepare_cp", _refuse_split_sequences)
 
 
@@ -415,19 +412,3 @@ def _refuse_split_sequences(_original: Any, self: Any, *_prepared: Any) -> Any:
         f"accelerate splits sequences (cp_size {size}) by torch's ring attention, which has no kernel for the CPU"
     )
     raise ShardingError(msg, hint="run it on GPUs; fsdplaunch.prepare splits sequences on the CPU, too")
-
-
-def _prepare_on_cpu(prepare: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare with the two options off that torch's FSDP1 refuses on a CPU, and on again in the plugin after."""
-    plugin = getattr(self.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 1:
-        return prepare(self, model, *args, **kwargs)
-    from fsdplaunch.runtime.compat.fsdp1 import send_from_rank_0  # only where it is used
-    from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
-
-    if plugin.sync_module_states and not fsdp1_wrappers(model):
-        send_from_rank_0(model)
-    if plugin.cpu_offload is not None and plugin.cpu_offload.offload_params:
-        messages.say("parameters are in host memory already: offloading has nothing to do here")
-    with own_attribute(plugin, "sync_module_states", False), own_attribute(plugin, "cpu_offload", None):
-        return prepare(self, model, *args, **kwargs)

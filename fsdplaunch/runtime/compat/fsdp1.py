@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.probe.torch_version import parse
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
@@ -77,7 +78,8 @@ def construct_on_cpu(construct: Any, *args: Any, **kwargs: Any) -> None:
     given = call.arguments
     if given.get("device_id") is None and given.get("device_mesh") is None:
         given["device_id"] = torch.device("cpu")
-    given.pop("cpu_offload", None)
+    if getattr(given.pop("cpu_offload", None), "offload_params", False):
+        messages.say("parameters are in host memory already: offloading has nothing to do here")
     group = given.get("process_group")
     of_all = not isinstance(group, tuple) and dist.get_world_size(group) == dist.get_world_size()
     if given.get("sync_module_states") and of_all:
