@@ -22,33 +22,12 @@ def use_all_devices() -> None:
     spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count, 1), (FSDP_AXIS, "tensor")))
 
 
-def processes() -> int:
-    """Return how many processes the runtime knows."""
-    return int(runtime.process_count())
-
-
-def participants() -> int:
-    """Return how many devices exchange gradients where each process has its own; 1 before they know each other."""
-    return int(runtime.world_size())
-
-
 def keep_dtypes() -> None:
     """Have tensors keep their dtypes, unless XLA_USE_BF16 is set by now: it is read with the first tensor.
 
     On a TPU accelerate sets it under mixed_precision bf16, for models that nothing casts.
     """
-    torch.zeros(1, device=device())
-
-
-def device() -> torch.device:
-    """Return the device that tensors are put on."""
-    found: torch.device = torch_xla.device()
-    return found
-
-
-def is_spmd() -> bool:
-    """Return whether one process drives several devices."""
-    return bool(runtime.is_spmd())
+    torch.zeros(1, device=torch_xla.device())
 
 
 def split_first_dim(tensor: torch.Tensor) -> torch.Tensor:

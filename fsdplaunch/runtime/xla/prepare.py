@@ -35,11 +35,11 @@ def _shard(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
     """Return PyTorch/XLA's wrapper around a model with rank 0's values, on its devices and sharded over them."""
     _check(model, settings)
     size = sum(param.numel() for param in model.parameters())
-    units, spmd_run = set(plan_units(model, settings, set()).values()), devices.is_spmd()
+    units, spmd_run = set(plan_units(model, settings, set()).values()), runtime.is_spmd()
     if dist.get_world_size() > 1:  # all begin with rank 0's values, while they are in host memory
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, 0)
-    move_model(model, devices.device())
+    move_model(model, torch_xla.device())
     again = settings.activation_checkpointing or config.fsdp_config.xla_fsdp_grad_ckpt
     outer: Any = wrapper_classes()[spmd_run]
 
@@ -102,8 +102,8 @@ def _place_inputs(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     def placed(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.device.type == "xla":
             return value
-        moved = value.to(devices.device())
-        return devices.split_first_dim(moved) if devices.is_spmd() else moved
+        moved = value.to(torch_xla.device())
+        return devices.split_first_dim(moved) if runtime.is_spmd() else moved
 
     return tree_map(placed, args), tree_map(placed, kwargs)
 
@@ -133,6 +133,6 @@ def prepare_on_xla(
         optimizer.register_step_post_hook(lambda *_: torch_xla.sync())
         ready[id(optimizer)] = optimizer
     readers = DataRanks(rank=0, size=1)  # under SPMD every process has the same items
-    if not devices.is_spmd():
+    if not runtime.is_spmd():
         readers = DataRanks(rank=runtime.global_ordinal(), size=runtime.world_size())
     return tuple(ready[id(item)] if id(item) in ready else fit(item, readers) for item in objects)

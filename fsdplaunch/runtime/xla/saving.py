@@ -39,7 +39,7 @@ class RankState(StateToSave):
 
     def write(self, folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, int]:  # noqa: ARG002
         """Write it; under SPMD one process does so for all, and nobody waits."""
-        if not devices.is_spmd() or dist.get_rank() == 0:
+        if not runtime.is_spmd() or dist.get_rank() == 0:
             own = folder / self.name
             own.mkdir(exist_ok=True)
             write_large(self.state, own / _file_name(self.stem))
@@ -47,7 +47,7 @@ class RankState(StateToSave):
 
 
 def _file_name(stem: str) -> str:
-    rank, count = (0, 1) if devices.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
+    rank, count = (0, 1) if runtime.is_spmd() else (runtime.global_ordinal(), runtime.world_size())
     return f"rank{rank}-of-{count}-{stem}.bin"
 
 
@@ -70,7 +70,7 @@ def to_save(models: list[nn.Module], optimizers: list[Optimizer], form: str) -> 
 def _model(model: nn.Module, form: str, index: int) -> StateToSave:
     state, aliases = _on_host(dict(model.state_dict())), dict[str, str]()
     unit: Any = model
-    if devices.is_spmd():
+    if runtime.is_spmd():
         state, aliases = {own_name(name): value for name, value in state.items()}, _aliases(model)
     else:
         metadata = unit.get_shard_metadata()
@@ -122,7 +122,7 @@ def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> 
             msg = f"{path} is of another optimizer: {error}"
             raise CheckpointError(msg, hint="build it as it was when the checkpoint was saved") from None
         for value in (value for values in optimizer.state.values() for value in values.values()):
-            if devices.is_spmd() and isinstance(value, torch.Tensor) and value.device.type == "xla":
+            if runtime.is_spmd() and isinstance(value, torch.Tensor) and value.device.type == "xla":
                 devices.split_largest_dim(value)
     torch_xla.sync()
     return True
@@ -131,9 +131,9 @@ def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> 
 def _read_model(folder: Path, model: nn.Module, index: int) -> None:
     """Copy stored values into a model's own tensors, which stay split as they are."""
     unit: Any = model
-    metadata = None if devices.is_spmd() else unit.get_shard_metadata()
+    metadata = None if runtime.is_spmd() else unit.get_shard_metadata()
     state: dict[str, torch.Tensor] = dict(model.state_dict())
-    further = set(_aliases(model)) if devices.is_spmd() else shared_names(model)
+    further = set(_aliases(model)) if runtime.is_spmd() else shared_names(model)
     own = {name: tensor for name, tensor in state.items() if own_name(name) not in further}
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     with open_weights(folder, index) as stored, torch.no_grad():
@@ -141,5 +141,5 @@ def _read_model(folder: Path, model: nn.Module, index: int) -> None:
         for name, tensor in own.items():
             values = values_of(name, shapes[name], tensor.dtype, metadata, stored)
             tensor.copy_(values.to(tensor.device))
-            if devices.is_spmd():
+            if runtime.is_spmd():
                 devices.split_largest_dim(tensor)

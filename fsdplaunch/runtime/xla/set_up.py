@@ -85,7 +85,7 @@ def set_up_xla(config: Config, script: str) -> None:
     if runs_spmd(config):
         devices.use_all_devices()
     join_group(config, torch.device("cpu"))
-    _check_one_run(one_each=one_each and not devices.is_spmd())
+    _check_one_run(runtime, one_each=one_each and not runtime.is_spmd())
     spawn_here(xla_multiprocessing, begin_with_ordinal)
     before_first_step(optimizer, lambda: _stepped.append(True))
     keep_generator("xm_seed", lambda: int(xla_model.get_rng_state()), xla_model.set_rng_state)
@@ -100,14 +100,12 @@ def prepare_on_xla(objects: Sequence[Any], plugin: Any, unsupported: dict[str, A
     return prepare(objects, plugin, unsupported)
 
 
-def _check_one_run(*, one_each: bool) -> None:
-    from fsdplaunch.runtime.xla import devices
-
-    started, known = world_size(), devices.processes()
+def _check_one_run(runtime: Any, *, one_each: bool) -> None:
+    started, known = world_size(), runtime.process_count()
     if known != started:
         msg = f"{started} processes were started, and PyTorch/XLA knows {known}: each would train alone"
         raise ShardingError(msg, hint="start one launcher on each host of the TPU slice, and no other")
-    if one_each and (count := devices.participants()) != started:
+    if one_each and (count := runtime.world_size()) != started:
         msg = f"{started} processes were started for {count} devices, and each drives one only"
         raise ShardingError(msg, hint="use xla_fsdp_v2: true, whose processes drive all devices of their host")
 

@@ -33,7 +33,9 @@ def watch_wrappers() -> None:
     SPMD's is given a model that has been moved: it would make several of a parameter that modules share. Its
     function for outputs is ours in place of transformers', which knows one kind only.
     """
-    from fsdplaunch.runtime.xla.devices import device, split_output
+    import torch_xla
+
+    from fsdplaunch.runtime.xla.devices import split_output
 
     def notice(wrapper: Any, *, moves: bool) -> None:
         construct = wrapper.__init__
@@ -41,7 +43,7 @@ def watch_wrappers() -> None:
         @functools.wraps(construct)
         def construct_and_mark(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
             if moves:
-                move_model(module, device())
+                move_model(module, torch_xla.device())
             if getattr(kwargs.get("shard_output"), "__module__", "") == "transformers.trainer":
                 kwargs["shard_output"] = split_output
             construct(self, module, *args, **kwargs)

@@ -49,19 +49,19 @@ def runtime(monkeypatch):
         (4, 1, True, "4 processes were started for 1 devices, and each drives one only"),
     ],
 )
-def test_processes_that_would_train_alone_are_refused(runtime, monkeypatch, processes, devices, one_each, said):
+def test_processes_that_would_train_alone_are_refused(monkeypatch, processes, devices, one_each, said):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    runtime(processes=processes, participants=devices)
+    runtime = SimpleNamespace(process_count=lambda: processes, world_size=lambda: devices)
     if said is None:
-        set_up._check_one_run(one_each=one_each)
+        set_up._check_one_run(runtime, one_each=one_each)
         return
     with pytest.raises(ShardingError, match=said):
-        set_up._check_one_run(one_each=one_each)
+        set_up._check_one_run(runtime, one_each=one_each)
 
 
 @pytest.mark.parametrize(("shard", "checked"), [("auto", ["train.py"]), ("off", [])])
 def test_a_script_that_shards_nothing_ends_at_its_first_step(runtime, monkeypatch, shard, checked):
-    runtime(is_spmd=True, keep_dtypes=None)
+    runtime(keep_dtypes=None)
     found = []
     monkeypatch.setattr(set_up, "check_at_first_step", found.append)
     monkeypatch.setattr("fsdplaunch.runtime.xla.wrappers.watch_wrappers", lambda: None)
@@ -123,7 +123,8 @@ def test_whoever_builds_the_class_of_spmd_keeps_shared_parameters_and_splits_out
     def shard_output():
         """Stand in for the function inside transformers' Trainer."""
 
-    ours = runtime(device=torch.device("meta"), split_output=None).split_output
+    ours = runtime(split_output=None).split_output
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(device=lambda: torch.device("meta")))
     monkeypatch.setattr(wrappers, "wrapper_classes", lambda: (type("Other", (Wrapper,), {}), Wrapper))
     marked = []
     monkeypatch.setattr(wrappers, "mark_sharded", marked.append)
