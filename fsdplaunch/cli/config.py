@@ -50,7 +50,7 @@ def write_config(
         raise UsageError(msg, hint="give one of them")
     forbidden = no_input or as_json or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     facts = read_facts(os.environ)
-    out.say(describe_facts(facts))
+    out.prose(describe_facts(facts))
     result = run_wizard(
         facts=facts,
         out=out,
@@ -64,7 +64,7 @@ def write_config(
     )
     write_text_atomically(result.path, result.text)
     for reason in result.reasons:
-        out.say(out.dim(f"  {reason}"))
+        out.prose(f"  {reason}")
     for note in result.notes:
         out.note(note)
     if as_json:

@@ -220,10 +220,10 @@ def closing_words(path: FilePath, command: str) -> str:
     option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
     lines = [
         f"Wrote {path}",
-        f"Next:   fsdplaunch launch{option} --dry-run train.py    shows what would run, starts nothing",
-        f"        fsdplaunch launch{option} train.py",
-        f"        fsdplaunch tune{option} train.py    measures which configuration is fastest",
-        *(("Same again without questions:", f"        {command}") if command else ()),
+        f"Look first:   fsdplaunch launch{option} --dry-run train.py",
+        f"Run it:       fsdplaunch launch{option} train.py",
+        f"Find faster:  fsdplaunch tune{option} train.py",
+        *((f"Write again:  {command}",) if command else ()),
     ]
     return "\n".join(lines)
 

@@ -13,10 +13,13 @@ from enum import Enum
 from pathlib import Path as FilePath
 
 import questionary
+from prompt_toolkit import print_formatted_text
 from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
+from questionary.constants import DEFAULT_STYLE
 
 from fsdplaunch.config.layers import read_assignments
 from fsdplaunch.config.load import check
@@ -24,7 +27,7 @@ from fsdplaunch.config.names import key_named
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema.config import KeySpec, all_keys, build_config, keys_by_path
-from fsdplaunch.display_text import one_line, printable
+from fsdplaunch.display_text import counted, one_line, printable, wrapped
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_files import find_model
 from fsdplaunch.wizard.answers import (
@@ -79,7 +82,9 @@ class Prompts:
             use_jk_keys=False,
             output=self._output,
         )
-        return self._ask(question, explains=True)
+        answer = self._ask(question, explains=True)
+        self._keep(text, next((choice.title for choice in choices if choice.value == answer), None))
+        return answer
 
     def line(
         self,
@@ -93,9 +98,11 @@ class Prompts:
         """Let a line be typed; an empty one means `default`, `?` alone always asks for the explanation."""
 
         def accepts(answer: str) -> bool | str:
-            return True if answer.strip() == "?" else printable(problem(answer.strip() or default) or "") or True
+            wrong = None if answer.strip() == "?" else problem(answer.strip() or default)
+            return self.wrapped(printable(wrong)) if wrong else True
 
         shown = printable(" ".join(filter(None, [remark, f"[{default}]" if default else ""])))
+        shown = textwrap.fill(shown, self._width, initial_indent=" " * 2, subsequent_indent=" " * 3)[2:]
         completer = WordCompleter([*words], match_middle=True, sentence=True) if words else None
         question = questionary.text(
             self._fitted(text, shown),
@@ -105,18 +112,31 @@ class Prompts:
             completer=completer,
             output=self._output,
         )
+        for window in question.application.layout.find_all_windows():
+            window.height = None  # a problem may need more lines than the one that prompt_toolkit has for it
         answer = self._ask(question, explains=False)
-        return PromptRequest.EXPLAIN if answer == "?" else answer or default
+        if answer == "?":
+            return PromptRequest.EXPLAIN
+        self._keep(text, None if answer == PromptRequest.BACK else str(answer or default or "none"))
+        return answer or default
+
+    @property
+    def _width(self) -> int:
+        return min(self._output.get_size().columns, _WIDEST)
 
     def wrapped(self, text: str) -> str:
-        """Return text for people in lines that fit the terminal, each further one indented as the first."""
-        width = min(self._output.get_size().columns, _WIDEST)
-        lines = text.splitlines()
-        indents = [line[: len(line) - len(line.lstrip())] for line in lines]
-        return "\n".join(
-            textwrap.fill(line, width, subsequent_indent=indent)
-            for line, indent in zip(lines, indents, strict=True)
-        )
+        """Return text in lines that fit the terminal."""
+        return wrapped(text, self._width)
+
+    def _keep(self, text: str, answer: str | None) -> None:
+        """Leave a question and its answer on the screen; nothing of one that was left without."""
+        if answer is None:
+            return
+        text, answer = printable(text), printable(answer)
+        if len(f"? {text} {answer}") > self._width:
+            answer = "\n" + textwrap.fill(answer, self._width, initial_indent=" " * 3, subsequent_indent=" " * 3)
+        words = [("class:qmark", "?"), ("class:question", f" {text} "), ("class:answer", answer)]
+        print_formatted_text(FormattedText(words), style=DEFAULT_STYLE, output=self._output)
 
     def _fitted(self, text: str, instruction: str) -> str:
         """Return a question's text; what stands behind it begins a line where both do not fit into one."""
@@ -130,6 +150,7 @@ class Prompts:
             more.add(key, eager=True)(lambda event, wish=wish: event.app.exit(result=wish))
         question.application.key_bindings = merge_key_bindings([*([own] if own else []), more])
         question.application.ttimeoutlen = 0.05
+        question.application.erase_when_done = True  # what stays is `_keep`'s, in whole words
         try:
             # Its own answer to a Ctrl-C loses one that comes just before it listens, or just after.
             answer = question.application.run(handle_sigint=False)
@@ -139,7 +160,7 @@ class Prompts:
 
     def _shown(self, choice: Choice, mark: str) -> questionary.Choice:
         """Return the choice as a line that fits the terminal; what does not fit moves below the list."""
-        width = min(self._output.get_size().columns, _WIDEST) - _EDGE
+        width = self._width - _EDGE
         title = f"{choice.title} ({mark})" if mark else choice.title
         below = choice.detail
         if choice.consequence and not choice.disabled:
@@ -183,15 +204,18 @@ class Conversation:
             while not self._reviewed():
                 pass
         except KeyboardInterrupt:
-            self.out.say("Nothing was written.")
+            self._say("Nothing was written.")
             raise
         return conclude(self.state, path=self.path, overwrite=self.path.exists(), edited=self.edited)
+
+    def _say(self, text: str) -> None:
+        self.out.say(self.prompts.wrapped(text))
 
     def _ask_about_file(self) -> None:
         try:
             values, unread = read_source(self.path), None
         except ConfigError as error:
-            self.out.say(str(error))
+            self._say(str(error))
             values, unread = {}, "it cannot be read"
         choices = (
             Choice("edit", f"Edit {self.path}", disabled=unread),
@@ -222,7 +246,7 @@ class Conversation:
                 if isinstance(answer, str):
                     self.state = self.state.answering(question.name, answer)
                     if question is MODEL and answer and (model := self.state.run_facts.model):
-                        self.out.say(f"  {model.sizes.words}")
+                        self._say(f"  {model.sizes.words}")
             elif at == 0:
                 step = 1
             at = max(0, at + step)
@@ -236,7 +260,7 @@ class Conversation:
         try:
             after = answer_automatically(question, self.given, before)
         except UsageError as error:
-            self.out.say(f"  {error.message}")
+            self._say(f"  {error.message}")
             self.given = {name: text for name, text in self.given.items() if name != question.name}
             return True
         if after is None:
@@ -255,11 +279,11 @@ class Conversation:
         while True:
             answer = self._prompt(question, before, default)
             if answer == PromptRequest.EXPLAIN:
-                self.out.say(self.prompts.wrapped(explanation(question)))
+                self._say(explanation(question))
             elif isinstance(answer, PromptRequest):
                 return answer
             elif problem := self._problem(question, before, answer):
-                self.out.say(f"  {problem}")
+                self._say(f"  {problem}")
             else:
                 answer = question.accept(answer, before)
                 doubt = None if answer == question.proposed(before) else question.doubt(answer, before)
@@ -314,11 +338,9 @@ class Conversation:
             if answer == PromptRequest.BACK:
                 return False
             if isinstance(answer, PromptRequest):
-                self.out.say("  Every key that no question decides; fsdplaunch config explain lists them.")
+                self._say("  Every key that no question decides; fsdplaunch config explain lists them.")
             elif isinstance(spec, KeySpec):
-                self.out.say(
-                    self.prompts.wrapped(f"  {spec.dotted}: {spec.key.text} It must be {spec.key.kind.expects}.")
-                )
+                self._say(f"  {spec.dotted}: {spec.key.text} It must be {spec.key.kind.expects}.")
             else:
                 changes = {spec.path: value for spec, value in read_assignments([answer])}
                 self.state = replace(self.state, settings={**self.state.settings, **changes})
@@ -330,8 +352,8 @@ class Conversation:
         problems = check(build_config(compose(self.state)))
         shown = preview(old, new_text(self.state, self.edited), self.path)
         for line in ("", shown, *remarks(self.state), *map(str, problems)):
-            self.out.say(line)
-        wrong = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "") if problems else None
+            self._say(line)
+        wrong = counted(len(problems), "problem") if problems else None
         endings = (
             Choice("write", f"Write {self.path}", disabled=wrong),
             Choice("change", "Change an answer"),
@@ -344,9 +366,9 @@ class Conversation:
         if answer in ("change", PromptRequest.BACK):
             self._change_one()
         elif answer == "all":
-            self.out.say(render(build_config(compose(self.state)), full=True))
+            self._say(render(build_config(compose(self.state)), full=True))
         elif answer == PromptRequest.EXPLAIN:
-            self.out.say("  Until you choose to write, nothing on disk changes.")
+            self._say("  Until you choose to write, nothing on disk changes.")
         return answer == "write"
 
     def _change_one(self) -> None:

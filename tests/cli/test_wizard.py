@@ -210,6 +210,14 @@ def test_wizard_sixty_columns_keep_every_line_whole():
         "Biggest model: host memory helps",
     }
     assert re.search(r"Description: [\d.]+ of 80 GiB per GPU\. FULL_SHARD:", talked.drawn)
+    assert max(map(len, talked.words.text.splitlines())) <= 60
+
+
+def test_wizard_sixty_columns_show_all_of_a_problem_and_what_was_chosen():
+    typed = ENTER * 2 + "8b" + ENTER + DOWN * 2 + ENTER + ENTER * 2 + "no_such_key=1" + ENTER
+    drawn = " ".join(talk(typed, CLEAR + ENTER * 2, columns=60).drawn.split())
+    assert "no_such_key: is not a key: fsdplaunch config explain lists every key" in drawn
+    assert "? What is sharded? Biggest model: host memory helps ?" in drawn
 
 
 EXISTING = """\
