@@ -100,7 +100,12 @@ def stack(
     environ = environ or {}
     theirs, file = variables_layer(environ, own=False), file_layer(text)
     scheduler = flag_layer(assumed, name="env", source="scheduler")
-    layers = [scheduler, theirs, file, variables_layer(environ, own=True), flag_layer(overrides)]
+    above = [file, variables_layer(environ, own=True), flag_layer(overrides)]
+    # Nobody reads a variable of accelerate whose key is said above it, so it cannot be wrong either.
+    overruled: set[KeyPath] = set().union(*(layer.values for layer in above))
+    theirs.broken -= overruled
+    theirs.problems = [one for one in theirs.problems if tuple(one.key.split(".")) not in overruled]
+    layers = [scheduler, theirs, *above]
     values, problems, followers = _merge(layers)
     broken: set[KeyPath] = set().union(*(layer.broken for layer in layers))
     if any(problem.id == "unsupported-value" and problem.key == "distributed_type" for problem in problems):

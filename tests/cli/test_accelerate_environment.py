@@ -69,7 +69,19 @@ FILES = {
     + "mixed_precision: fp16\nfsdp_config:\n  fsdp_version: 2\ndeepspeed_config:\n  zero_stage: 3\n",
     "float8 by TransformerEngine, nothing sharded": HEAD.format(type="MULTI_GPU")
     + "mixed_precision: fp8\nfp8_config:\n  backend: TE\n  fp8_format: E4M3\n  amax_compute_algo: max\n"
-    "  margin: 1\n  override_linear_precision: [true, false, false]\n",
+    "  margin: 1\n  override_linear_precision: [true, false, false]\n  amax_history_len: 32\n  interval: 2\n"
+    "  use_autocast_during_eval: true\n  use_mxfp8_block_scaling: true\n",
+    "float8 by MS-AMP, nothing sharded": HEAD.format(type="MULTI_GPU")
+    + "mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n  opt_level: O1\n",
+    "float8 by torchao, compiled by units, sequences in DeepSpeed's keys": FSDP.replace("bf16", "fp8")
+    + "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+    "fp8_config:\n  backend: AO\n  enable_fsdp_float8_all_gather: false\n  pad_inner_dim: false\n"
+    "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_use_regional_compilation: true\n"
+    "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_cp_backend: torch\n"
+    "  parallelism_config_sp_size: 1\n  parallelism_config_sp_backend: deepspeed\n"
+    "  parallelism_config_sp_seq_length: 4096\n  parallelism_config_sp_seq_length_is_variable: true\n"
+    "  parallelism_config_sp_attn_implementation: sdpa\n",
     "MULTI_GPU with a strategy left over": HEAD.format(type="MULTI_GPU")
     + "fsdp_config:\n  fsdp_version: 2\n  fsdp_sharding_strategy: NO_SHARD\n",
     "MULTI_GPU, mesh of a script": HEAD.format(type="MULTI_GPU") + "gpu_ids: 0,1,2,3,\n"
@@ -115,6 +127,9 @@ ONLY_OURS = {
     "PARALLELISM_CONFIG_CP_SIZE": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_CP_BACKEND": "read only with ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "read only with a cp_size of more than 1",
+    "PARALLELISM_CONFIG_SP_SEQ_LENGTH": "read only with an sp_size of more than 1",
+    "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "read only with an sp_size of more than 1",
+    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "read only with an sp_size of more than 1",
     "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE under FSDP1 where the file says none: units are gathered ahead",
     "FSDP_AUTO_WRAP_POLICY": "where the file says none, the blocks that the model repeats are units",
     "FSDP_STATE_DICT_TYPE": "where the file says none, what accelerate's plugin takes for the FSDP version",
@@ -129,16 +144,19 @@ WITHOUT_FP8 = "ACCELERATE_FP8_* are sent under other dtypes too, where nobody re
 NO_MESH = "sizes of 1 alone say no mesh: all ranks share one replica's shards"
 
 
-def theirs(path):
+def sent(path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     arguments, _, _ = _validate_launch_command(arguments)
-    before = dict(os.environ)
     many = arguments.use_fsdp or arguments.multi_gpu
-    made = prepare_multi_gpu_env(arguments) if many else prepare_simple_launcher_cmd_env(arguments)[1]
-    return {name: text for name, text in made.items() if before.get(name) != text}
+    return prepare_multi_gpu_env(arguments) if many else prepare_simple_launcher_cmd_env(arguments)[1]
+
+
+def theirs(path):
+    before = dict(os.environ)
+    return {name: text for name, text in sent(path).items() if before.get(name) != text}
 
 
 def ours(path, environ=None):
@@ -200,22 +218,35 @@ def another(spec, value):
         with suppress(ValueError):
             if spec.key.kind.parse(text) != value:
                 return text
-    raise AssertionError(spec)
+    return "wrong"  # the only value that there is, is the file's
 
 
-@pytest.mark.parametrize("name", ["FSDP1", "FSDP2", "FSDP2, mesh", "compiled"])
+def said_by(loaded):
+    """The keys that a file says and accelerate has a variable for."""
+    said = [spec for spec in all_keys() if loaded.origins[spec.path].layer == "file"]
+    return [spec for spec in said if not spec.env.startswith("FSDPLAUNCH_")]
+
+
+def test_the_files_say_every_key_that_accelerate_has_a_variable_for(tmp_path):
+    unsaid = {spec.env for spec in all_keys() if not spec.env.startswith("FSDPLAUNCH_")}
+    for text in FILES.values():
+        (tmp_path / "config.yaml").write_text(text)
+        unsaid -= {spec.env for spec in said_by(load_config(tmp_path / "config.yaml", environ={}))}
+    assert unsaid == set()
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_beats_accelerates_variables_here_as_there(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # of this machine
     path = tmp_path / "config.yaml"
     path.write_text(FILES[name])
     loaded = load_config(path, environ={})
-    said = [spec for spec in all_keys() if loaded.origins[spec.path].layer == "file"]
-    said = [spec for spec in said if not spec.env.startswith("FSDPLAUNCH_")]
-    variables = {spec.env: another(spec, value_at(loaded.config, spec.path)) for spec in said}
-    assert len(variables) > 4
-    alone = theirs(path)
+    variables = {spec.env: another(spec, value_at(loaded.config, spec.path)) for spec in said_by(loaded)}
+    alone = sent(path)
     for variable, text in variables.items():
         monkeypatch.setenv(variable, text)
-    assert {name: theirs(path).get(name) for name in variables} == {name: alone.get(name) for name in variables}
+    said, there = {name for name in variables if name in alone}, sent(path)
+    assert {name: there[name] for name in said} == {name: alone[name] for name in said}
     assert ours(path, variables) == ours(path)
 
 
