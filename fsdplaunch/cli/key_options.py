@@ -23,7 +23,7 @@ from fsdplaunch.config.schema.config import KeySpec, all_keys, section_classes
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS
 from fsdplaunch.errors import UsageError
 
-_ALIKE = 0.6
+_ALIKE, _VERY_ALIKE = 0.6, 0.8
 _SHORT = len("--seed")
 """A name as short as this is like many others by chance."""
 _PAIR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -147,12 +147,21 @@ def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
 def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[str]) -> UsageError:
     """Return the error for an option that there is not, with the one most like it, or where a script's own go."""
     dashes = {name: "--" + name.replace("_", "-" if "_" not in option else "_") for name in names}
+    from difflib import get_close_matches  # milliseconds, which few runs need
+
     word = option.removeprefix("--").replace("-", "_")
     longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
-    near = [dashes[name] for name in longer] or closest(option, [*own, *dashes.values()], cutoff=_ALIKE)
     script = next((word for word in rest if word.endswith(".py")), None)
-    hint = f"did you mean {near[0]}?" if near else "fsdplaunch launch --help-all lists every option"
-    if script is not None and not (near and len(option) > _SHORT):
+    known = [*own, *dashes.values()]
+    if script:  # the option may as well be the script's own: only a slip of the finger is one of ours
+        near = get_close_matches(option, known, cutoff=_VERY_ALIKE if len(option) > _SHORT else 1)
+    else:
+        near = closest(option, known, cutoff=_ALIKE)
+    near = [dashes[name] for name in longer] or near
+    hint = "fsdplaunch launch --help-all lists every option"
+    if near:
+        hint = f"did you mean {near[0]}?"
+    elif script:
         hint = f"the script's own options come after it: fsdplaunch launch {script} {option} ..."
     return UsageError(f"no such option: {option}", hint=hint)
 

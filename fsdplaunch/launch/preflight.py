@@ -1,6 +1,7 @@
 """What would stop a launch on this node, found before torch is imported by checks that yield it and do nothing."""
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -13,6 +14,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from fsdplaunch.config.environment import ALLOW_UNSHARDED
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import GIB, MIB
@@ -24,6 +26,7 @@ from fsdplaunch.probe.hardware import Gpu
 
 _LITTLE_SPACE, _NO_SPACE = GIB, 64 * MIB
 _CORRECT = "correct the script"
+_SHARDERS = re.compile(r"(?i)fsdp|fully_?shard|accelerat|transformers|trainer|\btrl\b|lightning|deepspeed")
 FILES, _FILES_PER_WORKER = 64, 8
 """Open files that one process of a run has to be allowed: pipes, sockets, logs, what torch opens itself."""
 
@@ -66,6 +69,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         found = [Finding(message=message, hint="ulimit -n 1024, in the shell that starts this")]
     return [
         *check_target(plan.target),
+        *check_sharder(plan),
         *check_torch(with_xla=uses_xla(config)),
         *check_gpus(config, [gpu for gpu in gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
         *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
@@ -123,6 +127,24 @@ def _check_source(file: Path) -> Iterator[Finding]:
     except ValueError as error:
         message, hint = f"{file}: {error}", "name a Python script, or use --no-python for a program"
     yield Finding(message=message, hint=hint, in_script=hint == _CORRECT)
+
+
+def check_sharder(plan: LaunchPlan) -> Iterator[Finding]:
+    """Warn of a script that trains and names nothing that shards, under FSDP1, which shards nothing by itself."""
+    file, config = Path(plan.target.name), plan.config
+    plain = plan.target.is_python and not plan.target.is_module and file.suffix == ".py"
+    if not (plain and config.distributed_type == "FSDP" and config.fsdp_config.fsdp_version == 1):
+        return
+    text = ""
+    with suppress(OSError):
+        text = "" if ALLOW_UNSHARDED in plan.env else file.read_text(encoding="utf-8", errors="replace")
+    if "optim" in text and not _SHARDERS.search(text):
+        message = f"{file} names nothing that shards a model, as a script under FSDP1 has to"
+        hint = (
+            "FSDP2 shards it as it is: fsdplaunch launch --fsdp-version 2 ..., or for good"
+            " fsdplaunch config set fsdp_version=2"
+        )
+        yield Finding(message=message, hint=hint, fatal=False)
 
 
 def check_torch(*, with_xla: bool = False) -> Iterator[Finding]:

@@ -167,7 +167,7 @@ def check_sharded(name: str) -> None:
         hint = "call fsdplaunch.prepare(model) or fsdplaunch.load_weights(model), or leave checkpoint.weights out"
         raise ShardingError(msg, hint=hint)
     if not may_stay_unsharded():
-        raise never_sharded(name, "; found at its end, for no optimizer of torch made a step")
+        raise never_sharded(name)
 
 
 def may_stay_unsharded() -> bool:
@@ -176,14 +176,14 @@ def may_stay_unsharded() -> bool:
 
 
 def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedError:
-    """Return the error for a script that trained replicas, with the place, and with what also would shard."""
-    workers, whole = world_size(), f" ({_replicated[0]})" if _replicated else ""
-    if workers == 1:
-        trained = f": its worker held all of it{whole}" if whole else ""
-    else:
-        trained = f": {workers} workers " + (
-            f"each held a full replica{whole}" if whole else "trained independent replicas"
-        )
+    """Return the error for a script that trained replicas; `where` is empty at its end, `also` would shard."""
+    workers, how = world_size(), ""
+    if _replicated:
+        whole = "its worker held all of it" if workers == 1 else f"{workers} workers each held a full replica"
+        how = f": {whole} ({_replicated[0]})"
+    elif where and workers > 1:
+        how = f": {workers} workers trained independent replicas"
+    seen = f"; found at {where}" if where else ", and without a step of an optimizer of torch"
     library = built_library()
     ways = "call fsdplaunch.prepare(model, ...) in the script" if library is None else library.remedy
     if library is None and _replicated:
@@ -195,7 +195,7 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
             " --shard off, which leaves all to the script"
         )
     ways = f"{ways}; {also}" if also else ways
-    msg = f"{name} ended without sharding a model{trained}{where}"
+    msg = f"{name} ended without sharding a model{how}{seen}"
     return NeverShardedError(msg, hint=f"{ways}; or launch with --allow-unsharded, if that is meant")
 
 
@@ -204,7 +204,7 @@ def check_at_first_step(name: str) -> None:
 
     def check() -> None:
         if not may_stay_unsharded():
-            raise never_sharded(name, f"; found at its first optimizer step, {script_line()}")
+            raise never_sharded(name, f"its first optimizer step, {script_line()}")
         _describe_others()
 
     steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -248,7 +248,7 @@ def _watch_updates(name: str) -> None:
         if param is not None:
             now = float(param.detach().double().sum().item())
             if sums.setdefault(weakref.ref(param), now) != now:
-                where = f"; found at its second backward pass, {script_line()}"
+                where = f"its second backward pass, {script_line()}"
                 also = "or move it to its device by model.to(device), where it is sharded"
                 raise never_sharded(name, where, also)
         return backward(tensors, *args, **kwargs)

@@ -88,6 +88,7 @@ OTHERS = [
     ("launch", "no script given\nhint:  fsdplaunch launch train.py"),
     ("launch nope.py", "script not found: nope.py"),
     ("launch trian.py", "script not found: trian.py\nhint:  did you mean train.py?"),
+    ("launch /nowhere/trian.py", "script not found: /nowhere/trian.py\nhint:  did you mean train.py?"),
     ("launch folder", "folder is a folder, not a script"),
     ("launch --zero_stage", "--zero_stage needs a value"),
     ("launch --num_cpu_threads_per_process", "--num_cpu_threads_per_process needs a value"),

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from fsdplaunch.config.schema.config import CheckpointSection, Config, LaunchSection
+from fsdplaunch.config.schema.sharding_sections import FsdpConfig
 from fsdplaunch.launch import preflight
 from fsdplaunch.launch.plan import LaunchTarget, join_port
-from fsdplaunch.launch.preflight import check_port, check_space, check_target, check_weights, is_taken
+from fsdplaunch.launch.preflight import (
+    check_port,
+    check_sharder,
+    check_space,
+    check_target,
+    check_weights,
+    is_taken,
+)
 from fsdplaunch.probe import torch_version
 
 
@@ -34,6 +42,26 @@ def test_script_must_compile(tmp_path, monkeypatch, text, said):
     found = messages(check_target(LaunchTarget(name="t.py")))
     assert len(found) == (said is not None)
     assert all(line.startswith(said) and "\n" not in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "noted"),
+    [
+        (1, "torch.optim.SGD(model.parameters())", True),
+        (2, "torch.optim.SGD(model.parameters())", False),
+        (1, "import mine; mine.main()", False),  # which may shard
+        (1, "from accelerate import Accelerator; torch.optim.SGD", False),
+        (1, "from torch.distributed.fsdp import fully_shard; torch.optim.SGD", False),
+    ],
+)
+def test_plain_script_under_fsdp1_is_noted_with_two_commands(tmp_path, version, text, noted):
+    (tmp_path / "t.py").write_text(text)
+    config = Config(distributed_type="FSDP", fsdp_config=FsdpConfig(fsdp_version=version))
+    plan = SimpleNamespace(target=LaunchTarget(name=str(tmp_path / "t.py")), config=config, env={})
+    found = list(check_sharder(plan))
+    assert [finding.fatal for finding in found] == [False] * noted
+    assert not noted or "launch --fsdp-version 2" in found[0].hint
+    assert not noted or "config set fsdp_version=2" in found[0].hint
 
 
 def test_folder_is_checked_by_its_main_and_an_archive_is_not_read(tmp_path):

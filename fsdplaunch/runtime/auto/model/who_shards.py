@@ -97,7 +97,7 @@ class Ownership:
         self._check_batches(what)
         if self.ours and self.version == 1:
             msg = f"{script_line()} {what}, nothing in the script shards it, and doing so needs fsdp_version 2"
-            raise ShardingError(msg, hint="set fsdp_version to 2, or call fsdplaunch.prepare in the script")
+            raise ShardingError(msg, hint="launch with --fsdp-version 2, or call fsdplaunch.prepare in the script")
         return bool(self.ours)
 
     def _see(self) -> None:

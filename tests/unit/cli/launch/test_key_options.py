@@ -106,7 +106,8 @@ def test_every_option_of_torchrun_is_known():
             assert expand([f"{option}=1", "t.py"], own_flags=set(), own_options=set()) != [f"{option}=1", "t.py"]
 
 
-def test_an_option_of_the_script_before_it_is_told_where_it_goes():
-    with pytest.raises(UsageError, match="no such option: --lr") as caught:
-        expand(["--lr", "3", "train.py"], **OWN)
-    assert caught.value.hint == "the script's own options come after it: fsdplaunch launch train.py --lr ..."
+@pytest.mark.parametrize("option", ["--lr", "--batch-size", "--epochs", "--learning_rate"])
+def test_an_option_of_the_script_before_it_is_told_where_it_goes(option):
+    with pytest.raises(UsageError, match=f"no such option: {option}") as caught:
+        expand([option, "3", "train.py"], **OWN)
+    assert caught.value.hint == f"the script's own options come after it: fsdplaunch launch train.py {option} ..."
