@@ -153,7 +153,7 @@ def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[
     longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
     script = next((word for word in rest if word.endswith(".py")), None)
     known = [*own, *dashes.values()]
-    if script:  # the option may as well be the script's own: only a slip of the finger is one of ours
+    if script and not word.startswith("fsdp"):  # it may be the script's own: only a slip of the finger is ours
         near = get_close_matches(option, known, cutoff=_VERY_ALIKE if len(option) > _SHORT else 1)
     else:
         near = closest(option, known, cutoff=_ALIKE)
