@@ -78,8 +78,10 @@ def quoted(text: str, most: int = 80) -> str:
 
 
 def shortened(text: str, most: int = MOST) -> str:
-    """Return `text`, or its beginning and how much more there was."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters in all)"
+    """Return `text`, or its beginning, how much there was, and its end."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}... ({len(text)} characters in all) ...{text[-most // 2 :]}"
 
 
 def text_of(error: BaseException) -> str:

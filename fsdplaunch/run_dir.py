@@ -82,14 +82,14 @@ def rank_folder(run_dir: Path, rank: int | str) -> Path:
 
 
 def rank_log(run_dir: Path, rank: int, stream: str, attempt: int) -> Path:
-    """Return the file of one rank's output (`stdout` or `stderr`) in one attempt, from 0."""
-    name = f"{stream}.attempt{attempt}.log" if attempt else f"{stream}.log"
+    """Return the file of one rank's output (`stdout` or `stderr`) in one attempt, from 0; people count from 1."""
+    name = f"{stream}.attempt{attempt + 1}.log" if attempt else f"{stream}.log"
     return rank_folder(run_dir, rank) / name
 
 
 def error_file(run_dir: Path, rank: int, attempt: int) -> Path:
     """Return the file where a worker records the exception that ended it."""
-    name = f"error.attempt{attempt}.json" if attempt else "error.json"
+    name = f"error.attempt{attempt + 1}.json" if attempt else "error.json"
     return rank_folder(run_dir, rank) / name
 
 

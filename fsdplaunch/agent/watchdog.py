@@ -1,4 +1,4 @@
-"""The watchdog: notice that no rank gets on, say which ones the others wait for, and keep every rank's stack.
+"""The watchdog: notice that no rank makes progress, say whom the others wait for, and keep every rank's stack.
 
 Progress is an optimizer step or a byte of output, on any rank. Nothing is ended: a long evaluation that says
 nothing looks just the same. Runs in the agent.
@@ -66,7 +66,8 @@ def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: Pa
     if behind and waiting:
         who = f"{waiting} ranks wait" if waiting != 1 else "1 rank waits"
         found = f"{who} for {listed([str(position) for position in behind], _NAMED)}"
-    return f"no rank has got on for {seconds:.0f} s: {found}; stacks in {rank_folder(run_dir, '*')}/{STACK}"
+    silent = f"no rank has made a step or printed anything for {seconds:.0f} s"
+    return f"{silent}: {found}; stacks in {rank_folder(run_dir, '*')}/{STACK}"
 
 
 class Watchdog:
@@ -93,7 +94,7 @@ class Watchdog:
         self._next = now + min(1.0, self._seconds / 4)
         if self._asked is not None:
             asked, before = self._asked
-            return self._answer(before, now) if now - asked >= ANSWER_SECONDS else None
+            return self._answer(before) if now - asked >= ANSWER_SECONDS else None
         seen = []
         for folder in self._folders.values():
             record = read_steps(folder, only_head=True)
@@ -109,7 +110,7 @@ class Watchdog:
                         os.kill(record.pid, STACK_SIGNAL)
         return None
 
-    def _answer(self, before: Mapping[int, int], now: float) -> str:
+    def _answer(self, before: Mapping[int, int]) -> str:
         self._asked, self._told = None, True
         positions = []
         for rank, folder in sorted(self._folders.items()):
@@ -119,7 +120,7 @@ class Watchdog:
                 dump = file.read()
             record = read_steps(folder, only_head=True)
             positions.append(read_position(rank, record.made if record else None, dump.decode(errors="replace")))
-        return describe_stall(positions, now - self._since, run_dir=self._run_dir)
+        return describe_stall(positions, self._seconds, run_dir=self._run_dir)
 
 
 def _size(file: Path) -> int:

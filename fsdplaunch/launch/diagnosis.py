@@ -1,10 +1,13 @@
-"""Why a run failed and what to try, from what is recorded. Pure: one row or small function per kind of failure."""
+"""Why a run failed and what to try, from what is recorded: one row or small function per kind of failure."""
 
+import pkgutil
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdplaunch.config.names import closest
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.display_text import GIB, listed
 from fsdplaunch.launch.root_cause import UNEQUAL_COLLECTIVES, Worker, has_failed, is_consequence, own_signal
@@ -19,6 +22,8 @@ _NO_GPU_MEMORY = re.compile(
 )
 """Of torch; of NCCL, which needs buffers of its own; of cuBLAS, where there is no room for its workspace."""
 _NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
+_PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""What to install for a module that is not called as its package is. Of others only their own pages know."""
 _NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.I)
 _NEEDS_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
@@ -53,6 +58,7 @@ class FailureFacts:
     memory_kills: int = 0  # how often the kernel killed a process of this job for want of memory, while it ran
     memory_limit: int | None = None  # host memory the job may use, in bytes; None when unknown
     python: str = "python"  # the interpreter the workers ran in
+    folder: str = ""  # the script's; the current one when left out
 
     @property
     def text(self) -> str:
@@ -74,7 +80,7 @@ def diagnose(facts: FailureFacts) -> Diagnosis:
     return next((found for recognise in _KINDS if (found := recognise(facts)) is not None), Diagnosis())
 
 
-def diagnose_record(record: Mapping[str, Any], config: Config, python: str) -> Diagnosis:
+def diagnose_record(record: Mapping[str, Any], config: Config, *, python: str, folder: str) -> Diagnosis:
     """Return what can be said about the last attempt that an agent has recorded; nothing when no worker failed."""
     attempts = record.get("attempts") or []
     if not attempts or attempts[-1]["cause"] is None:
@@ -86,6 +92,7 @@ def diagnose_record(record: Mapping[str, Any], config: Config, python: str) -> D
         memory_kills=record.get("memory_kills") or 0,
         memory_limit=record.get("memory_limit"),
         python=python,
+        folder=folder,
     )
     return diagnose(facts)
 
@@ -208,14 +215,21 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
         return None
     same = [w["rank"] for w in facts.workers if (w["error"] or {}).get("message") == facts.text]
     where = "on every rank" if len(same) == len(facts.workers) > 1 else f"on rank {_ranks(same)}"
-    module = _NO_MODULE.match(facts.text)
-    return Diagnosis(
-        why=f"the import fails {where}, in the environment of {facts.python}",
-        remedies=(
-            f"{facts.python} -m pip " + (f"install {module[1]}" if module else "check"),
-            "or start fsdplaunch from the environment that has it",
-        ),
-    )
+    why, found = f"the import fails {where}, in the environment of {facts.python}", _NO_MODULE.match(facts.text)
+    elsewhere = "start fsdplaunch from the environment that has it"
+    if found is None:
+        return Diagnosis(why=why, remedies=(f"{facts.python} -m pip check", elsewhere))
+    known = {module.name for module in pkgutil.iter_modules([facts.folder or ".", *sys.path])}
+    near = closest(found[1], sorted(known))
+    if found[1] in known:
+        first = f"{found[1]} itself is there: another version of it, or another spelling below it"
+    elif found[1] in _PACKAGES:
+        first = f"{facts.python} -m pip install {_PACKAGES[found[1]]}, which has {found[1]}"
+    elif near:
+        first = f"did you mean {near[0]}, which is there?"
+    else:
+        first = f"install the package that has {found[1]}: it may be called otherwise; or correct the path to it"
+    return Diagnosis(why=why, remedies=(first, elsewhere))
 
 
 def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
@@ -324,6 +338,11 @@ _KINDS: Sequence[_Recognise] = (
         r"(_scaled_mm|fp8).*(compute capability|only supported|requires)|float8.*not supported",
         "this GPU does not compute in fp8",
         "--mixed-precision bf16",
+    ),
+    _says(
+        r"Unknown c10d backend type|ProcessGroupGloo::Options",
+        "torch 2.9 and older cannot make a mesh, or other groups, once the process group is bound to a GPU",
+        "leave device_id out of the script's init_process_group, or install a newer torch",
     ),
     _unequal_collectives,
     _collective_timeout,

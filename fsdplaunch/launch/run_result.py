@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.display_text import MOST, shortened
+from fsdplaunch.display_text import MOST, counted, shortened
 from fsdplaunch.launch.diagnosis import Diagnosis
 from fsdplaunch.launch.root_cause import Worker, brief, has_failed, own_signal, shell_status, user_frames
 from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
@@ -74,7 +74,7 @@ class RunResult:
 def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
-        "attempt": attempt["attempt"],
+        "attempt": attempt["attempt"] + 1,
         "seconds": round((end - start) / 1e9, 3) if start else 0.0,
         "cause": brief(cause) if cause else None,
         "ranks": [
@@ -197,9 +197,10 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
         hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
         return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     if failure.rank is None:
-        message = [f"  {line}" for line in shortened(failure.message or "").splitlines()[:_MESSAGE_LIMIT]]
+        message = [f"  {line}" for line in _ends_of(failure.message or "")]
         head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
-        return [head, *message, "", f"  log  {run_dir}/{AGENT_LOG}"]
+        why = "the agent that watches the workers failed itself; its log has the traceback"
+        return [head, *message, "", f"  why  {why}", f"  log  {run_dir}/{AGENT_LOG}"]
     lines = _failed_rank(failure, folder)
     if (tries := len(result.attempts)) > 1:
         lines.append(f"  it was attempt {tries}; the attempts before it are in result.json")
@@ -207,6 +208,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     rest = [("why", diagnosis.why)] if diagnosis.why else []
     rest += [("try", remedy) for remedy in diagnosis.remedies[:1]]
     rest += [("   ", remedy) for remedy in diagnosis.remedies[1:]]
+    rest = rest or [("why", "not one of the causes known here: the lines above and the log say all there is")]
     log = f"{run_dir}/{failure.log}" if failure.log else rank_folder(Path(run_dir), failure.rank)
     return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
 
@@ -223,12 +225,16 @@ def _failed_rank(failure: Failure, folder: str) -> list[str]:
         lines += [f"    {shortened(line)}" for line in failure.tail[-_TAIL_LIMIT:]]
     else:
         text = failure.message.partition("\nhint: ")[0]
-        message = shortened(text).splitlines()
-        lines += [f"  {line}" for line in message[:_MESSAGE_LIMIT]]
-        lines += ["  ..."] if len(message) > _MESSAGE_LIMIT else []
+        lines += [f"  {line}" for line in _ends_of(text)]
         lines += ["  (the log below has all of it)"] if len(text) > MOST else []
         lines += [f"    {frame}" for frame in user_frames(failure.traceback or "", folder=folder)]
     return lines + [f"  {words}" for words in failure.others]
+
+
+def _ends_of(text: str) -> list[str]:
+    """Return the lines of an exception's text; of many the first, and the last, which have the cause."""
+    lines = shortened(text).splitlines()
+    return lines if len(lines) <= _MESSAGE_LIMIT + 1 else [lines[0], "...", *lines[1 - _MESSAGE_LIMIT :]]
 
 
 def end_line(result: RunResult, *, workers: int) -> str:
@@ -237,4 +243,4 @@ def end_line(result: RunResult, *, workers: int) -> str:
         saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004
         return f"stopped by {result.stopped_by} after {duration(result.seconds)}{saved}"
     tries = f", attempt {len(result.attempts)}" if len(result.attempts) > 1 else ""
-    return f"finished in {duration(result.seconds)}, {workers} workers{tries}"
+    return f"finished in {duration(result.seconds)}, {counted(workers, 'worker')}{tries}"

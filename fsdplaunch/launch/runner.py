@@ -134,7 +134,9 @@ def run_plan(
         remove_abandoned_dirs()
     result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
     if result.failure is not None:
-        result = replace(result, diagnosis=diagnose_record(record, plan.config, plan.argv[0]))
+        beside = "" if plan.target.is_module else str(Path(plan.target.name).parent)
+        found = diagnose_record(record, plan.config, python=plan.argv[0], folder=beside)
+        result = replace(result, diagnosis=found)
     return _written(plan, result)
 
 

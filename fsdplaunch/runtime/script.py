@@ -148,7 +148,7 @@ def conclude(failure: BaseException) -> int:
         lines = lines.tb_next  # to the user's first line, if one was reached
     text = "".join(traceback.format_exception(type(failure), failure, lines))
     short = isinstance(failure, LaunchError) and lines is None
-    words = text_of(failure)
+    words = _words_of(failure)
     notes = [str(note) for note in getattr(failure, "__notes__", ())]  # this package's are hints in the report
     advice = " ".join(note.removeprefix(NOTE) for note in notes if note.startswith(NOTE)).replace("\n", " ")
     named = f"{type(failure).__name__}: {words}" + (f"\nhint: {advice}" if advice else "")
@@ -177,6 +177,17 @@ def _for_the_file() -> Iterator[None]:
         yield
     finally:
         write_error(END_HIDDEN.decode())
+
+
+def _words_of(failure: BaseException) -> str:
+    """Return an exception's text; of a CheckpointException, which holds those of several ranks, what they say."""
+    inner = getattr(failure, "failures", None)
+    if type(failure).__name__ != "CheckpointException" or not inner:
+        return text_of(failure)
+    said: dict[str, list[str]] = {}
+    for rank, (error, *_) in inner.items():
+        said.setdefault(f"{type(error).__name__}: {text_of(error)}", []).append(str(rank))
+    return "\n".join(f"{text} (rank {', '.join(ranks)})" for text, ranks in said.items())
 
 
 def record(message: str, call_stack: str, status: int) -> None:

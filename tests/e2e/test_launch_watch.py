@@ -72,7 +72,7 @@ def run_until_seen(start, folder, *case):
 def test_stall_names_the_rank_that_is_behind_and_keeps_every_stack(watched):
     run = watched["stall"].result()
     assert run.code == 0, run.stderr
-    said = [line.removeprefix("fsdplaunch: ") for line in run.stderr.splitlines() if "has got on" in line]
+    said = [line.removeprefix("fsdplaunch: ") for line in run.stderr.splitlines() if "has made a step" in line]
     assert any("1 rank waits for rank 1 (step 3, t.py:13 in load_batch)" in line for line in said)
     assert "in load_batch" in run.log(1, "stack.txt")
     assert "in all_reduce" in run.log(0, "stack.txt")
@@ -86,7 +86,7 @@ def test_rank_that_dies_once_is_recovered_from(watched):
     assert [attempt["cause"] and attempt["cause"]["rank"] for attempt in attempts] == [1, None]
     assert attempts[0]["cause"]["code"] == 7
     assert run.log(0) == "attempt 0\n"
-    assert run.log(0, "stdout.attempt1.log") == "attempt 1\ntotal 2.0\n"
+    assert run.log(0, "stdout.attempt2.log") == "attempt 1\ntotal 2.0\n"
     assert "attempt 2 of 3 (rank 1 failed with exit code 7)" in run.stderr
     assert [attempt["cause"] for attempt in run.json()["attempts"]] == ["rank 1 failed with exit code 7", None]
 

@@ -113,5 +113,6 @@ def _message_of(failure: BaseException) -> tuple[str, str | None]:
         failure = next(iter(inner.values()))[0]
         if isinstance(failure, LaunchError):
             return failure.message, failure.hint
-    first_line = (str(failure).strip() or "no message").splitlines()[0]
-    return f"{type(failure).__name__}: {first_line}", None
+    lines = (str(failure).strip() or "no message").splitlines()
+    ends = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"  # torch puts the cause last
+    return f"{type(failure).__name__}: {ends}", None

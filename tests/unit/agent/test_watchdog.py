@@ -41,7 +41,10 @@ ELSEWHERE = """Current thread 0x00007f3c (most recent call first):
 def test_ranks_that_the_others_wait_for_are_named_with_the_users_innermost_line(ranks, found):
     positions = [read_position(rank, steps, dump) for rank, (steps, dump) in enumerate(ranks)]
     line = describe_stall(positions, 600, run_dir=Path("runs/x"))
-    assert line == f"no rank has got on for 600 s: {found}; stacks in runs/x/ranks/*/stack.txt"
+    assert (
+        line
+        == f"no rank has made a step or printed anything for 600 s: {found}; stacks in runs/x/ranks/*/stack.txt"
+    )
 
 
 @pytest.fixture

@@ -64,8 +64,13 @@ def test_killed_rank_shows_its_last_words(worker, record):
 def test_hint_of_an_own_error_is_not_repeated_in_its_text_and_long_messages_are_cut(worker, record):
     cause = worker(0, message="ShardingError: 0\n" + "\n".join(map(str, range(1, 9))) + "\nhint: name them")
     lines = failure_lines(read_result(record(cause), exit_code=1), run_dir="r")
-    assert lines[2:7] == ["  ShardingError: 0", "  1", "  2", "  3", "  ..."]
+    assert lines[2:7] == ["  ShardingError: 0", "  ...", "  6", "  7", "  8"]
     assert not any("name them" in line for line in lines)
+
+
+def test_failure_that_nothing_is_known_about_says_so(worker, record):
+    lines = failure_lines(read_result(record(worker(0, message="KeyError: 'a'")), exit_code=1), run_dir="r")
+    assert lines[-2].startswith("  why  not one of the causes known here")
 
 
 def test_run_that_failed_without_a_worker_says_so():
@@ -74,6 +79,7 @@ def test_run_that_failed_without_a_worker_says_so():
         "the run failed with exit code 1, and no worker is to blame",
         "  RuntimeError: no",
         "",
+        "  why  the agent that watches the workers failed itself; its log has the traceback",
         "  log  runs/x/agent.log",
     ]
 
@@ -102,7 +108,7 @@ def test_end_without_a_failure_is_one_line():
 def test_log_of_a_later_attempt_has_its_name(worker, record):
     data = record(worker(0))
     data["attempts"][0]["attempt"] = 2
-    assert read_result(data, exit_code=1).failure.log == "ranks/0/stderr.attempt2.log"
+    assert read_result(data, exit_code=1).failure.log == "ranks/0/stderr.attempt3.log"
 
 
 def test_others_are_told_together(worker):
