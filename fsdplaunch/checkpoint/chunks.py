@@ -44,7 +44,7 @@ def _find_overlap(regions: Sequence[Region], dims: int) -> str | None:
         near = [one for one in near if one.offsets[dim] + one.sizes[dim] > region.offsets[dim]]
         compared += len(near)
         if compared > _MAX_COMPARED:
-            return f"its {len(regions)} chunks form no grid"
+            return f"its {len(regions)} chunks do not form a grid"
         for one in near:
             spans = zip(one.offsets, one.sizes, region.offsets, region.sizes, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in spans):

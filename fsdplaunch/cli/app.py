@@ -16,6 +16,7 @@ from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.features import built_without
 
 # What typer raises for a command line; it has no public name for the root of them.
+_AROUND = "'?)"  # what typer has around a name that it suggests
 _WrongUsageError: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -52,8 +53,13 @@ def _show(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         Output().say(error.format_message())
     else:
-        message = error.format_message().rstrip(".")
+        message = (
+            error.format_message().rstrip(".").replace("got unexpected extra argument(s)", "unexpected argument")
+        )
         hint = f"{error.ctx.command_path} -h" if getattr(error, "ctx", None) else None
+        for mark in (". Did you mean ", " Did you mean ", " (Possible options: "):
+            message, found, near = message.partition(mark)
+            hint = f"did you mean {near.partition(',')[0].strip(_AROUND)}?" if found else hint
         Output().error(LaunchError(message[:1].lower() + message[1:], hint=hint))
     return int(error.exit_code)
 

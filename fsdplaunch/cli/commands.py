@@ -286,7 +286,7 @@ def tune(
     module: ModuleOption = False,
     tries: Annotated[
         list[str] | None,
-        takes("KEY=V1,V2", "Try these values, and only keys that are named so", "--try"),
+        takes("KEY=V1,V2", "Try these values, and only keys named by --try", "--try"),
     ] = None,
     steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a launch")] = 10,
     limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,

@@ -223,7 +223,7 @@ def convert(
 ) -> int:
     """Write SOURCE to TARGET as a file for FSDP2, and name every key that changes."""
     if to != "fsdp2":
-        msg = f"{to} is nothing to convert to"
+        msg = f"a file cannot be converted to {to}"
         raise UsageError(
             msg, hint="use --to fsdp2; accelerate takes files without sections of our own as they are"
         )

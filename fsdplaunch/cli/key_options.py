@@ -23,9 +23,7 @@ from fsdplaunch.config.schema.config import KeySpec, all_keys, section_classes
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, FLAG, TRUE_WORDS
 from fsdplaunch.errors import UsageError
 
-_ALIKE, _VERY_ALIKE = 0.6, 0.8
-_SHORT = len("--seed")
-"""A name as short as this is like many others by chance."""
+_ALIKE, _VERY_ALIKE = 0.6, 0.85
 _PAIR = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 """How accelerate's `--env` writes a variable."""
 
@@ -150,11 +148,12 @@ def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[
     from difflib import get_close_matches  # milliseconds, which few runs need
 
     word = option.removeprefix("--").replace("-", "_")
-    longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
     script = next((word for word in rest if word.endswith(".py")), None)
+    longer = sorted((name for name in names if name.endswith(f"_{word}") and "." not in name), key=len)
+    longer = [] if script and "_" not in word else longer
     known = [*own, *dashes.values()]
     if script and not word.startswith("fsdp"):  # it may be the script's own: only a slip of the finger is ours
-        near = get_close_matches(option, known, cutoff=_VERY_ALIKE if len(option) > _SHORT else 1)
+        near = get_close_matches(option, known, cutoff=_VERY_ALIKE)
     else:
         near = closest(option, known, cutoff=_ALIKE)
     near = [dashes[name] for name in longer] or near

@@ -118,7 +118,7 @@ def number(
 whole = partial(number, whole=True)
 _MOST_BYTES = 2**60
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZES = {f"{name}B": factor for name, factor in _DECIMAL.items()} | _BINARY
 _TIMES = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
 

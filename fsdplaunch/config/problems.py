@@ -17,7 +17,7 @@ TEXT_PROBLEMS = {
     "unknown-key": "There is no such key.",
     "misplaced-key": "The key belongs to another section.",
     "not-an-assignment": "A text on the command line is not `KEY=VALUE`.",
-    "wrong-value": "The value is none that the key takes.",
+    "wrong-value": "The key does not take this value.",
     "unsupported-value": "accelerate knows the value, fsdplaunch cannot honour it.",
 }
 """The ids of problems that a text, a name or a single value can have; those of key combinations are rules."""
@@ -28,7 +28,7 @@ TEXT_NOTES = {
     "bare-section": "The file consists of one section's keys, without its name.",
     "follows": "A key follows another one, which a higher layer sets.",
     "variable-of-accelerate": "A variable that accelerate reads sets a key that the file leaves open.",
-    "unread-variable": "An environment variable nearly has the name of a key's.",
+    "unread-variable": "An environment variable is named nearly like that of a key.",
     "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
 }
 """The ids of notes about a text, a name or an option; those about key combinations are rules."""

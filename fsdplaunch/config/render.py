@@ -39,7 +39,7 @@ from fsdplaunch.files import atomic_file
 SCHEMA_FILE = "fsdp.schema.json"
 _HEAD = (
     f"# yaml-language-server: $schema={SCHEMA_FILE}",
-    f"# for editors, makes that file: fsdplaunch config schema > {SCHEMA_FILE}",
+    f"# editors complete and check keys with that file: fsdplaunch config schema > {SCHEMA_FILE}",
     f"# fsdplaunch {__version__}; every key: fsdplaunch config explain",
     "",
 )

@@ -11,6 +11,7 @@ from fsdplaunch.config.schema.config import Config, KeySpec, all_keys, value_at
 from fsdplaunch.config.schema.kinds import STRATEGY, DtypeName
 from fsdplaunch.config.schema.launch_sections import PrecisionSection
 from fsdplaunch.config.schema.sharding_sections import FsdpConfig, ParallelismConfig
+from fsdplaunch.display_text import counted
 from fsdplaunch.errors import UsageError
 
 _READ = frozenset(
@@ -269,7 +270,7 @@ def mesh_sizes(config: Config, world: int) -> AxisSizes:
     sizes = configured_axes(config)
     found = split_world(world, sizes)
     if found.world != world or min(found) < 1:
-        msg = f"a mesh of {sizes} does not fit {world} workers"
+        msg = f"a mesh of {sizes} does not fit {counted(world, 'worker')}"
         raise UsageError(msg, hint="the sizes must multiply to the number of workers; -1 takes the rest")
     return found
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from fsdplaunch.config.resolve import CPU_WORKERS, workers_per_node
-from fsdplaunch.display_text import GIB, MIB
+from fsdplaunch.display_text import GIB, MIB, counted
 from fsdplaunch.doctor.facts import Check, DoctorFacts, Status
 from fsdplaunch.errors import EXIT_MACHINE
 from fsdplaunch.launch.preflight import check_gpus as check_gpu_use
@@ -124,7 +124,7 @@ def check_host(facts: DoctorFacts) -> Iterator[Check]:
     text = f"{facts.cpus} usable (affinity and container limits counted)"
     if facts.cpus < workers:
         hint = "give the container more processors, or start fewer workers"
-        yield Check("processors", "warning", f"{text} for {workers} workers", hint)
+        yield Check("processors", "warning", f"{text} for {counted(workers, 'worker')}", hint)
     else:
         yield Check("processors", "ok", text)
     if facts.memory is None:
@@ -263,7 +263,8 @@ def check_config(facts: DoctorFacts) -> Iterator[Check]:
         return
     workers, gpus = workers_per_node(facts.config), len(facts.gpus)
     if workers is not None and 0 < gpus < workers and facts.wants_gpus:
-        text = f"the configuration sets {workers} workers on this node, it has {gpus} visible GPUs"
+        here = f"it has {counted(gpus, 'visible GPU')}"
+        text = f"the configuration sets {counted(workers, 'worker')} on this node, {here}"
         yield Check("config", "problem", text, "lower num_processes, or set use_cpu: true")
     else:
         yield Check("config", "ok", facts.config_path)

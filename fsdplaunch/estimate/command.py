@@ -9,7 +9,7 @@ from fsdplaunch.cli.output import Output
 from fsdplaunch.config.load import load_config
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.display_text import quoted, short_count
+from fsdplaunch.display_text import counted, quoted, short_count
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.build import built_sizes
 from fsdplaunch.estimate.memory import LENGTH, MemoryNeed, TrainingSetup, memory_need, ranks_of, training_setup
@@ -71,7 +71,7 @@ def estimate(
         on_gpu=not config.use_cpu,
     )
     file_name = str(loaded.path) if loaded.path else "the built-in defaults"
-    ranks = f"{setup.world} rank{'s' if setup.world != 1 else ''}"
+    ranks = counted(setup.world, "rank")
     place = f"{ranks}, {setup.per_node} per node" if setup.world > setup.per_node else ranks
     report = Report(
         title=f"{found.named} with {file_name} on {place}", words=_words(model, setup), model=model, setup=setup,
@@ -89,7 +89,7 @@ def estimate(
 
 def _notes(config: Config, model: Model, setup: TrainingSetup) -> Iterator[str]:
     if uses_xla(config):
-        yield "this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs is another"
+        yield "this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs differs"
     if config.fsdp_config.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
         yield "units of SIZE_BASED_WRAP are estimated as the model's blocks"
     heads = model.shape.head_count if model.shape is not None else 0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fsdplaunch.display_text import GIB
+from fsdplaunch.display_text import GIB, counted
 from fsdplaunch.estimate.memory import (
     CONTEXT,
     MOMENTS,
@@ -279,12 +279,11 @@ def _answers(report: Report) -> Iterator[str]:
         yield f"{report.verdict:<15} {amounts} ({report.memory_from}), {words}"
     yield f"peak            {MOMENTS[need.moment]}"
     if memory is not None:
-        ranks = f"{report.fewest} rank{'' if report.fewest == 1 else 's'}"
-        fewest = ranks if report.fewest else "no number of ranks is enough"
+        fewest = counted(report.fewest, "rank") if report.fewest else "no number of ranks is enough"
         yield f"smallest world  {fewest}, at a batch of {setup.batch_size} x {tokens}"
         if report.batch is not None:
             batch = f"{report.batch} x {tokens}" if report.batch else "not even 1"
-            yield f"largest batch   {batch}, with {setup.world} ranks"
+            yield f"largest batch   {batch}, with {counted(setup.world, 'rank')}"
     alone = f"{need.building / GIB:.1f} where each rank builds the whole model itself"
     yield f"host memory     {need.loading / GIB:.1f} GiB per node while loading; {alone}"
     if need.host:

@@ -259,7 +259,9 @@ def _needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
 def _left_by_itself(facts: FailureFacts) -> Diagnosis | None:
     error, code = facts.cause["error"], facts.cause["code"]
     if error is None and code is not None and code > 0:
-        return Diagnosis(why=f"it left with status {code} and no exception: os._exit, or a program it became")
+        return Diagnosis(
+            why=f"it ended with status {code} and no exception: os._exit, or another program in its place"
+        )
     if error is None or not (error["message"] or "").startswith("SystemExit"):
         return None
     asked = error["message"].partition(": ")[2]

@@ -14,6 +14,7 @@ from typing import Any
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, DEVICE, RUN_DIR, encode
 from fsdplaunch.config.resolve import CPU_WORKERS, converts_to_bf16, runs_spmd, shards_on_xla, uses_xla, with_mesh
 from fsdplaunch.config.schema.config import Config, variable_of
+from fsdplaunch.display_text import counted
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_variables
@@ -185,7 +186,8 @@ def _workers_here(config: Config, node: NodeFacts, device: str, gpus: int) -> in
     else:
         workers = auto if config.num_processes == "auto" else config.num_processes // config.num_machines
     if device == "cuda" and workers > gpus:
-        msg = f"the configuration asks for {workers} workers on this node, but it has {gpus} visible GPUs"
+        here = counted(gpus, "visible GPU")
+        msg = f"the configuration asks for {counted(workers, 'worker')} on this node, but it has {here}"
         raise MachineError(msg, hint="lower num_processes, or set use_cpu: true to run on CPU with gloo")
     return workers
 

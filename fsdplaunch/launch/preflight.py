@@ -131,19 +131,14 @@ def _check_source(file: Path) -> Iterator[Finding]:
 
 def check_sharder(plan: LaunchPlan) -> Iterator[Finding]:
     """Warn of a script that trains and names nothing that shards, under FSDP1, which shards nothing by itself."""
-    file, config = Path(plan.target.name), plan.config
-    plain = plan.target.is_python and not plan.target.is_module and file.suffix == ".py"
-    if not (plain and config.distributed_type == "FSDP" and config.fsdp_config.fsdp_version == 1):
+    config, file = plan.config, Path(plan.target.name)
+    if config.distributed_type != "FSDP" or config.fsdp_config.fsdp_version != 1 or ALLOW_UNSHARDED in plan.env:
         return
-    text = ""
-    with suppress(OSError):
-        text = "" if ALLOW_UNSHARDED in plan.env else file.read_text(encoding="utf-8", errors="replace")
+    is_read = file.suffix == ".py" and os.access(file, os.R_OK)
+    text = file.read_text(encoding="utf-8", errors="replace") if is_read else ""
     if "optim" in text and not _SHARDERS.search(text):
         message = f"{file} names nothing that shards a model, as a script under FSDP1 has to"
-        hint = (
-            "FSDP2 shards it as it is: fsdplaunch launch --fsdp-version 2 ..., or for good"
-            " fsdplaunch config set fsdp_version=2"
-        )
+        hint = "FSDP2 shards it: fsdplaunch launch --fsdp-version 2 ..., or fsdplaunch config set fsdp_version=2"
         yield Finding(message=message, hint=hint, fatal=False)
 
 

@@ -163,8 +163,8 @@ def find_run(folder: Path, name: str = LATEST) -> Run:
         one for one in names if one.startswith(name) or one.endswith(name)
     ]
     if len(chosen) != 1:
-        count = f"{len(chosen)} runs" if chosen else "no run"
-        msg = f"{count} in {folder} by the name {name}"
+        some = f"{len(chosen)} runs in {folder} have names like {name}"
+        msg = some if chosen else f"no run in {folder} is named {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
     return _read(folder / chosen[0])
 

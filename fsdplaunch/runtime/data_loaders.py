@@ -124,7 +124,7 @@ def _converted(counts: list[int], round_then: int, round_now: int) -> int:
     read = counts[0] * round_then
     again = read % round_now
     if again:
-        messages.say(f"{read} items had been read, no multiple of {round_now}: {again} of them come again")
+        messages.say(f"{read} items had been read, not a multiple of {round_now}: {again} of them come again")
     return read // round_now
 
 

@@ -41,7 +41,7 @@ def choose_device(config: Config) -> torch.device:
     count = torch.cuda.device_count()
     if index >= count:
         msg = f"local rank {index} has no GPU of its own: {count} visible"
-        raise MachineError(msg, hint="start fewer workers per machine, or make more GPUs visible")
+        raise MachineError(msg, hint="start fewer workers per node, or make more GPUs visible")
     device = torch.device("cuda", index)
     try:
         torch.cuda.set_device(device)

@@ -181,13 +181,11 @@ def _for_the_file() -> Iterator[None]:
 
 def _words_of(failure: BaseException) -> str:
     """Return an exception's text; of a CheckpointException, which holds those of several ranks, what they say."""
-    inner = getattr(failure, "failures", None)
-    if type(failure).__name__ != "CheckpointException" or not inner:
-        return text_of(failure)
     said: dict[str, list[str]] = {}
-    for rank, (error, *_) in inner.items():
-        said.setdefault(f"{type(error).__name__}: {text_of(error)}", []).append(str(rank))
-    return "\n".join(f"{text} (rank {', '.join(ranks)})" for text, ranks in said.items())
+    if type(failure).__name__ == "CheckpointException":
+        for rank, (error, *_) in failure.failures.items():  # type: ignore[attr-defined]
+            said.setdefault(f"{type(error).__name__}: {text_of(error)}", []).append(str(rank))
+    return "\n".join(f"{text} (rank {', '.join(ranks)})" for text, ranks in said.items()) or text_of(failure)
 
 
 def record(message: str, call_stack: str, status: int) -> None:

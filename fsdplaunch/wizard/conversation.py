@@ -271,7 +271,7 @@ class Conversation:
         return False
 
     def _ask(self, question: Question, before: WizardState) -> str | PromptRequest:
-        """Ask until there is an answer the rules agree with, or the user wants to go back."""
+        """Ask until an answer breaks no rule, or the user wants to go back."""
         default = self.state.answers.get(question.name)
         if default is None or not question.is_answer(default, before):
             # A folder with weights that lies here is offered, never taken unseen.

@@ -144,7 +144,7 @@ def test_convert_writes_a_new_file_and_names_what_changes(config):
     ("words", "said"),
     [
         ("convert none.yaml x.yaml --to fsdp2", "none.yaml: does not exist"),
-        ("convert none.yaml x.yaml --to accelerate", "nothing to convert to"),
+        ("convert none.yaml x.yaml --to accelerate", "a file cannot be converted to accelerate"),
         ("explain fsdp_shading_strategy", "did you mean fsdp_sharding_strategy"),
     ],
 )

@@ -45,7 +45,7 @@ def test_json_parts_sum_up_and_the_first_row_is_yours(cli, tmp_path):
 
 def test_an_estimate_for_pytorch_xla_says_what_it_is_of(cli):
     done = cli("estimate", "8b", "--json", "--world-size", "4", "--set", "fsdp_config.xla=true")
-    assert "this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs is another" in done.stdout
+    assert "this is for torch's FSDP on GPUs; PyTorch/XLA's memory on TPUs differs" in done.stdout
 
 
 def test_folder_of_100_shards_is_read_without_torch(tmp_path, folder):

@@ -59,7 +59,7 @@ def test_plan_is_made_for_the_gpus_that_a_process_sees(on, gpus, more, workers, 
     [
         ("t4:2", ("--mixed-precision", "bf16"), "GPU 0 (Tesla T4) cannot compute in bf16"),
         ("a100:2", ("--mixed-precision", "fp8"), "GPU 0 (NVIDIA A100-SXM4-80GB) cannot compute in fp8"),
-        ("h100mig:1", ("--num-processes", "2"), "asks for 2 workers on this node, but it has 1 visible GPUs"),
+        ("h100mig:1", ("--num-processes", "2"), "asks for 2 workers on this node, but it has 1 visible GPU"),
         ("h100:2", ("--gpu-ids", "2"), "gpu_ids names GPU 2, and this node shows 0, 1"),
     ],
 )

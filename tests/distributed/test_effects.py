@@ -281,14 +281,14 @@ ROWS: list[Row] = [
         ("transformer_based_wrap", {"units": 2}, {"units": 2}),
         ("NO_WRAP", {"units": 0}, {"units": 0}),
         (norms, {"units": 5}, {"units": 5}),
-        (never, "makes no unit of Model", "makes no unit of Model"),
+        (never, "finds no unit in Model", "finds no unit in Model"),
     ),
     *rows("auto_wrap_policy", ("SIZE_BASED_WRAP", {"units": 6}, {"units": 6}), along={"min_num_params": 250}),
     *rows(
         "min_num_params",
         (250, {"units": 6}, {"units": 6}),
         (500, {"units": 2}, {"units": 2}),
-        (10**6, "makes no unit of Model", "makes no unit of Model"),
+        (10**6, "finds no unit in Model", "finds no unit in Model"),
         along={"auto_wrap_policy": "SIZE_BASED_WRAP"},
     ),
     *rows(

@@ -195,7 +195,7 @@ REFUSED = {
         """
         Net().to("cpu").share_memory()
         """,
-        "train.py:15: share_memory_() of a sharded tensor has no memory of the full one",
+        "train.py:15: share_memory_(): no memory holds all of a sharded tensor",
     ),
     # The models of these are looked at again whenever an optimizer is built.
     "added by a library": (

@@ -76,7 +76,7 @@ REFUSED = {
     "weight[0] = 1.0": f"train.py:6: {IN_PLACE}",
     "weight.mul_(2)": IN_PLACE,
     "weight.data = torch.ones(2, 2)": "train.py:6: .data of a sharded parameter of shape (4, 4) is given (2, 2)",
-    "weight.data.storage()": "train.py:6: storage() of a sharded tensor has no memory of the full one",
+    "weight.data.storage()": "train.py:6: storage(): no memory holds all of a sharded tensor",
     "model[0].register_parameter('other', weight)": "train.py:6: other of Sequential appeared after the model",
     "weight.detach().numpy()[0] = 1": "assignment destination is read-only",
 }

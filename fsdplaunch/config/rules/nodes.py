@@ -39,7 +39,7 @@ def _divisible(context: RuleContext) -> Iterator[Violation]:
         hint = "leave num_processes out, or make them agree"
         yield Violation((_PROCESSES, _PER_NODE, _MACHINES), message, hint)
     elif per_node is None and total % machines:
-        message = f"{total} workers cannot be split evenly over {machines} nodes"
+        message = f"{counted(total, 'worker')} cannot be split evenly over {machines} nodes"
         hint = "num_processes counts all nodes; with unequal nodes set launch.workers_per_node: auto"
         yield Violation((_PROCESSES, _MACHINES), message, hint)
 

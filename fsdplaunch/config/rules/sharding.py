@@ -18,6 +18,7 @@ from fsdplaunch.config.resolve import (
 from fsdplaunch.config.rules.base import NOTES, RuleContext, Violation, fsdp, mesh, rule
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, value_at
 from fsdplaunch.config.schema.kinds import write
+from fsdplaunch.display_text import counted
 
 _PRECISION: KeyPath = ("mixed_precision",)
 _TYPE: KeyPath = ("distributed_type",)
@@ -115,7 +116,7 @@ def _mesh_size(context: RuleContext) -> Iterator[Violation]:
         message = f"{' and '.join(f'{axis}_size' for axis in rest)} cannot both be the rest"
         yield Violation(tuple(map(mesh, rest)), message, "give one of them a number")
     elif world is not None and (world % sizes.world if rest else sizes.world != world):
-        message = f"a mesh of {sizes.world if rest else sizes} does not fit {world} workers"
+        message = f"a mesh of {sizes.world if rest else sizes} does not fit {counted(world, 'worker')}"
         about = (*map(mesh, AXES), ("num_processes",), ("launch", "workers_per_node"))
         yield Violation(about, message, "the sizes must multiply to the number of workers")
 
@@ -142,7 +143,7 @@ def _reshard_group(context: RuleContext) -> Iterator[Violation]:
     sizes = split_world(world, context.axes)
     ranks = sizes.shards * sizes.context
     if ranks % group:
-        message = f"groups of {group} do not divide the {ranks} ranks a replica is sharded over"
+        message = f"groups of {group} do not divide the {counted(ranks, 'rank')} a replica is sharded over"
         about = (_RESHARD, mesh("dp_shard"), ("num_processes",))
         yield Violation(about, message, "use true, false or a divisor")
 

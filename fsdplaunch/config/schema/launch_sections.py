@@ -83,7 +83,7 @@ class LaunchSection:
         empty; an empty list starts every worker as a fresh Python.""")
     keep_warm_seconds: float = key(v.WAIT, 0.0, aliases=("keep_warm",), per_node=True)("""
         How long the interpreter that has imported torch, and what preload names, stays when a run has ended. The
-        next launch by this user that fits forks its agent and its workers from it. 0 is not at all.""")
+        next launch by this user that fits forks its agent and its workers from it. 0: it ends with the run.""")
     numa_binding: v.NumaName | None = key(v.one_of(v.NumaName), None, follows=("enable_cpu_affinity",))("""
         Bind each worker to the CPUs near its GPU: to those of its node, or its share of the node's cores
         (exclusive). Left out, the system decides.""")

@@ -260,7 +260,7 @@ class ShardingSection:
         activations, for half of the extra compute.""")
     forward_methods: tuple[str, ...] = key(v.NAMES, ())("""
         Methods of the model that compute with its parameters, beside forward and generate, such as
-        get_text_features. They are gathered for as forward is.""")
+        get_text_features. Parameters are gathered for them as for forward.""")
 
     tensor_parallel_plan: dict[str, str] = key(v.PLAN, {})("""
         How tp_size splits layers: names of modules or parameters, * for any one part of a name, and styles such as

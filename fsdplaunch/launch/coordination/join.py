@@ -48,7 +48,7 @@ def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     if not takes_in_others(spec.place):
         return _as_node_client(spec, progress, tell)
     if _is_elsewhere(spec.place.host):
-        tell(f"this is node 0, but {spec.place.host} is not its address: right behind address translation only")
+        tell(f"this is node 0, and {spec.place.host} is not its address: right only behind address translation")
     return _as_coordinator(spec, progress, tell)
 
 

@@ -6,7 +6,7 @@
 
 Nothing else is read before, and no more than a line of 256 bytes. The secret itself is never sent. What follows is
 not encrypted: it says nothing that is secret. Nothing that arrives is ever executed, and every field that any
-handler looks at has its type here: a message that differs is none.
+handler looks at has its type here: any other message is refused.
 """
 
 import asyncio

@@ -34,7 +34,7 @@ from fsdplaunch.runtime.torch_internals.tensors import (
 _together: set[tuple[str | int, ...]] = set()
 """The calls that all ranks were seen to make together, with those that led to them: asked once."""
 _alone_at: list[Any] = []
-"""The call that rank 0 was seen to make alone, and how far it was: its next shards are read so, too."""
+"""The call that rank 0 was seen to make alone, and how far it was: what it reads next is read for that call."""
 
 
 def full_value(tensor: DTensor, *, call: str) -> torch.Tensor:

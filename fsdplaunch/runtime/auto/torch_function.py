@@ -312,8 +312,8 @@ class ShardFunctions:
 
 
 def _refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
-    """Refuse the memory behind a shard, which torch takes for one that is there, and crashes."""
-    msg = f"{script_line()}: {func.__name__}() of a sharded tensor has no memory of the full one"
+    """Refuse the memory of a full tensor, of which a rank has a shard: torch would crash."""
+    msg = f"{script_line()}: {func.__name__}(): no memory holds all of a sharded tensor"
     hint = (
         "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
         " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"

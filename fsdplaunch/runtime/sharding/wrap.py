@@ -136,7 +136,7 @@ def plan_units(model: nn.Module, settings: Settings, left_out: set[nn.Module]) -
                 units[clean_name(name)] = module
     if not units and not settings.wraps_nothing:
         policy = settings.wrap if isinstance(settings.wrap, str) else "the wrap policy given"
-        msg = f"{policy} makes no unit of {type(model).__name__}"
+        msg = f"{policy} finds no unit in {type(model).__name__}"
         hint = "name other block classes, or set fsdp_auto_wrap_policy to NO_WRAP"
         if settings.wrap == "SIZE_BASED_WRAP":
             largest = max(map(_size, model.children()), default=0)

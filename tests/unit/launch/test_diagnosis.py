@@ -209,7 +209,7 @@ def test_an_error_on_a_gpu_is_no_want_of_one(worker):
 
 
 @pytest.mark.parametrize(
-    ("code", "why"), [(-7, "/dev/shm"), (-11, "compiled code crashed (SIGSEGV)"), (9, "it left with status 9")]
+    ("code", "why"), [(-7, "/dev/shm"), (-11, "compiled code crashed (SIGSEGV)"), (9, "it ended with status 9")]
 )
 def test_ends_without_an_exception(worker, code, why):
     assert why in seen(worker(code=code)).why

@@ -246,10 +246,10 @@ class DividedPasses:
         try:
             leaves, _ = tree_flatten((args, kwargs))
             if any(not isinstance(each, (torch.Tensor, *_PLAIN)) and any(tensors_held(each)) for each in leaves):
-                _compute_whole("what it is given holds tensors in objects")
+                _compute_whole("its inputs hold tensors inside of objects")
             hooks = [str(getattr(each, "__module__", "")) for held in self.hooks[1:] for each in held.values()]
             if not all(each.startswith(("torch.", "fsdplaunch.")) for each in hooks):
-                _compute_whole("hooks of the script's see what is computed inside")
+                _compute_whole("hooks of the script see what is computed inside")
             outputs = self._both(module, kind, rows, args, kwargs)
             found = [measured(*each, rows, weights, _tolerance(model)) for each in outputs]
             forget_order(model)
@@ -274,7 +274,7 @@ class DividedPasses:
         undo()
         if isinstance(whole, Exception):
             abandon_pass(model)
-            _compute_whole("it needs gradients in its pass")
+            _compute_whole("it computes gradients inside of its pass")
         if counts != list(map(change_count, tensors)) or undo.parameters_changed:
             _compute_whole("it changes parameters, or what it is given")
         self.trying = kind, rows
@@ -288,7 +288,7 @@ class DividedPasses:
         if isinstance(part, Exception):
             reason = f"its layers do not divide by the first dimension ({type(part).__name__}: {part})"
         elif not _agree(left, left_divided, _tolerance(model)):
-            reason = "it keeps something of its rows"
+            reason = "it keeps something made from its rows"
         else:
             forms = [form_of(one, other, rows) for one, other in zip(wholes, parts, strict=False)]
             if spec != spec_of_parts or None in forms:
@@ -345,7 +345,7 @@ def _still(before: list[Returned] | None, found: list[Returned | None]) -> list[
     """Return how outputs are joined by what was measured so far and now."""
     returned = [each for each in found if each is not None]
     if len(returned) < len(found):
-        _compute_whole("its rows know of each other")
+        _compute_whole("its rows depend on each other")
     for known, now in zip(before or (), returned, strict=False):
         if isinstance(known, Joined) and isinstance(now, Joined):
             known.rules = [rule for rule in known.rules if rule in now.rules]

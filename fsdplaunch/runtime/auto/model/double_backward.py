@@ -87,7 +87,7 @@ def _reaches_another(made: ModelPass, wanted: set[Any]) -> bool:
 
 
 _REMEDY = (
-    "take the gradient for what the model is given, of what it returns; or run this script in one process "
+    "take the gradient of the model's outputs by its inputs; or run this script in one process "
     "(--num-processes 1 --shard off)"
 )
 

@@ -52,7 +52,7 @@ _HINT = (
 )
 _OWN_DRAWS = (
     "call the model on all ranks alike: each rank draws random numbers of its own once training has begun, and may"
-    " choose otherwise by them; launch with --keep-global-batch, with which all ranks draw the same"
+    " take another branch by them; launch with --keep-global-batch, with which all ranks draw the same"
 )
 
 
