@@ -135,15 +135,3 @@ def counted(number: int, word: str) -> str:
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, with how many there are beside them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def wrapped(text: str, width: int) -> str:
-    """Return text in lines of whole words, each further one indented, or a comment, as the first."""
-    import textwrap  # milliseconds, which few commands need
-
-    lines = text.splitlines()
-    starts = [line[: len(line) - len(line.lstrip(" +#"))] for line in lines]
-    return "\n".join(
-        textwrap.fill(line, width, subsequent_indent=start, break_on_hyphens=False)
-        for line, start in zip(lines, starts, strict=True)
-    )

@@ -170,7 +170,6 @@ def check_index(files: WeightFiles) -> None:
 
 
 def _read_file(path: Path, number: int) -> list[StoredWeight]:
-    """Return the tensors of one safetensors file, further names of the same tensor included."""
     try:
         header = read_header(path)
         check_data(header)

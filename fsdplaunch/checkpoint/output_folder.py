@@ -312,7 +312,6 @@ def swap_folders(partial: Path, target: Path, aside: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder as far as that goes; of a link the link alone."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:

@@ -15,8 +15,8 @@ from fsdplaunch.display_text import shortened, text_of
 from fsdplaunch.errors import LaunchError, UsageError
 from fsdplaunch.features import built_without
 
-# What typer raises for a command line; it has no public name for the root of them.
 _AROUND = "'?)"  # what typer has around a name that it suggests
+# What typer raises for a command line; it has no public name for the root of them.
 _WrongUsageError: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     try:
         status = app(args=expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except _WrongUsageError as error:

@@ -50,7 +50,7 @@ def write_config(
         raise UsageError(msg, hint="give one of them")
     forbidden = no_input or as_json or os.environ.get("FSDPLAUNCH_NO_INPUT") or os.environ.get("CI")
     facts = read_facts(os.environ)
-    out.prose(describe_facts(facts))
+    out.say(describe_facts(facts))
     result = run_wizard(
         facts=facts,
         out=out,
@@ -64,7 +64,7 @@ def write_config(
     )
     write_text_atomically(result.path, result.text)
     for reason in result.reasons:
-        out.prose(f"  {reason}")
+        out.say(out.dim(f"  {reason}"))
     for note in result.notes:
         out.note(note)
     if as_json:
@@ -74,7 +74,6 @@ def write_config(
 
 
 def _load(file: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Load a configuration to be shown: without the values of launch.env."""
     loaded = load_config(file, overrides=overrides)
     return replace(loaded, config=with_hidden_values(loaded.config))
 

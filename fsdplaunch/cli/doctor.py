@@ -88,7 +88,6 @@ def doctor(
 def _measure_network(
     loaded: LoadedConfig | None, checks: Sequence[Check], out: Output
 ) -> tuple[list[Check], dict[str, Any] | None]:
-    """Run the test of the connections; return what it means and what was measured."""
     if loaded is None or any(check.status == "problem" for check in checks):
         return [Check("all-reduce", "skipped", "not tested: solve the problems above first")], None
     config = loaded.config

@@ -143,7 +143,6 @@ def option_notes(options: Sequence[str]) -> tuple[Problem, ...]:
 
 
 def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[str]) -> UsageError:
-    """Return the error for an option that there is not, with the one most like it, or where a script's own go."""
     dashes = {name: "--" + name.replace("_", "-" if "_" not in option else "_") for name in names}
     from difflib import get_close_matches  # milliseconds, which few runs need
 

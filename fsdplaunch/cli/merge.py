@@ -39,7 +39,6 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _choose_checkpoint(given: Path, out: Output) -> Path:
-    """Return the checkpoint to merge; when `given` holds several, a person at a terminal is asked which."""
     try:
         find_model(given)
     except AmbiguousError as problem:

@@ -137,7 +137,6 @@ def _join(
 
 
 def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -> None:
-    """Say what to run on the other nodes, unless a scheduler or a driver starts them."""
     place, config = spec.place, request.config
     if place.source != "the configuration" or GROUP_RUN in os.environ:
         return

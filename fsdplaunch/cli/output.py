@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdplaunch.display_text import one_line, printable, size_words, wrapped
+from fsdplaunch.display_text import one_line, printable, size_words
 from fsdplaunch.errors import LaunchError
 
 _RED, _YELLOW, _DIM, _RESET = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -41,11 +41,6 @@ class Output:
     def say(self, text: str) -> None:
         """Print a line on stderr."""
         print(self._safe(text), file=sys.stderr, flush=True)
-
-    def prose(self, text: str) -> None:
-        """Print sentences on stderr, on a terminal in whole words."""
-        shown = wrapped(text, os.get_terminal_size(sys.stderr.fileno()).columns) if sys.stderr.isatty() else text
-        self.say(shown)
 
     def live(self, text: str) -> None:
         """Show a line that the next one replaces, on a terminal; an empty one takes it away."""

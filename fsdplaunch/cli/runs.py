@@ -114,7 +114,6 @@ def show_logs(
 def _show_files(
     run: Run, *, rank: int | None, stream: str, follow: bool, tell: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Print a run's output, until its end where it is followed; `tell` gets each state before that."""
     tail, shown, screen = LogTail(), "", Screen(sys.stdout)
     while True:
         is_last = not (follow and run.unfinished)

@@ -1,6 +1,5 @@
 """`fsdplaunch launch` on one node: what was requested -> plan -> (check, dry run) -> run -> report."""
 
-import glob
 import os
 import shlex
 import signal
@@ -95,10 +94,8 @@ def check_script(script: str | None, command: str = "launch", *, is_file: bool =
         raise UsageError(msg, hint="name the .py file, or use -m for a module")
     if not path.exists():
         msg = f"script not found: {script}"
-        # In the folder that was named, else by its name alone here or in any folder below this one.
         near = closest(script, list(map(str, path.parent.glob("*.py"))))
         near = near or closest(path.name, list(map(str, Path().glob("*.py"))))
-        near = near or sorted(map(str, Path().glob(f"*/{glob.escape(path.name)}")))
         raise UsageError(msg, hint=f"did you mean {near[0]}?" if near else f"looked in {Path.cwd()}")
     if path.suffix == ".py" and not os.access(path, os.R_OK):
         msg = f"{script} cannot be read: permission denied"
@@ -197,9 +194,8 @@ def pass_checks(
             out.error(finding.error)
         else:
             out.note(f"{finding.message}; {finding.hint}")
-    if check_only:
-        for note in plan.notes:
-            out.note(note)
+    for note in plan.notes if check_only else ():
+        out.note(note)
     if check_only and not fatal:
         elsewhere = "PyTorch/XLA" if plan.device == "xla" else "the CPU"
         place = counted(len(plan.gpus), "GPU") if plan.gpus else elsewhere

@@ -78,7 +78,6 @@ def _is_set(loaded: LoadedConfig, path: KeyPath) -> bool:
 
 
 def _steps(loaded: LoadedConfig) -> Iterator[_Step]:
-    """Yield what changes in a file for FSDP1."""
     yield _VERSION, 2, "2"
     strategy = loaded.config.fsdp_config.fsdp_sharding_strategy or "FULL_SHARD"
     keeps, nodes = strategy in KEEPS_GATHERED, loaded.config.num_machines

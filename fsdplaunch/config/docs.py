@@ -133,7 +133,6 @@ def _properties(section: str) -> dict[str, Any]:
 
 
 def _values(spec: KeySpec) -> dict[str, Any]:
-    """Return the kind's own words, and null."""
     kind = dict(spec.key.kind.schema)
     if "enum" in kind:
         return {"enum": [*kind["enum"], None]}

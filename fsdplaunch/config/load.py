@@ -101,8 +101,9 @@ def stack(
     theirs, file = variables_layer(environ, own=False), file_layer(text)
     scheduler = flag_layer(assumed, name="env", source="scheduler")
     above = [file, variables_layer(environ, own=True), flag_layer(overrides)]
-    # Nobody reads a variable of accelerate whose key is said above it, so it cannot be wrong either.
-    overruled: set[KeyPath] = set().union(*(layer.values for layer in above))
+    overruled: set[KeyPath] = set().union(
+        *(layer.values for layer in above)
+    )  # a variable that nobody reads is not wrong
     theirs.broken -= overruled
     theirs.problems = [one for one in theirs.problems if tuple(one.key.split(".")) not in overruled]
     layers = [scheduler, theirs, *above]

@@ -199,7 +199,7 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     ),
     "fsdp": _taken("sets the keys that its words mean", words=_FSDP_WORDS, has_value=True),
     "start_method": _taken(
-        "spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as ever",
+        "spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as always",
         words=_START_METHODS,
         has_value=True,
     ),

@@ -274,7 +274,6 @@ def _line_start(text: str, node: Node) -> int:
 
 
 def _line_end(text: str, index: int) -> int:
-    """Return the place behind the line break of the line that holds `index`."""
     if index and text[index - 1] == "\n":
         return index
     found = text.find("\n", index)

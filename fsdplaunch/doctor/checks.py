@@ -103,8 +103,7 @@ def check_use(facts: DoctorFacts) -> Iterator[Check]:
             text = f"torch has no code for GPU {gpu.visible_name} ({gpu.arch})"
             yield Check("gpus", "problem", text, "install another build of torch")
         if gpu.bad_memory:
-            errors = f"{gpu.bad_memory} uncorrected memory errors since the driver was loaded"
-            text = f"GPU {gpu.visible_name} has {errors}"
+            text = f"GPU {gpu.visible_name} has {counted(gpu.bad_memory, 'uncorrected memory error')}"
             yield Check("memory errors", "problem", text, "reset or replace it, or leave it out")
 
 
@@ -127,13 +126,11 @@ def check_host(facts: DoctorFacts) -> Iterator[Check]:
         yield Check("processors", "warning", f"{text} for {counted(workers, 'worker')}", hint)
     else:
         yield Check("processors", "ok", text)
-    if facts.memory is None:
-        yield Check("memory", "skipped", "not known")
-    elif facts.memory < _LITTLE_MEMORY:
-        text = f"{facts.memory / GIB:.1f} GiB usable"
+    text = "not known" if facts.memory is None else f"{facts.memory / GIB:.1f} GiB usable"
+    if facts.memory is not None and facts.memory < _LITTLE_MEMORY:
         yield Check("memory", "warning", text, "loading weights and offloading need more")
     else:
-        yield Check("memory", "ok", f"{facts.memory / GIB:.1f} GiB usable")
+        yield Check("memory", "skipped" if facts.memory is None else "ok", text)
 
 
 def check_shared_memory(facts: DoctorFacts) -> Iterator[Check]:
@@ -233,8 +230,7 @@ def check_name(facts: DoctorFacts) -> Iterator[Check]:
     if not facts.own_address:
         status: Status = "problem" if facts.nodes > 1 else "warning"
         hint = f"add {facts.hostname} to /etc/hosts with an address of this node"
-        text = f"{facts.hostname} resolves to no address"
-        yield Check("name", status, text, hint)
+        yield Check("name", status, f"{facts.hostname} resolves to no address", hint)
     elif facts.nodes > 1 and facts.own_address.startswith("127."):
         hint = "remove the line from /etc/hosts, or set GLOO_SOCKET_IFNAME"
         text = f"{facts.hostname} resolves to {facts.own_address}, which other nodes cannot reach"
@@ -298,11 +294,8 @@ def status_of(checks: Sequence[Check]) -> int:
 
 def summary(checks: Sequence[Check]) -> str:
     """Return `1 problem, 2 warnings`, or that all is well."""
-    words = []
-    for status in ("problem", "warning"):
-        count = sum(check.status == status for check in checks)
-        words += [f"{count} {status}{'s' if count > 1 else ''}"] if count else []
-    return ", ".join(words) or "no problems"
+    counts = {status: sum(check.status == status for check in checks) for status in ("problem", "warning")}
+    return ", ".join(counted(count, status) for status, count in counts.items() if count) or "no problems"
 
 
 def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:

@@ -58,7 +58,7 @@ class FailureFacts:
     memory_kills: int = 0  # how often the kernel killed a process of this job for want of memory, while it ran
     memory_limit: int | None = None  # host memory the job may use, in bytes; None when unknown
     python: str = "python"  # the interpreter the workers ran in
-    folder: str = ""  # the script's; the current one when left out
+    folder: str = ""  # the script's
 
     @property
     def text(self) -> str:
@@ -210,26 +210,21 @@ def _nccl_error(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _missing_module(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a failed import: on all ranks it is the environment, on one it is the node."""
     if not facts.text.startswith(("ModuleNotFoundError", "ImportError")):
         return None
     same = [w["rank"] for w in facts.workers if (w["error"] or {}).get("message") == facts.text]
     where = "on every rank" if len(same) == len(facts.workers) > 1 else f"on rank {_ranks(same)}"
     why, found = f"the import fails {where}, in the environment of {facts.python}", _NO_MODULE.match(facts.text)
-    elsewhere = "start fsdplaunch from the environment that has it"
-    if found is None:
-        return Diagnosis(why=why, remedies=(f"{facts.python} -m pip check", elsewhere))
-    known = {module.name for module in pkgutil.iter_modules([facts.folder or ".", *sys.path])}
-    near = closest(found[1], sorted(known))
-    if found[1] in known:
-        first = f"{found[1]} itself is there: another version of it, or another spelling below it"
-    elif found[1] in _PACKAGES:
-        first = f"{facts.python} -m pip install {_PACKAGES[found[1]]}, which has {found[1]}"
-    elif near:
+    known = sorted(module.name for module in pkgutil.iter_modules([facts.folder or ".", *sys.path]))
+    name = found[1] if found else ""
+    first = f"install the package that has {name}: it may be called otherwise; or correct the path to it"
+    if not name or name in _PACKAGES:
+        first = f"{facts.python} -m pip " + (f"install {_PACKAGES[name]}, which has {name}" if name else "check")
+    elif name in known:
+        first = f"{name} itself is there: another version of it, or another spelling below it"
+    elif near := closest(name, known):
         first = f"did you mean {near[0]}, which is there?"
-    else:
-        first = f"install the package that has {found[1]}: it may be called otherwise; or correct the path to it"
-    return Diagnosis(why=why, remedies=(first, elsewhere))
+    return Diagnosis(why=why, remedies=(first, "start fsdplaunch from the environment that has it"))
 
 
 def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
@@ -244,7 +239,6 @@ def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
-    """Recognize a script that asks for a GPU where there is none, as many do as soon as RANK is set."""
     traceback = (facts.cause["error"] or {}).get("traceback") or ""  # an assertion may have no message
     asserts = facts.text.startswith("AssertionError") and _ASSERTS_GPU.search(traceback)
     if not (_NEEDS_GPU.search(facts.text) or asserts):

@@ -133,7 +133,6 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
 
 
 def _lifetime(worker: Worker) -> float | None:
-    """Return the seconds from a worker's start to its exception, or else to its end."""
     end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
     return round((end - worker["started_ns"]) / 1e9, 3) if end else None
 

@@ -145,7 +145,6 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
 
 
 def _is_run(path: Path) -> bool:
-    """Return whether a folder is a run's; `latest` is another name of one."""
     return not path.is_symlink() and (path / PLAN).is_file()
 
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.display_text import GIB
+from fsdplaunch.display_text import GIB, counted
 from fsdplaunch.errors import MachineError
 from fsdplaunch.files import read_size, read_text
 
@@ -367,4 +367,4 @@ def describe_hardware(hardware: Hardware) -> str:
     words = [f"{count} x {kind}" for kind, count in Counter(gpu.kind for gpu in hardware.gpus).items()]
     words = words or ["no NVIDIA GPU"]
     words += [] if hardware.memory_bytes is None else [f"{hardware.memory_bytes / GIB:.0f} GiB of memory"]
-    return "   ".join([*words, f"{hardware.cpu_count} processors"])
+    return ", ".join([*words, counted(hardware.cpu_count, "processor")])

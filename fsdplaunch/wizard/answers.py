@@ -229,7 +229,6 @@ def closing_words(path: FilePath, command: str) -> str:
 
 
 def _repeat_command(state: WizardState, file: FilePath, *, overwrite: bool) -> str:
-    """Return the command that writes the same file without questions; "" where it began with another file."""
     if state.editing:
         return ""
     words = ["fsdplaunch", "config"]

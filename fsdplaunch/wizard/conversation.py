@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path as FilePath
 
 import questionary
@@ -27,7 +28,7 @@ from fsdplaunch.config.names import key_named
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render
 from fsdplaunch.config.schema.config import KeySpec, all_keys, build_config, keys_by_path
-from fsdplaunch.display_text import counted, one_line, printable, wrapped
+from fsdplaunch.display_text import counted, one_line, printable
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.model_files import find_model
 from fsdplaunch.wizard.answers import (
@@ -125,8 +126,10 @@ class Prompts:
         return min(self._output.get_size().columns, _WIDEST)
 
     def wrapped(self, text: str) -> str:
-        """Return text in lines that fit the terminal."""
-        return wrapped(text, self._width)
+        """Return text in lines of whole words, each further one indented, or a comment, as the first."""
+        lines = [(line, line[: len(line) - len(line.lstrip(" +#"))]) for line in text.splitlines()]
+        fill = partial(textwrap.fill, width=self._width, break_on_hyphens=False)
+        return "\n".join(fill(line, subsequent_indent=start) for line, start in lines)
 
     def _keep(self, text: str, answer: str | None) -> None:
         """Leave a question and its answer on the screen; nothing of one that was left without."""
@@ -271,7 +274,6 @@ class Conversation:
         return False
 
     def _ask(self, question: Question, before: WizardState) -> str | PromptRequest:
-        """Ask until an answer breaks no rule, or the user wants to go back."""
         default = self.state.answers.get(question.name)
         if default is None or not question.is_answer(default, before):
             # A folder with weights that lies here is offered, never taken unseen.
@@ -311,7 +313,6 @@ class Conversation:
         )
 
     def _problem(self, question: Question, before: WizardState, line: str) -> str | None:
-        """Return what is wrong with a line: not an answer, or against a rule that no later answer satisfies."""
         try:
             answer = question.accept(line, before)
         except ValueError as error:
@@ -347,7 +348,6 @@ class Conversation:
         return True
 
     def _reviewed(self) -> bool:
-        """Show what would be written and ask; True when it is to be written."""
         old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else None
         problems = check(build_config(compose(self.state)))
         shown = preview(old, new_text(self.state, self.edited), self.path)
@@ -372,7 +372,6 @@ class Conversation:
         return answer == "write"
 
     def _change_one(self) -> None:
-        """Ask one question again, then those that the new answer brings up."""
         answers = {one.name: one for one in QUESTIONS if one.name in self.state.answers}
         choices = [
             Choice(name, question.words, self.state.answers[name] or "-") for name, question in answers.items()

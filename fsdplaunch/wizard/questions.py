@@ -368,7 +368,6 @@ def memory_words(goal: str, state: WizardState) -> tuple[str, str | None]:
 
 
 def _possible_goals(state: WizardState) -> list[str]:
-    """Return the goals that there are; PyTorch/XLA shards over all devices."""
     if state.on_tpus:
         return ["balanced", "fastest"]
     return [goal for goal in _GOALS if goal != "hybrid" or state.num_nodes > 1]

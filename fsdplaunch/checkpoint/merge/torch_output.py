@@ -120,7 +120,6 @@ def _load_value(value: StoredValue, sources: DataFiles) -> Any:
 
 
 def _put(state: dict[Any, Any], path: NamePath, value: Any, name: str) -> None:
-    """Set `value` at `path`, making dictionaries and lists on the way."""
     place: Any = state
     for key, following in zip(path, (*path[1:], None), strict=True):
         leaf = following is None

@@ -129,7 +129,6 @@ def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> li
 
 
 def _starts_with(name: str, prefix: str) -> bool:
-    """Say whether `prefix` is `name` or its leading dotted parts."""
     return f"{name}.".startswith(prefix.removesuffix(".") + ".")
 
 

@@ -111,7 +111,6 @@ def find_model(given: Path) -> Path:
 
 
 def _is_sharded(files: Iterable[str]) -> bool:
-    """Say whether a folder with these files is a checkpoint: an index, or files of ranks."""
     return any(name == INDEX_NAME or RANK_FILE.fullmatch(name) or XLA_FILE.fullmatch(name) for name in files)
 
 

@@ -225,7 +225,6 @@ def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, T
 
 
 def _entries(state: dict[Any, Any], path: NamePath, depth: int) -> Iterator[tuple[NamePath, Any]]:
-    """Yield everything in nested dictionaries with the keys that lead to it."""
     if depth > _MAX_DEPTH:
         refuse(f"its dictionaries nest more than {_MAX_DEPTH} deep")
     for key, value in state.items():

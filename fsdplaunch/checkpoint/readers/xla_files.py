@@ -180,7 +180,6 @@ def own_name(name: str) -> str:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Read a size, as torch_xla writes it: a list, or a torch.Size."""
     if not isinstance(value, list | tuple):
         return (check_count(value, "a size"),)
     return check_counts(tuple(value), "a size")

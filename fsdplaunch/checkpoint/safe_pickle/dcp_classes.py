@@ -166,7 +166,6 @@ def _spelled_size(known: KnownPatterns, raw: bytes) -> tuple[tuple[int, ...], tu
 
 
 def _number(known: KnownPatterns, token: bytes) -> int:
-    """Return the number of one integer opcode with its argument."""
     number = token[2:] if token[0] == _LONG1 else token[1:]
     signed = token[0] in (_LONG1, _BININT)
     return _keep(known.numbers, token, int.from_bytes(number, "little", signed=signed))

@@ -164,7 +164,6 @@ class KeySpec:
 
 
 def _section(entry: Field[Any]) -> type | None:
-    """Return the class of a section, or None when the field is a key."""
     factory = entry.default_factory
     return factory if isinstance(factory, type) and is_dataclass(factory) else None
 

@@ -25,7 +25,6 @@ class NotedValueError(ValueError):
 
 
 def _plain_name(value: Any) -> str:
-    """Return the one spelling of a name: upper case, words joined by underscores."""
     return str(value).strip().upper().replace(" ", "_").replace("-", "_")
 
 

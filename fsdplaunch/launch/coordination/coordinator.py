@@ -104,7 +104,6 @@ class Coordinator(RunControl):
             server.turn()
 
     def _try_each_other(self) -> list[Finding]:
-        """Have every node connect to the next one, as the workers will."""
         server, own, nodes = self._server, self._server.own, self._server.by_rank
         infos = [node.node_info for node in nodes if node.node_info is not None]
         others = dict(zip(nodes, [*infos[1:], infos[0]], strict=True))

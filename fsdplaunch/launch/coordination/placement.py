@@ -99,7 +99,6 @@ def is_coordinator(place: NodePlacement) -> bool:
 def _meeting_place(
     config: Config, cluster: Cluster, environ: Mapping[str, str]
 ) -> tuple[str | None, int | None, tuple[str, ...]]:
-    """Return node 0's address and port, as far as they are known, and the nodes' names where SLURM says them."""
     host, port = config.main_process_ip, config.main_process_port or None
     names: tuple[str, ...] = ()
     if config.launch.rendezvous_endpoint:
@@ -148,7 +147,6 @@ def _check_tasks(cluster: Cluster, source: str) -> None:
 
 
 def _slurm_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the nodes of this step, by number, as `scontrol` expands SLURM's list."""
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     if names := _scontrol("show", "hostnames", text).split():
         return tuple(names)

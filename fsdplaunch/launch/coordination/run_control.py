@@ -185,7 +185,6 @@ def _workers(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _all_workers(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return every node's workers of its last attempt, with node 0's clock."""
     found = []
     for outcome in outcomes:
         offset = int(outcome.get("offset_ns") or 0)

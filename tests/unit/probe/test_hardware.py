@@ -87,7 +87,7 @@ def test_hardware_mixed_gpus_plan_with_the_smallest_and_the_least_able():
     mixed = Hardware(gpus=(gpu(0), gpu(1, "NVIDIA H100", 80, (9, 0))))
     assert mixed.gpu_memory_bytes == 15 * GIB
     assert not mixed.all_have_bf16
-    assert describe_hardware(mixed).startswith("1 x Tesla T4 (15 GiB, sm_75)   1 x NVIDIA H100 (80 GiB, sm_90)")
+    assert describe_hardware(mixed).startswith("1 x Tesla T4 (15 GiB, sm_75), 1 x NVIDIA H100 (80 GiB, sm_90)")
 
 
 def test_hardware_without_gpus_or_their_memory_has_none():
@@ -97,4 +97,4 @@ def test_hardware_without_gpus_or_their_memory_has_none():
     bare = Hardware(cpu_count=2, memory_bytes=24 * GIB)
     assert bare.gpu_memory_bytes is None
     assert not bare.all_have_bf16
-    assert describe_hardware(bare) == "no NVIDIA GPU   24 GiB of memory   2 processors"
+    assert describe_hardware(bare) == "no NVIDIA GPU, 24 GiB of memory, 2 processors"
