@@ -75,6 +75,19 @@ def test_merge_with_copied_files_is_loaded_by_transformers_with_the_same_answers
     assert torch.equal(loaded.eval()(tokens, **more).logits, model(tokens, **more).logits)
 
 
+def test_files_beside_the_weights_come_with_them_unless_the_output_has_its_own(tmp_path):
+    model, out = build(LLAMA), tmp_path / "out"
+    checkpoint = save(model, tmp_path)
+    model.config.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "training_args.bin"):
+        (tmp_path / name).write_text("the checkpoint's")
+    out.mkdir()
+    (out / "tokenizer.json").write_text("its own")
+    assert [path.name for path in merge(checkpoint, out).copied] == ["config.json"]
+    assert (out / "tokenizer.json").read_text() == "its own"
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == LLAMA.vocab_size
+
+
 def test_tied_weight_is_noted_as_safetensors_does_and_kept_on_request(tmp_path):
     model = build(LLAMA)
     checkpoint = save(model, tmp_path)

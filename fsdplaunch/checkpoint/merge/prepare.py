@@ -185,8 +185,13 @@ def prepare(opened: OpenCheckpoint, target: Path | None, options: MergeOptions) 
         UsageError: When the options ask for what is not there.
         CheckpointError: When the checkpoint cannot be merged, or the disk is too full.
     """
-    source = opened.folder
-    model_files = () if options.copy_from is None else _find_model_files(options.copy_from)
+    source, model = opened.folder, options.copy_from
+    model_files = () if model is None else _find_model_files(model)
+    if model is None and _MODEL_FOLDER.fullmatch(source.name) and (source.parent / CONFIG_NAME).is_file():
+        model = source.parent  # as a Trainer saves; what the output holds already stays
+        model_files = tuple(
+            path for path in _find_model_files(model) if not target or not (target / path.name).exists()
+        )
     selection = select_weights(
         opened.index,
         where=str(source),
@@ -201,7 +206,7 @@ def prepare(opened: OpenCheckpoint, target: Path | None, options: MergeOptions) 
         msg = f"{source} also holds {len(lost)} entries that are not merged and would be lost: {shown}"
         raise UsageError(msg, hint="merge without removing the checkpoint")
     items = opened.items(tensor for _, tensor in selection.tensors)
-    groups = [] if options.keep_tied else _known_ties(source, options.copy_from, selection.plain)
+    groups = [] if options.keep_tied else _known_ties(source, model, selection.plain)
     tied = _find_tied(selection, groups, items, opened.sources)
     aliases = dict(tied)
     kept = [at for at, (name, _) in enumerate(selection.tensors) if name not in aliases]
