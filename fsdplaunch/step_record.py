@@ -17,6 +17,8 @@ from fsdplaunch.run_dir import PRIVATE_MODE, open_file
 
 STEPS = "steps"
 """File of this in a rank's folder."""
+TOTAL = "total"
+"""File beside it with the number of steps that there will be, where the script's trainer knows it."""
 RING = 256
 """Steps that are kept one by one."""
 HISTORY = 512
@@ -25,6 +27,7 @@ _MAGIC = b"fsdpstp1"
 _HEAD = struct.Struct("<8sQQdQQ")
 """Magic, process id, steps made, time of the last one (seconds since 1970), parts kept, steps of a part."""
 _STEP = struct.Struct("<11d")
+_MOST = 1e15
 _SIZE = _HEAD.size + (RING + HISTORY) * _STEP.size
 
 
@@ -114,6 +117,12 @@ def mean_step(steps: Sequence[Step]) -> Step:
     return Step(*means)._replace(number=last.number, ended=last.ended, peak_bytes=max(peaks, default=nan))
 
 
+def _sound(values: tuple[float, ...]) -> Step:
+    """Return a step without what no worker can have measured: its script may write to any file."""
+    amounts = values[:-2]  # a norm may be infinite
+    return Step(*[value if 0 <= value < _MOST else nan for value in amounts], *values[-2:])
+
+
 def read_steps(folder: Path, *, only_head: bool = False) -> RankSteps | None:
     """Read a rank's file from its folder, or only its head; None when there is none, or it is not one of ours."""
     with suppress(OSError, struct.error), open_file(folder / STEPS) as file:
@@ -125,7 +134,7 @@ def read_steps(folder: Path, *, only_head: bool = False) -> RankSteps | None:
             return RankSteps(pid, made, ended, [], [])
         if len(data) != _SIZE:
             return None
-        read = [Step(*_STEP.unpack_from(data, _HEAD.size + place * _STEP.size)) for place in range(RING + parts)]
+        read = [_sound(_STEP.unpack_from(data, _HEAD.size + place * _STEP.size)) for place in range(RING + parts)]
         # Not the places that no step has reached yet, or that were written again after the head was read.
         recent = sorted(step for step in read[:RING] if max(0, made - RING) < step.number <= made)
         return RankSteps(pid, made, ended, recent, read[RING:])
