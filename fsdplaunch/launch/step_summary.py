@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from fsdplaunch.run_dir import rank_folder
+from fsdplaunch.files import matches
+from fsdplaunch.launch.remote_steps import NODE_STEPS, ROW, unpacked
+from fsdplaunch.run_dir import rank_folder, read_json
 from fsdplaunch.step_record import STEPS, RankSteps, Step, read_steps
 
 _WINDOW_SECONDS = 10.0
@@ -83,8 +85,10 @@ class Summary:
 
 def read_ranks(run_dir: Path) -> dict[int, RankSteps]:
     """Read what the ranks of a run have written, by rank: of all nodes whose folders can be seen here."""
-    found = {}
+    found: dict[int, RankSteps] = {}
     for node in (run_dir, *run_dir.glob("node[0-9]*")):
+        if isinstance(rows := read_json(node / NODE_STEPS).get("ranks"), list) and matches(rows, [ROW]):
+            found |= unpacked(rows)  # of a node that shares no folder with this one
         for file in node.glob(str(rank_folder(Path(), "[0-9]*") / STEPS)):
             steps = read_steps(file.parent)
             if steps is not None and file.parent.name.isdecimal():

@@ -299,6 +299,8 @@ class Coordinator(RunControl):
             node.reached = message["why_not"]
         elif kind == "stop":
             self._stop_all(message["number"], message["count"], node)
+        elif kind == "steps":
+            self.actions.keep_steps(node.rank, message["ranks"])
         elif kind == "outcome":
             self._take_outcome(node, message["outcome"])
 

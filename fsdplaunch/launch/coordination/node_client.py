@@ -30,6 +30,7 @@ from fsdplaunch.launch.coordination.run_control import (
     later,
 )
 from fsdplaunch.launch.coordination.secret_source import SecretSource
+from fsdplaunch.launch.remote_steps import SEND_SECONDS
 from fsdplaunch.launch.root_cause import WARNINGS, signal_name
 from fsdplaunch.sockets import connected
 
@@ -172,7 +173,12 @@ class NodeClient(RunControl):
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this node's part ended, and return how the run ended."""
         self._reported = True
-        self._loop.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
+
+        def report() -> None:
+            self._send_steps()
+            self._connection.send(kind="outcome", outcome=dict(outcome))
+
+        self._loop.post(report)
         # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + _FINAL_SECONDS)
         known = {name: outcome[name] for name in ("status", "stopped_by", "error")}
@@ -184,7 +190,7 @@ class NodeClient(RunControl):
         self._loop.post(lambda: None)
 
     def _listen(self) -> None:
-        last_ping, self._heard = 0.0, time.monotonic()
+        last_ping, last_steps, self._heard = 0.0, 0.0, time.monotonic()
         while not self._closing and not self._done.is_set():
             now = time.monotonic()  # what has come by now is read before node 0 counts as silent
             try:
@@ -195,10 +201,17 @@ class NodeClient(RunControl):
             if now - last_ping > min(2.0, self._silence / 4):
                 last_ping = now
                 self._connection.send(kind="ping")
+            if now - last_steps > SEND_SECONDS and not self._reported:
+                last_steps = now
+                self._send_steps()
             if not self._done.is_set() and now - self._heard > self._silence:
                 self._lose(f"no message for {self._silence:.0f} s")
             elif not self._done.is_set() and not self._connection.open:
                 self._lose("its launcher has gone")
+
+    def _send_steps(self) -> None:
+        if rows := self.actions.steps():
+            self._connection.send(kind="steps", ranks=rows)
 
     def _disconnect(self) -> None:
         self._connection.close()

@@ -1,6 +1,6 @@
 """What the launchers of one run say to each other: first a proof, then one JSON object per line, over TCP.
 
-    coordinator    fsdplaunch-6 NONCE
+    coordinator    fsdplaunch-7 NONCE
     node           NONCE PROOF, or `none` where it has no secret
     coordinator    PROOF, or `no`
 
@@ -21,10 +21,11 @@ from contextlib import suppress
 from typing import Any
 
 from fsdplaunch.files import Maybe, matches
+from fsdplaunch.launch.remote_steps import ROW
 from fsdplaunch.run_secret import is_proof, proof
 
 Message = dict[str, Any]
-PROTOCOL = "fsdplaunch-6"
+PROTOCOL = "fsdplaunch-7"
 """First word that a coordinator says; another version's launchers are named instead of misread."""
 _LINE_BYTES = 256
 """Longest line before the proof."""
@@ -68,6 +69,7 @@ TO_COORDINATOR: Mapping[str, Any] = {
     "hello": {"node": _NODE, "time_ns": _NATURAL, "run_id": str},
     "reached": {"why_not": str},
     "stop": _SIGNAL,
+    "steps": {"ranks": [ROW]},
     "outcome": {"outcome": {**_END, "attempt": Maybe(_ATTEMPT)}},
     "ping": {},
 }

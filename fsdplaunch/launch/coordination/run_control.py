@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from fsdplaunch.config.schema.kinds import join_endpoint
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, EXIT_SAVED
+from fsdplaunch.launch.remote_steps import NODE_STEPS, packed
 from fsdplaunch.launch.root_cause import failure_status, first_failure, is_consequence
-from fsdplaunch.run_dir import MEMBERSHIP, write_json
+from fsdplaunch.run_dir import FOLDER_MODE, MEMBERSHIP, node_folder, write_json
 
 Tell = Callable[[str], None]
 """Shows one line to the user."""
@@ -82,6 +83,10 @@ class RunActions:
     end: Callable[[bool], None] = lambda _at_once: None
     # Nodes have come or gone: start the workers again with those that there are now.
     change: Callable[[Mapping[str, int]], None] = lambda _members: None
+    # Return what this node's ranks do, as node 0 is to hear it.
+    steps: Callable[[], list[dict[str, Any]]] = list
+    # Keep what another node says of its ranks; called on node 0.
+    keep_steps: Callable[[int, list[dict[str, Any]]], None] = lambda _node, _rows: None
 
 
 def later(seconds: float, action: Callable[[], None]) -> None:
@@ -304,8 +309,22 @@ def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Seque
             later(_INSIST_SECONDS, lambda: send(agent, signal.SIGTERM))
             later(KILL_SECONDS, lambda: send(agent, signal.SIGKILL))
 
+    def steps() -> list[dict[str, Any]]:
+        from fsdplaunch.launch.step_summary import read_ranks  # milliseconds, which the start need not wait for
+
+        with suppress(Exception):  # whatever a script has done to its record: it is no reason to lose a node
+            return packed(read_ranks(run_dir))
+        return []
+
+    def keep_steps(node: int, rows: list[dict[str, Any]]) -> None:
+        folder = node_folder(run_dir, node)
+        with suppress(OSError):
+            if not (folder / "ranks").exists():  # nodes that share their files need no copy
+                folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+                write_json(folder / NODE_STEPS, {"ranks": rows})
+
     change({name: getattr(control.assignment, name) for name in ("change", "place", "nodes")})
-    control.actions = RunActions(stop=signals.heard, end=end, change=change)
+    control.actions = RunActions(stop=signals.heard, end=end, change=change, steps=steps, keep_steps=keep_steps)
     control.start()
     return signals
 

@@ -41,6 +41,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "run_id": "",
     },
     "reached": {"why_not": ""},
+    "steps": {"ranks": [{"rank": 0, "pid": 7, "made": 1, "ended": 1.5, "steps": [[1, 2, 0.5, *[None] * 6]]}]},
     "outcome": {
         "outcome": {
             "status": 1,

@@ -61,6 +61,17 @@ def test_line_that_is_no_message_is_none(line):
         ("outcome", {"outcome": {"status": 0, "stopped_by": None, "error": None, "attempt": {"workers": [{}]}}}),
         ("hello", {"time_ns": 1.5}),
         ("reached", {"why_not": None}),
+        *(
+            ("steps", {"ranks": [{**EXAMPLES["steps"]["ranks"][0], **change}]})
+            for change in (
+                {"rank": -1},
+                {"made": 1.5},
+                {"ended": None},
+                {"steps": [[None] * 9]},
+                {"steps": [[1, 2]]},
+                {"steps": 5},
+            )
+        ),
     ],
 )
 def test_wrong_type_is_none(kind, change):
