@@ -16,6 +16,7 @@ TUNE_WORKER = "fsdplaunch.tune.measure"
 WARM_CLIENT = "fsdplaunch.warm.client"
 WARM_IMPORTS = "fsdplaunch.warm.import_record"
 WARM_SERVER = "fsdplaunch.warm.server"
+WATCH = "fsdplaunch.watch.command"
 XLA = "fsdplaunch.runtime.xla.set_up"
 LAYERS = "fsdplaunch.runtime.split.split_layers"
 SEQUENCES = "fsdplaunch.runtime.split.split_blocks"
@@ -24,6 +25,7 @@ FOLDERS = {
     "fsdplaunch.tune": "fsdplaunch tune",
     "fsdplaunch.estimate": "fsdplaunch estimate",
     "fsdplaunch.comparison": "fsdplaunch check --compare",
+    "fsdplaunch.watch": "fsdplaunch watch, runs show and runs compare",
     "fsdplaunch.warm": "interpreters that are kept warm (launch.keep_warm_seconds)",
     KUBERNETES: "Kubernetes",
     "fsdplaunch.runtime.xla": "PyTorch/XLA",

@@ -133,6 +133,7 @@ def launch(
     follow: Annotated[
         bool, flag("--follow", "With --slurm or --kubernetes: show the output until the end")
     ] = False,
+    live: Annotated[bool, flag("--live", "Show what each rank does, below the output")] = False,
     noted: NotedOption = None,
     help_all: Annotated[
         bool,
@@ -308,6 +309,21 @@ def tune(
     """
 
 
+@does("fsdplaunch.watch.command:watch", app, "watch")
+def watch(
+    run: RunArgument = "latest",
+    printed: Annotated[bool, flag("--printed", "Each rank's last line in place of its numbers; key l")] = False,
+    once: Annotated[bool, flag("--once", "Look once, and end")] = False,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON object in a line, again and again")] = False,
+) -> None:
+    """Show what each rank of a run does, how fast, and which one is slow.
+
+    While it runs, from any terminal, or over one that has ended. q or Ctrl-C leaves the run alone.
+    """
+
+
 @does("doctor:doctor", app, "env", hidden=True, fixed={"paste": True})
 def env(file: ConfigOption = None) -> None:
     """Print the block for a bug report: what accelerate calls env, here doctor --paste."""
@@ -334,6 +350,28 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first, with their states."""
+
+
+@does("fsdplaunch.watch.describe:show", runs_app, "show")
+def runs_show(
+    run: RunArgument = "latest",
+    html: Annotated[Path | None, takes("FILE", "Write a page with charts of all ranks' steps instead")] = None,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a run was: command, configuration, versions, speed, waiting, memory, checkpoints, end."""
+
+
+@does("fsdplaunch.watch.describe:compare", runs_app, "compare")
+def runs_compare(
+    first: RunArgument,
+    second: RunArgument,
+    file: ConfigOption = None,
+    log_dir: LogDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where two runs differ, in configuration and speed."""
 
 
 @does("runs:show_logs", runs_app, "logs")

@@ -41,6 +41,8 @@ def launch_script(
     if options["follow"] and not (slurm or kubernetes):
         msg = "--follow is for submitted runs"
         raise UsageError(msg, hint="add --slurm or --kubernetes; a run that starts here shows its output anyway")
+    if options["live"] and (slurm or kubernetes):
+        out.note("--live shows a run that starts here; fsdplaunch watch shows one that was submitted")
     route = "slurm" if slurm else "kubernetes" if kubernetes else None
     name = single_node.check_script(script, is_file=not (no_python or module))
     target = LaunchTarget(name=name, arguments=tuple(arguments), is_module=module, is_python=not no_python)
@@ -66,7 +68,7 @@ def launch_script(
     if status or request.check_only:
         return status
     single_node.announce(plan, loaded, out)
-    result = single_node.run_shown(plan, as_json=request.as_json, out=out)
+    result = single_node.run_shown(plan, as_json=request.as_json, out=out, live=request.live)
     single_node.report(result, plan, as_json=request.as_json, out=out)
     return result.exit_code
 

@@ -60,7 +60,7 @@ def launch_on_node(request: LaunchRequest, place: NodePlacement, hardware: Hardw
         agreed = replace(loaded, config=agreed_config(config, control.assignment))
         rank, assignment = control.assignment.rank, control.assignment
         plan = _plan(request, hardware, agreed, rank=rank, assignment=assignment)
-        return _run(plan, agreed, control, as_json=request.as_json, out=out)
+        return _run(plan, agreed, control, as_json=request.as_json, live=request.live, out=out)
     finally:
         secret.withdraw()
 
@@ -156,7 +156,9 @@ def _say_how_to_join(request: LaunchRequest, spec: join.NodeSpec, out: Output) -
     out.say(f"  {SECRET}={spec.secret.offer()} {shlex.join(words)}")
 
 
-def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, *, as_json: bool, out: Output) -> int:
+def _run(
+    plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, *, as_json: bool, live: bool, out: Output
+) -> int:
     assignment = control.assignment
     is_first = assignment.rank == 0
     for note in assignment.notes:
@@ -169,6 +171,6 @@ def _run(plan: LaunchPlan, loaded: LoadedConfig, control: RunControl, *, as_json
     else:
         names = f"node {assignment.rank} of {assignment.nodes} in run {assignment.run_id}"
         out.say(f"{names}: {counted(plan.workers, 'worker')} here, node 0 is {assignment.names[0]}")
-    result = single_node.run_shown(plan, as_json=as_json, out=out, control=control)
+    result = single_node.run_shown(plan, as_json=as_json, out=out, control=control, live=live)
     single_node.report(result, plan, as_json=as_json, out=out, is_part=not is_first)
     return result.exit_code

@@ -32,11 +32,11 @@ class Output:
         """Print the command's data, to stdout."""
         print(self._safe(text), flush=True)
 
-    def json(self, value: Any) -> None:
-        """Print one JSON value to stdout, with nothing in it changed."""
-        text = json.dumps(value, indent=2, ensure_ascii=False)
+    def json(self, value: Any, *, indent: int | None = 2) -> None:
+        """Print one JSON value to stdout, with nothing in it changed; without an indent, in one line."""
+        text = json.dumps(value, indent=indent, ensure_ascii=False)
         # What no encoding can print, and what a terminal would act on, is escaped as JSON itself escapes.
-        print(text if printable(text) == text else json.dumps(value, indent=2), flush=True)
+        print(text if printable(text) == text else json.dumps(value, indent=indent), flush=True)
 
     def say(self, text: str) -> None:
         """Print a line on stderr."""

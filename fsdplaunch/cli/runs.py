@@ -29,13 +29,14 @@ LOOK_SECONDS = 1.0
 """Between two looks at a run that is followed; SLURM's controller answers many users."""
 
 
-def _folder_of(file: Path | None, log_dir: Path | None) -> Path:
+def folder_of(file: Path | None, log_dir: Path | None) -> Path:
+    """Return the folder with the runs: as it is named, or the configuration's."""
     return log_dir if log_dir is not None else Path(load_config(file).config.launch.log_dir)
 
 
 def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: bool, out: Output) -> int:
     """List runs, newest first."""
-    folder = _folder_of(file, log_dir)
+    folder = folder_of(file, log_dir)
     if log_dir is not None and not folder.is_dir():
         msg = f"--log-dir {folder} is not a folder"
         raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
@@ -71,7 +72,7 @@ def prune_runs(
     *, older_than: int, yes: bool, file: Path | None, log_dir: Path | None, as_json: bool, out: Output
 ) -> int:
     """List runs that have ended and have not changed for so many seconds, ask, and delete their folders."""
-    found = [(run, look_at_files(run.dir)) for run in read_runs(_folder_of(file, log_dir)) if not run.unfinished]
+    found = [(run, look_at_files(run.dir)) for run in read_runs(folder_of(file, log_dir)) if not run.unfinished]
     old = [(run, seen) for run, seen in found if time.time() - seen.changed >= older_than]
     gone = [(run, seen) for run, seen in old if seen.foreign is None]
     for run, seen in old:
@@ -97,7 +98,7 @@ def show_logs(
 ) -> int:
     """Print a run's output, or that of one rank, and go on printing when asked so."""
     stream = "stderr" if stderr else "stdout"
-    found = find_run(_folder_of(file, log_dir), run)
+    found = find_run(folder_of(file, log_dir), run)
     if found.route == "kubernetes" and rank is None:
         return _show_pods(found, follow=follow, out=out)
     if rank is None and found.route == "here":
@@ -155,6 +156,6 @@ def follow_run(run_dir: Path, out: Output) -> int:
 
 def cancel_run(*, run: str, file: Path | None, log_dir: Path | None, out: Output) -> int:
     """Ask a run to end."""
-    found = find_run(_folder_of(file, log_dir), run)
+    found = find_run(folder_of(file, log_dir), run)
     out.say(f"{found.id}: {cancel(found)}")
     return 0

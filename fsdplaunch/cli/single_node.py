@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fsdplaunch.config.resolve import mesh_sizes, node_range, runs_spmd, shards_
 from fsdplaunch.config.schema.config import Config, all_keys
 from fsdplaunch.display_text import counted
 from fsdplaunch.errors import UsageError
+from fsdplaunch.features import WATCH, feature
 from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.network import interface_variables
 from fsdplaunch.launch.coordination.run_control import RunControl
@@ -53,6 +55,7 @@ class LaunchRequest:
     show_all: bool  # print variables of the plan that hold defaults, too
     as_json: bool  # print one JSON object on stdout, and nothing else there
     follow: bool  # show a submitted run's output until it ends
+    live: bool  # show what the ranks do below their output
 
     @property
     def config(self) -> Config:
@@ -236,7 +239,9 @@ def announce(plan: LaunchPlan, loaded: LoadedConfig, out: Output) -> None:
         out.note(note)
 
 
-def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunControl | None = None) -> RunResult:
+def run_shown(
+    plan: LaunchPlan, *, as_json: bool, out: Output, control: RunControl | None = None, live: bool = False
+) -> RunResult:
     """Run the plan and say which signals are passed on; with `as_json`, stdout is left to the result alone."""
     from fsdplaunch.launch.runner import run_plan
 
@@ -249,7 +254,8 @@ def run_shown(plan: LaunchPlan, *, as_json: bool, out: Output, control: RunContr
         else:
             out.say(f"{name}: killing the workers")
 
-    return run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=say, control=control)
+    with feature(WATCH).live_view(plan.run_dir, out) if live else nullcontext():
+        return run_plan(plan, output=sys.stderr.fileno() if as_json else None, on_signal=say, control=control)
 
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:

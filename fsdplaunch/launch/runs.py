@@ -16,9 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from fsdplaunch import __version__
@@ -86,20 +85,8 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as plain data."""
-        return {
-            "run_id": self.id,
-            "run_dir": str(self.dir),
-            "route": self.route,
-            "job": dict(self.job),
-            "script": self.script,
-            "state": self.state,
-            "unfinished": self.unfinished,
-            "started": self.started,
-            "seconds": self.seconds,
-            "workers": self.workers,
-            "steps": self.steps,
-            "step_seconds": self.step_seconds,
-        }
+        names = [one.name for one in fields(self) if one.name not in ("id", "dir", "part")]
+        return {"run_id": self.id, "run_dir": str(self.dir), **{name: getattr(self, name) for name in names}}
 
 
 def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
@@ -141,7 +128,7 @@ def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
     found.sort(key=lambda path: (path / PLAN).stat().st_mtime, reverse=True)
-    return [_read(path) for path in found[:limit]]
+    return [read_run(path) for path in found[:limit]]
 
 
 def _is_run(path: Path) -> bool:
@@ -165,10 +152,10 @@ def find_run(folder: Path, name: str = LATEST) -> Run:
         some = f"{len(chosen)} runs in {folder} have names like {name}"
         msg = some if chosen else f"no run in {folder} is named {name}"
         raise UsageError(msg, hint="fsdplaunch runs lists them")
-    return _read(folder / chosen[0])
+    return read_run(folder / chosen[0])
 
 
-def _read(path: Path) -> Run:
+def read_run(path: Path) -> Run:
     """Return a run out of its folder; what no launcher could have written of its start is not believed."""
     job = read_json(path / JOB)
     route = job.get("route")
@@ -193,7 +180,7 @@ def _read(path: Path) -> Run:
     said = (_result_of(path) or {}).get("seconds")
     took = [said] if isinstance(said, int | float) else [made.ended - started] if made is not None else []
     took = [time.time() - started] if state[1] else took
-    times = [step.seconds for step in made.recent if 0 < step.seconds < _LONGEST] if made is not None else []
+    times = [step.seconds for step in made.recent if step.seconds > 0] if made is not None else []
     workers = plan.get("world_size")
     return Run(
         id=path.name,
@@ -208,7 +195,7 @@ def _read(path: Path) -> Run:
         seconds=next((one for one in took if 0 <= one < _LONGEST), None),
         workers=workers if type(workers) is int else None,
         steps=made.made if made is not None else None,
-        step_seconds=median(times) if times else None,
+        step_seconds=sorted(times)[len(times) // 2] if times else None,
     )
 
 

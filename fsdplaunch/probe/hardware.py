@@ -170,6 +170,29 @@ def read_driver(gpus: Sequence[Gpu]) -> Driver:
         return Driver(version=version, cuda=(newest // 1000, newest % 1000 // 10), peers=peers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """What one GPU is doing; None where the driver does not say."""
+
+    percent: int | None = None  # of the time that something computes on it
+    celsius: int | None = None
+    memory_bytes: int | None = None  # that it has
+
+
+def read_gpu_use() -> dict[str, GpuUse]:
+    """Return what each GPU is doing now, by its number."""
+    found = {}
+    with _driver_library() as (nvml, _):
+        for index in range(nvml.nvmlDeviceGetCount() if nvml is not None else 0):
+            if (gpu := _asked(nvml, nvml.nvmlDeviceGetHandleByIndex, index)) is not None:
+                rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, gpu)
+                memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu)
+                degrees = _asked(nvml, nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
+                percent, size = rates.gpu if rates else None, memory.total if memory else None
+                found[str(index)] = GpuUse(percent=percent, celsius=degrees, memory_bytes=size)
+    return found
+
+
 def driver_is_installed() -> bool:
     """Return whether NVIDIA's management library can be loaded; 5 ms, where importing its bindings takes 60."""
     try:

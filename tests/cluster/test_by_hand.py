@@ -65,3 +65,38 @@ def test_worker_that_fails_on_the_other_machine_is_the_cause_on_both(three: Lab,
     assert "node 0 has the report" in err1
     assert result(folder)["failure"]["rank"] == result(folder, "node1")["failure"]["rank"] == 1
     assert "no such luck" in (folder / "runs" / "latest" / "node1" / "ranks" / "1" / "stderr.log").read_text()
+    assert not list(folder.rglob("steps.json"))  # they share their files
+
+
+STEPS = """
+import time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+weight = torch.nn.Parameter(torch.zeros(4))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(30):
+    weight.grad = torch.ones(4)
+    time.sleep(0.08 if dist.get_rank() == 1 else 0.01)
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+"""
+
+
+def test_machine_0_sees_what_the_ranks_of_a_machine_do_with_which_it_shares_no_folder(three: Lab, folder: Path):
+    for name in ("here", "there"):
+        (folder / name).mkdir()
+        (folder / name / "steps.py").write_text(STEPS)
+    where, secret = (*TWO, "--main-process-ip", "host0", "steps.py"), {"FSDPLAUNCH_SECRET": "5" * 64}
+    places = enumerate(("here", "there"))
+    runs = [three.launch(machine, *where, cwd=folder / name, **secret) for machine, name in places]
+    (code0, _, err0), (code1, _, err1) = map(finish, runs)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert (folder / "here/runs/latest/node1/steps.json").stat().st_mode & 0o777 == 0o600
+    watch = [sys.executable, "-m", "fsdplaunch", "watch", "--once", "--json"]
+    code, out, err = finish(three.start(0, *watch, cwd=folder / "here"))
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["state"], found["step"], found["bound_by"]) == ("done", 30, "straggler")
+    assert (found["slowest"]["rank"], found["slowest"]["cause"]) == (1, "compute")
+    assert [row["rank"] for row in found["ranks"]] == [0, 1]
+    assert 0.07 < found["ranks"][1]["step_seconds"] < 0.3

@@ -25,7 +25,9 @@ assert run(["config", "--where", "cpu", "--yes", "--output", "written.yaml"]) ==
 for name in ("prepare", "clip_grad_norm_", "no_sync", "save_checkpoint", "load_checkpoint", "describe"):
     getattr(fsdplaunch, name)
 
-for command in (["tune", "train.py"], ["estimate", "8b"], ["check", "--compare", "train.py"]):
+for command in (
+    ["tune", "train.py"], ["estimate", "8b"], ["check", "--compare", "train.py"], ["watch"],
+):
     assert run(command) == 1
 for use in (
     lambda: feature(WARM_CLIENT), lambda: feature(KUBERNETES), lambda: feature(XLA),

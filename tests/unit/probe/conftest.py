@@ -74,6 +74,16 @@ class FakeNvml(ModuleType):
             raise NVMLError("Not Supported")
         return SimpleNamespace(total=total)
 
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+        if handle:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=97, memory=30)
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):  # noqa: N802
+        return 61 + handle + sensor
+
     def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
         return self._cards[handle][2]
 

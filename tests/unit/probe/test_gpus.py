@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from fsdplaunch.probe import hardware
-from fsdplaunch.probe.hardware import Gpu, read_gpus
+from fsdplaunch.probe.hardware import Gpu, GpuUse, read_gpu_use, read_gpus
 
 GIB = 1024**3
 
@@ -127,3 +127,14 @@ def test_read_gpus_process_sees_one_slice_with_its_own_memory_and_its_gpus_abili
 def test_gpu_formats_follow_the_compute_capability(capability, bf16, fp8):
     gpu = Gpu(index=0, name="x", memory_bytes=1, compute_capability=capability)
     assert (gpu.has_bf16, gpu.has_fp8) == (bf16, fp8)
+
+
+def test_use_of_each_gpu_as_far_as_the_driver_says_it(install_driver):
+    nvml = install_driver([*cards(2), None])
+    assert read_gpu_use() == {
+        "0": GpuUse(percent=97, celsius=61, memory_bytes=80 * GIB),
+        "1": GpuUse(percent=None, celsius=62, memory_bytes=80 * GIB),
+    }
+    assert nvml.calls == ["init", "shutdown"]
+    install_driver(cards(1), driver=9)
+    assert read_gpu_use() == {}

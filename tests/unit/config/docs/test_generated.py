@@ -27,7 +27,11 @@ def errors(instance, draft=jsonschema.Draft202012Validator):
 
 
 @pytest.mark.parametrize(
-    "name", ["configs/REFERENCE.md", "configs/fsdp.schema.json", "docs/migrating-from-accelerate.md"]
+    "name",
+    [
+        *("configs/REFERENCE.md", "configs/fsdp.schema.json", "docs/migrating-from-accelerate.md"),
+        *("README.md", "docs/watching.md"),
+    ],
 )
 def test_what_is_generated_is_in_step(name):
     pages = runpy.run_path(str(ROOT / "scripts" / "generated_pages"))["pages"]

@@ -24,7 +24,8 @@ TARGET = LaunchTarget(name=SCRIPT, arguments=ODD)
 def words_of(
     program: list[str], target: LaunchTarget = TARGET, *, config: str | None = "a config.yaml"
 ) -> list[str]:
-    flags = dict.fromkeys(("dry_run", "check_only", "allow_unsharded", "show_all", "as_json", "follow"), False)
+    names = ("dry_run", "check_only", "allow_unsharded", "show_all", "as_json", "follow", "live")
+    flags = dict.fromkeys(names, False)
     request = LaunchRequest(loaded=None, target=target, overrides=(), **flags)
     return request.words(program, config, overrides=("launch.env.A=$B c",) if config else ())
 
