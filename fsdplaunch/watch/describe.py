@@ -49,14 +49,14 @@ def compare(
     """Say where two runs differ: what ran, how it was configured, how fast it was."""
     found = [describe(find_run(folder_of(file, log_dir), name)) for name in (first, second)]
     texts = [{**one.facts, **{key: value for key, value, _ in one.keys}} for one in found]
-    names = [name for name in dict.fromkeys([*texts[0], *texts[1]]) if name not in ("run", "started")]
+    names = [name for name in dict.fromkeys([*texts[0], *texts[1]]) if name != "started"]
     rows = [(name, *(text.get(name, "-") for text in texts)) for name in names]
     rows = [row for row in rows if row[1] != row[2]]
     if as_json:
         out.json({"runs": [one.data for one in found], "differs": rows})
         return 0
-    lines = table([("", *(one.look.run.id for one in found)), *rows])
-    if max(map(len, lines)) > shutil.get_terminal_size().columns:
+    lines = table(rows)
+    if max(map(len, lines), default=0) > shutil.get_terminal_size().columns:
         lines = [line for name, one, other in rows for line in (name, f"  {one}", f"  {other}")]
     out.data("\n".join(lines))
     return 0

@@ -70,9 +70,11 @@ def test_compare_says_only_what_differs(capsys, tmp_path):
     assert rows["mixed_precision"] == ("bf16", "-")  # which is the default
     assert rows["steps"][0].startswith("step 40, 310.0 ms a step")
     assert rows["steps"][1].startswith("step 40, 610.0 ms a step")
-    assert not {"command", "workers", "run", "state"} & set(rows)
+    assert rows["run"] == ("runs/a", "runs/b")
+    assert not {"command", "workers", "state"} & set(rows)
     assert run(["runs", "compare", "a", "b", "--log-dir", "runs"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["run", "  runs/a", "  runs/b"]
     assert lines[lines.index("steps") + 1].startswith("  step 40, 310.0 ms a step")
 
 
