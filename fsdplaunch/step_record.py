@@ -17,8 +17,6 @@ from fsdplaunch.run_dir import PRIVATE_MODE, open_file
 
 STEPS = "steps"
 """File of this in a rank's folder."""
-TOTAL = "total"
-"""File beside it with the number of steps that there will be, where the script's trainer knows it."""
 RING = 256
 """Steps that are kept one by one."""
 HISTORY = 512

@@ -312,7 +312,6 @@ def tune(
 @does("fsdplaunch.watch.command:watch", app, "watch")
 def watch(
     run: RunArgument = "latest",
-    printed: Annotated[bool, flag("--printed", "Each rank's last line in place of its numbers; key l")] = False,
     once: Annotated[bool, flag("--once", "Look once, and end")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,

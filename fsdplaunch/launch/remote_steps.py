@@ -1,7 +1,7 @@
 """The last steps of one node's ranks as a message to node 0, where that does not see their records, and back."""
 
 from collections.abc import Mapping, Sequence
-from math import floor, inf, isfinite, log2, nan
+from math import floor, inf, isnan, log2, nan
 from typing import Any
 
 from fsdplaunch.files import matches
@@ -40,8 +40,9 @@ def packed(ranks: Mapping[int, RankSteps]) -> list[dict[str, Any]]:
         known = [step for step in record.recent if _amount(step.number) and _amount(step.seconds)]
         apart = min(len(known), _WINDOW_SECONDS / max(known[-1].seconds, _SHORTEST)) / _SENT if known else 1.0
         chosen = [step for step in known if step.number % 2 ** max(0, floor(log2(apart))) == 0][-_SENT:]
-        steps = [[*map(_short, step[: _ALL if step is chosen[-1] else _TIMES])] for step in chosen]
-        about = {"rank": rank, "pid": record.pid, "made": record.made, "ended": _short(record.ended) or 0}
+        told = [step[: _ALL if step is chosen[-1] else _TIMES] for step in chosen]
+        steps = [[None if isnan(value) else round(value, 6) for value in step] for step in told]
+        about = {"rank": rank, "pid": record.pid, "made": record.made, "ended": record.ended}
         rows.append({**about, "steps": steps})
     return [row for row in rows if matches(row, ROW)]  # whatever a script has done to its record
 
@@ -53,10 +54,3 @@ def unpacked(rows: Sequence[Mapping[str, Any]]) -> dict[int, RankSteps]:
         steps = [Step(*(nan if value is None else value for value in step)) for step in row["steps"][:_SENT]]
         found[row["rank"]] = RankSteps(row["pid"], row["made"], row["ended"], steps, [])
     return found
-
-
-def _short(value: float) -> float | None:
-    """Return a number with as many digits as count: whole where it is large; None where nobody knows it."""
-    if not isfinite(value) or value < 0:
-        return None
-    return int(value) if value >= 1e5 or value == int(value) else float(f"{value:.5g}")  # noqa: PLR2004

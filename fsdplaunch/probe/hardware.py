@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdplaunch.display_text import GIB, counted
 from fsdplaunch.errors import MachineError
@@ -170,13 +170,12 @@ def read_driver(gpus: Sequence[Gpu]) -> Driver:
         return Driver(version=version, cuda=(newest // 1000, newest % 1000 // 10), peers=peers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUse:
+class GpuUse(NamedTuple):
     """What one GPU is doing; None where the driver does not say."""
 
-    percent: int | None = None  # of the time that something computes on it
-    celsius: int | None = None
-    memory_bytes: int | None = None  # that it has
+    percent: int | None  # of the time that something computes on it
+    celsius: int | None
+    memory_bytes: int | None  # that it has
 
 
 def read_gpu_use() -> dict[str, GpuUse]:
@@ -188,8 +187,8 @@ def read_gpu_use() -> dict[str, GpuUse]:
                 rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, gpu)
                 memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu)
                 degrees = _asked(nvml, nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
-                percent, size = rates.gpu if rates else None, memory.total if memory else None
-                found[str(index)] = GpuUse(percent=percent, celsius=degrees, memory_bytes=size)
+                percent = rates.gpu if rates else None
+                found[str(index)] = GpuUse(percent, degrees, memory.total if memory else None)
     return found
 
 

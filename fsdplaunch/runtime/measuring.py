@@ -25,9 +25,9 @@ from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import PROCESS, read_size
 from fsdplaunch.runtime.patch import once_imported, replace, wrap, wrap_once_imported
-from fsdplaunch.runtime.rank import configured_data_ranks, own_folder, rank, world_size
+from fsdplaunch.runtime.rank import configured_data_ranks, rank, world_size
 from fsdplaunch.runtime.torch_internals.waits import NEXT_BATCH, WAITS, call_after_backward
-from fsdplaunch.step_record import TOTAL, Step, StepWriter
+from fsdplaunch.step_record import Step, StepWriter
 
 _MEMORY_SECONDS = 1.0
 """How often memory is asked for: the system's answer takes as long as many other measurements."""
@@ -281,13 +281,6 @@ class Measuring:
             self.note_step(optimizer)
         return result
 
-    def note_total(self, original: Callable[..., Any], handler: Any, args: Any, state: Any, control: Any) -> Any:
-        """Stand for what transformers' Trainer calls once it knows how many steps there will be."""
-        total = int(state.max_steps) - int(state.global_step) + self._writer.made
-        if (folder := own_folder()) is not None:
-            (folder / TOTAL).write_text(str(total), encoding="ascii")
-        return original(handler, args, state, control)
-
 
 _running: list[Measuring] = []
 
@@ -310,7 +303,6 @@ def measure(writer: StepWriter, config: Config) -> None:
         wrap(owner, "clip_grad_norm_", measuring.clip)
     wrap_once_imported("fsdplaunch.runtime.api.gradients", "clip_grad_norm_", measuring.clip)
     wrap_once_imported("torch.distributed.fsdp", "FullyShardedDataParallel.clip_grad_norm_", measuring.clip)
-    wrap_once_imported("transformers.trainer_callback", "CallbackHandler.on_train_begin", measuring.note_total)
     wrap(torch.nn.parallel, "DistributedDataParallel.__init__", measuring.watch_replicas)
 
 

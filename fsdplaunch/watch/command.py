@@ -1,6 +1,5 @@
 """`fsdplaunch watch` and `launch --live`: a run on the screen, below its output, as lines of a log, as JSON."""
 
-import io
 import os
 import select
 import shutil
@@ -27,14 +26,12 @@ _PAINT_SECONDS, _SHARE = 0.5, 0.1
 """Between two looks on a screen, and the part of the time that they may take, where ranks are very many."""
 
 
-def watch(
-    *, run: str, once: bool, printed: bool, file: Path | None, log_dir: Path | None, as_json: bool, out: Output
-) -> int:
+def watch(*, run: str, once: bool, file: Path | None, log_dir: Path | None, as_json: bool, out: Output) -> int:
     """Show how a run is doing until it ends, or on a screen until the user leaves; the run does not notice."""
     watcher = RunWatcher(find_run(folder_of(file, log_dir), run))
     with suppress(KeyboardInterrupt):
-        if sys.stdout.isatty() and not (once or as_json):
-            _show(watcher, printed=printed)
+        if sys.stdin.isatty() and sys.stdout.isatty() and not (once or as_json):
+            _show(watcher)
         else:
             _tell(watcher, out, once=once, as_json=as_json)
     return 0
@@ -57,16 +54,15 @@ def _tell(watcher: RunWatcher, out: Output, *, once: bool, as_json: bool) -> Non
             watcher.refresh()
 
 
-def _show(watcher: RunWatcher, *, printed: bool) -> None:
+def _show(watcher: RunWatcher) -> None:
     """Fill the terminal until q or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no blocks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is to be as it was
     with _keys() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
+        printed = False
         while True:
             began, (width, height) = time.monotonic(), shutil.get_terminal_size()
             lines = screen(watcher.look(), width, height - 1, watcher.last_line if printed else None)
@@ -81,44 +77,35 @@ def _show(watcher: RunWatcher, *, printed: bool) -> None:
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
     """Give what waits so many seconds for a key and returns it; keys are not echoed meanwhile."""
-    stdin = sys.stdin.fileno()
-    before = termios.tcgetattr(stdin) if sys.stdin.isatty() else None
+    before = termios.tcgetattr(sys.stdin)
 
     def pressed(seconds: float) -> str:
-        if before is None:
-            time.sleep(seconds)
-        elif select.select([stdin], [], [], seconds)[0]:
-            return os.read(stdin, 1).decode(errors="replace") or "q"  # the terminal has gone
-        return ""
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return ""
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"  # the terminal has gone
 
     try:
-        if before is not None:
-            tty.setcbreak(stdin)
+        tty.setcbreak(sys.stdin)
         yield pressed
     finally:
-        if before is not None:
-            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 @contextmanager
 def live_view(run_dir: Path, out: Output) -> Iterator[None]:
-    """Show a run that starts now in the last lines of the terminal; what the script prints scrolls above them.
-
-    The workers go on writing to the terminal themselves: it is told which of its lines scroll.
-    """
+    """Show a run that starts now in the last lines of the terminal; what the script prints scrolls above them."""
+    if not sys.stderr.isatty() or out.quiet:
+        out.note("--live needs a terminal; fsdplaunch watch shows the run from another one")
+        yield
+        return
     ended = threading.Event()
     thread = threading.Thread(target=_paint, args=(run_dir, ended), daemon=True)
-    is_shown = sys.stderr.isatty() and not out.quiet
-    if is_shown:
-        thread.start()
-    else:
-        out.note("--live needs a terminal; fsdplaunch watch shows the run from another one")
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if is_shown:
-            thread.join()
+        thread.join()
 
 
 def _paint(run_dir: Path, ended: threading.Event) -> None:

@@ -1,12 +1,12 @@
 """What a run was: command, configuration, versions, speed, end; of one run, and of two where they differ."""
 
+import json
 import shlex
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdplaunch.cli.output import Output
 from fsdplaunch.cli.runs import folder_of
@@ -62,8 +62,7 @@ def compare(
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class Description(NamedTuple):
     """What a run was, without secrets."""
 
     look: Snapshot  # its last steps
@@ -77,20 +76,18 @@ def describe(run: Run) -> Description:
     look, plan, job = RunWatcher(run).look(), read_json(run.dir / PLAN), read_json(run.part / JOB)
     result = read_json(run.part / RESULT)
     words = plan["arguments"] if matches(plan.get("arguments"), [str]) else []
-    data = _without_secrets(
-        {
-            **look.to_dict(),
-            "versions": job["versions"] if matches(job.get("versions"), {"*": object}) else {},
-            "revision": "".join(read_tail(run.part / REVISION, 1)),
-            "nodes": next(
-                (one for one in (job.get("nodes"), [job.get("host")]) if one and matches(one, [str])), []
-            ),
-            "config": _config(run, plan),
-            "result": {name: result.get(name) for name in ("exit_code", "stopped_by", "notes")},
-            "failure": result["failure"] if isinstance(result.get("failure"), dict) else {},
-            "checkpoints": read_tail(rank_folder(run.part, 0) / CHECKPOINTS, _MOST),
-        }
-    )
+    nodes = [one for one in (job.get("nodes"), [job.get("host")]) if one and matches(one, [str])]
+    said = {
+        **look.to_dict(),
+        "versions": job["versions"] if matches(job.get("versions"), {"*": object}) else {},
+        "revision": "".join(read_tail(run.part / REVISION, 1)),
+        "nodes": nodes[0] if nodes else [],
+        "config": _config(run, plan),
+        "result": {name: result.get(name) for name in ("exit_code", "stopped_by", "notes")},
+        "failure": result["failure"] if isinstance(result.get("failure"), dict) else {},
+        "checkpoints": read_tail(rank_folder(run.part, 0) / CHECKPOINTS, _MOST),
+    }
+    data = json.loads(hide_in_text(json.dumps(said)))
     data["command"] = hide_in_words([run.script, *words])
     failure, peak = data["failure"], max((row.peak_bytes or 0 for row in look.summary.ranks), default=0)
     facts = {
@@ -118,19 +115,8 @@ def _config(run: Run, plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the keys that are not their defaults; one that nobody set follows from others or the machine."""
     places = plan["origins"] if matches(plan.get("origins"), {"*": str}) else {}
     values = file_layer(read_file(run.part / CONFIG, Path())).values
-    specs = [spec for spec in all_keys() if spec.path in values and values[spec.path].value != spec.default]
-    return {
-        spec.dotted: {
-            "value": plain_value(spec, values[spec.path].value),
-            "from": places.get(spec.dotted, "follows"),
-        }
-        for spec in specs
-    }
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_secrets(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(one) for one in value]
-    return hide_in_text(value) if isinstance(value, str) else value
+    found = {}
+    for spec in all_keys():
+        if spec.path in values and (value := values[spec.path].value) != spec.default:
+            found[spec.dotted] = {"value": plain_value(spec, value), "from": places.get(spec.dotted, "follows")}
+    return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from math import floor, isfinite, log10
+from math import isfinite
 
 from fsdplaunch.display_text import GIB, one_line
 from fsdplaunch.step_record import Step
@@ -73,21 +73,14 @@ def _chart(
 ) -> str:
     across = (_WIDTH - _LEFT - _RIGHT) / (right := max(x for line in lines.values() for x, _ in line))
     up, floor_y, made = (_HEIGHT - _BELOW - 8) / top, _HEIGHT - _BELOW, list[str]()
-    for value in _ticks(top):
+    for value in (0, top / 2, top):
         y = floor_y - value * up
         made.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        made.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    places = ((value, _LEFT + value * across) for value in _ticks(right))
-    made += [f'<text x="{x:.1f}" y="{_HEIGHT - 4}" text-anchor="middle">{value:g}</text>' for value, x in places]
+        made.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    places = ((value, _LEFT + value * across) for value in (0, right // 2, right))
+    made += [f'<text x="{x:.1f}" y="{_HEIGHT - 4}" text-anchor="middle">{value:.4g}</text>' for value, x in places]
     for rank in sorted(lines, key=lambda rank: colours[rank] == _SLOW):  # which is drawn over the others
         path = " ".join(f"{_LEFT + x * across:.1f},{floor_y - min(y, top) * up:.1f}" for x, y in lines[rank])
         look = f'stroke="{colours[rank]}" opacity="{1 if colours[rank] == _SLOW else opacity}"'
         made.append(f'<polyline points="{path}" {look}><title>rank {rank}</title></polyline>')
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(made)}</svg>'
-
-
-def _ticks(top: float) -> list[float]:
-    """Return round numbers from 0 up to the top, about four of them."""
-    power = 10.0 ** floor(log10(top / 4))
-    step = power * next(each for each in (1, 2, 5, 10) if each * power >= top / 4)
-    return [step * count for count in range(floor(top / step) + 1)]

@@ -10,11 +10,10 @@ from typing import Any
 from fsdplaunch.launch.runs import Run, log_files, read_run
 from fsdplaunch.launch.secret_variables import hide_in_text
 from fsdplaunch.launch.step_summary import Summary, read_ranks, summarize
-from fsdplaunch.probe.hardware import GpuUse, read_gpu_use, usable_memory
-from fsdplaunch.run_dir import JOB, PLAN, agent_record, rank_folder, read_json, read_tail
-from fsdplaunch.step_record import TOTAL, RankSteps
+from fsdplaunch.probe.hardware import GpuUse, read_gpu_use
+from fsdplaunch.run_dir import JOB, PLAN, rank_folder, read_json, read_tail
+from fsdplaunch.step_record import RankSteps
 
-_DIGITS = 16
 _STATE_SECONDS, _ASKED_SECONDS = 1.0, 10.0
 """Between two looks at a run's state, and two questions to a scheduler, whose controller answers many users."""
 
@@ -26,14 +25,12 @@ class Snapshot:
     run: Run
     summary: Summary
     ranks: Mapping[int, RankSteps]
-    total: int | None  # steps that there will be; None where nobody knows
-    memory_limit: int | None  # bytes that a rank may use; None where nothing says
+    memory_limit: int | None  # bytes of the smallest GPU; None where none is seen
     gpus: Mapping[int, GpuUse]  # of ranks on this machine
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         found = {**self.run.to_dict(), **self.summary.to_dict(), "memory_limit": self.memory_limit}
-        found["total_steps"] = self.total
         for row in found["ranks"]:
             if (use := self.gpus.get(row["rank"])) is not None:
                 row |= {"gpu_percent": use.percent, "gpu_celsius": use.celsius}
@@ -58,12 +55,9 @@ class RunWatcher:
         ranks, names = read_ranks(self.run.part), _gpus_here(self.run)
         use = read_gpu_use() if names else {}
         gpus = {rank: use[name] for rank, name in names.items() if name in use}
-        sizes = [one.memory_bytes for one in gpus.values() if one.memory_bytes]
-        limit = min(sizes) if sizes else _share_of_host(self.run)
+        limit = min((one.memory_bytes for one in gpus.values() if one.memory_bytes), default=None)
         summary = summarize(ranks, memory_limit=limit)
-        said = "".join(read_tail(rank_folder(self.run.part, 0) / TOTAL, 1))
-        total = int(said) if said.isdecimal() and len(said) < _DIGITS else None
-        return Snapshot(run=self.run, summary=summary, ranks=ranks, total=total, memory_limit=limit, gpus=gpus)
+        return Snapshot(run=self.run, summary=summary, ranks=ranks, memory_limit=limit, gpus=gpus)
 
     def last_line(self, rank: int) -> str:
         """Return the last line that a rank printed."""
@@ -82,13 +76,3 @@ def _gpus_here(run: Run) -> dict[int, str]:
             ranks = sorted(int(name) for name in names if name.isdecimal())
             found |= dict(zip(ranks, map(str, gpus), strict=False))
     return found
-
-
-def _share_of_host(run: Run) -> int | None:
-    """Return what a rank may use of a machine's memory, where the run computes on this one's CPU, or did."""
-    plan, said = read_json(run.part / PLAN), read_json(agent_record(run.part)).get("memory_limit")
-    is_here = run.unfinished and run.job.get("host") == socket.gethostname()
-    workers, limit = plan.get("workers"), usable_memory() if is_here else said
-    if plan.get("device") != "cpu" or type(limit) is not int or type(workers) is not int or workers < 1:
-        return None
-    return limit // workers

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from fsdplaunch.display_text import GIB, one_line, rough_time, step_time, table
+from fsdplaunch.display_text import GIB, one_line, step_time, table
 from fsdplaunch.launch.run_result import duration
 from fsdplaunch.launch.step_summary import RankSummary
 from fsdplaunch.watch.snapshot import Snapshot
@@ -64,10 +64,7 @@ def speed_words(look: Snapshot) -> list[str]:
     if found.step_seconds is None:
         return [f"step {found.step}" if look.ranks else "no rank has made a step yet"]
     rates = {name: getattr(found, f"{name}_per_second") for name in ("steps", "samples", "tokens")}
-    of = f" of {look.total}" if look.total is not None else ""
-    words = [f"step {found.step}{of}", f"{step_time(found.step_seconds)} a step"]
-    if look.run.unfinished and look.total is not None and look.total >= found.step:
-        words.append(f"about {rough_time((look.total - found.step) * found.step_seconds)} left")
+    words = [f"step {found.step}", f"{step_time(found.step_seconds)} a step"]
     digits = ((f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name) for name, rate in rates.items() if rate)  # noqa: PLR2004
     return words + [f"{text} {name}/s" for text, name in digits]
 

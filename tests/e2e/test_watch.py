@@ -63,7 +63,7 @@ def test_a_run_is_seen_while_it_runs_and_when_it_has_ended(tmp_path, warm_enviro
     assert launch.returncode == 0
     assert (found["state"], found["step"], found["bound_by"]) == ("running", 25, "straggler")
     assert (found["slowest"]["rank"], found["slowest"]["cause"]) == (1, "compute")
-    assert found["memory_limit"] > found["ranks"][0]["peak_bytes"] > 2**20
+    assert found["ranks"][0]["peak_bytes"] > 2**20
     assert "note: --live needs a terminal" in said
     found = seen(tmp_path, warm_environ, "runs", "show")
     assert (found["state"], found["steps"], found["workers"]) == ("done", 30, 2)

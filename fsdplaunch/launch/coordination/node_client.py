@@ -173,12 +173,8 @@ class NodeClient(RunControl):
     def conclude(self, outcome: Mapping[str, Any]) -> Message:
         """Report how this node's part ended, and return how the run ended."""
         self._reported = True
-
-        def report() -> None:
-            self._send_steps()
-            self._connection.send(kind="outcome", outcome=dict(outcome))
-
-        self._loop.post(report)
+        self._loop.post(self._send_steps)
+        self._loop.post(lambda: self._connection.send(kind="outcome", outcome=dict(outcome)))
         # After success the others may go on for as long as they like, and node 0 says when it is over.
         self._done.wait(None if outcome["status"] == 0 else self._grace + _FINAL_SECONDS)
         known = {name: outcome[name] for name in ("status", "stopped_by", "error")}

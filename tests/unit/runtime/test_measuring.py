@@ -176,21 +176,6 @@ def test_an_exception_in_a_pass_ends_no_measuring(measured, tmp_path):
     assert record(tmp_path).recent[-1].samples == 4
 
 
-def test_the_number_of_steps_is_noted_where_transformers_knows_it(measured, tmp_path, monkeypatch):
-    from transformers import TrainerState
-    from transformers.trainer_callback import CallbackHandler
-
-    monkeypatch.setenv("FSDPLAUNCH_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(CallbackHandler, "on_train_begin", CallbackHandler.on_train_begin)
-    wrap(CallbackHandler, "on_train_begin", measured.note_total)
-    optimizer().step()  # before it resumes at step 40 of 100
-    handler = CallbackHandler([], None, None, None, None)
-    control = SimpleNamespace(should_training_stop=True)
-    handler.on_train_begin(None, TrainerState(max_steps=100, global_step=40), control)
-    assert not control.should_training_stop
-    assert (tmp_path / "ranks/0/total").read_text() == "61"
-
-
 def test_only_counting_writes_only_a_count(tmp_path):
     found = Measuring(StepWriter(tmp_path), only_counts=True)
     first, second = optimizer(), optimizer()

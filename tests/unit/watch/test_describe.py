@@ -91,7 +91,7 @@ def test_no_secret_is_in_any_of_it(capsys, tmp_path):
     (run_dir / "ranks/0/stdout.log").write_text(f"token {SECRETS[0]}\n")
     for command in (
         ["runs"], ["runs", "--json"], ["runs", "show"], ["runs", "show", "--json"], ["watch", "--once"],
-        ["watch", "--once", "--json", "--printed"], ["runs", "show", "--html", "page.html"],
+        ["watch", "--once", "--json"], ["runs", "show", "--html", "page.html"],
         ["runs", "compare", "r1", "r1"], ["runs", "compare", "r1", "r1", "--json"],
     ):  # fmt: skip
         assert run([*command, "--log-dir", "runs"]) == 0

@@ -108,18 +108,6 @@ def test_a_run_without_steps_says_so(tmp_path):
     assert seen.to_dict()["ranks"] == []
 
 
-def test_what_is_left_is_said_where_the_number_of_steps_is_known(tmp_path):
-    assert "left" not in log_line(look(tmp_path / "unknown", runs=True))
-    run_dir = make_run(tmp_path, runs=True)
-    for text, said in (
-        ("100", "step 40 of 100, 100.0 ms a step, about 6 s left,"),
-        ("9" * 99, "step 40, "),
-        ("x", "step 40, "),
-    ):
-        (run_dir / "ranks/0/total").write_text(text)
-        assert said in log_line(RunWatcher(find_run(tmp_path)).look())
-
-
 def test_what_nobody_can_mean_neither_ends_a_look_nor_steers_the_terminal(tmp_path):
     bad = (nan, inf, -inf, 1e308, -1.0, 0.0)
 
