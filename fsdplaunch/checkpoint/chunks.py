@@ -41,12 +41,12 @@ def find_tiling_fault(shape: tuple[int, ...], regions: Sequence[Region]) -> str 
 def _is_tiled(shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
     """Return whether rectangles inside of `shape` cover each element exactly once, in time linear in their number.
 
-    With a random number for each coordinate, a rectangle counts the product over its dimensions of what stands at
-    its end minus what stands at its start. A sum of such products is a polynomial in which each corner has a term of
-    its own, so that it equals that of the whole tensor when all inner corners cancel, which is a tiling; otherwise
-    by a chance of 1 in 2**55. Comparing rectangles with each other takes the square of their number.
+    Each coordinate has a random number. A rectangle counts the product over its dimensions of the number at its end
+    minus the one at its start: a polynomial in which each corner has a term of its own. The sum over all equals
+    that of the whole tensor when the inner corners cancel, which is a tiling; otherwise by a chance of 1 in 2**55.
+    Comparing rectangles with each other would take the square of their number.
     """
-    chance, sums = random.Random(), [0, 0]
+    chance, sums = random.Random(), [0, 0]  # noqa: S311  (seeded by the system)
     numbers = [defaultdict[int, int](lambda: chance.getrandbits(61)) for _ in shape]
     for place, those in enumerate(([Region((0,) * len(shape), shape)], regions)):
         for offsets, sizes in those:

@@ -24,6 +24,7 @@ MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
 _PAUSES = (0.05, 0.2, 0.75)
 """Seconds before a manifest that the system could not read is read again."""
+_LOOKS = 5
 
 
 def manifest_path(folder: Path) -> Path:
@@ -51,6 +52,11 @@ _ITEM_END = 2048
 _FILE_END = 2**20
 
 
+def crc_of_bytes(data: bytes) -> int:
+    """Return the checksum of a file that is not a data file, by what it holds."""
+    return crc32(data[-_FILE_END:], 0)
+
+
 def crc_of_items(fd: int, items: Iterable[tuple[int, int]]) -> int:
     """Return the checksum of how the items of an open data file end, by offset and length of each, in bytes."""
     crc = 0
@@ -73,11 +79,13 @@ def write_manifest(
     """Write the manifest of a folder whose other files are all there, and force it to disk.
 
     `content` says who wrote it, and how; `sequence` counts the checkpoints that were completed in its place and
-    beside it, this one included; `crcs` are the checksums of data files, as `crc_of_items` returns them.
+    beside it, this one included; `crcs` are the checksums of files that need not be read for it: data files', as
+    `crc_of_items` returns them, and those of what ranks wrote out of memory.
     """
+    written = dict(crcs or {})
     files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    known = {name: _crc_of(folder, name) for name in sorted(files) if _is_checked(name)} | dict(crcs or {})
-    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": known}
+    read = {name: _crc_of(folder, name) for name in sorted(files) if _is_checked(name) and name not in written}
+    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": read | written}
     data["complete"] = True
     data["checksum"] = _own_checksum(json.loads(json.dumps(data)))
     with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
@@ -116,6 +124,11 @@ def _own_checksum(data: Mapping[str, Any]) -> int:
     return crc32(json.dumps({**data, "checksum": None}, sort_keys=True).encode(), 0)
 
 
+def save_id(manifest: Mapping[str, Any] | None) -> Any:
+    """Return what tells a save from another one in its place, by its manifest; None without one."""
+    return None if manifest is None else manifest.get("id", _own_checksum(manifest))
+
+
 def own_files(folder: Path) -> list[str]:
     """Return the files that a folder's manifest names."""
     files = (read_manifest(folder) or {}).get("files", {})
@@ -140,8 +153,13 @@ def find_gap(folder: Path) -> str | None:
     reads them. A folder without manifest was written by another tool: it counts as complete if it has a model in
     it and each sharded folder its index, which is written last, because that tool leaves no other way to tell.
     """
-    manifest = read_manifest(folder)
-    return _find_gap(folder, manifest) or find_other(folder, manifest or {})
+    gap = None
+    for _ in range(_LOOKS):
+        manifest = read_manifest(folder)
+        gap = _find_gap(folder, manifest) or find_other(folder, manifest or {})
+        if gap is None or read_manifest(folder) == manifest:  # else another save has come meanwhile
+            break
+    return gap
 
 
 def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
@@ -186,7 +204,7 @@ def _crc_of(folder: Path, name: str) -> int:
         return crc32(read_regular(path, MAX_INDEX_BYTES), 0)
     fd = open_regular(path)
     try:
-        return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
+        return crc_of_bytes(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)))
     finally:
         os.close(fd)
 
@@ -194,12 +212,12 @@ def _crc_of(folder: Path, name: str) -> int:
 def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str | None:
     """Return which file of a checkpoint is not the one that was saved, data files left out; None when all are.
 
-    Looked at are the files whose names begin with `only`.
+    Looked at are the files whose names begin with `only`; a rank's generators only by their whole name.
     """
     known = manifest.get("crc32")
     listed = known.items() if isinstance(known, dict) else ()
     for name, crc in listed:
-        if not name.startswith(only) or not _is_checked(name) or name not in manifest["files"]:
+        if not name.startswith(only) or not (_is_checked(name) or name == only) or name not in manifest["files"]:
             continue
         try:
             if _crc_of(folder, name) != crc:

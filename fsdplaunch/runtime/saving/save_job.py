@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.manifest import write_manifest
+from fsdplaunch.checkpoint.manifest import crc_of_bytes, write_manifest
 from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
@@ -188,14 +188,18 @@ class SaveJob:
                 with raise_on_all_ranks(self.doing, group):
                     written = state.write(partial, group)
                     crcs |= {f"{state.name}/{name}": crc for name, crc in written.items()}
+            own: dict[str, int] = {}
             with raise_on_all_ranks(self.doing, group):
-                for name, data in self.files.items():
-                    write_bytes(partial / name, data if isinstance(data, bytes) else data())
+                for name, content in self.files.items():
+                    data = content if isinstance(content, bytes) else content()
+                    write_bytes(partial / name, data)
+                    own[name] = crc_of_bytes(data)
+            crcs |= {name: crc for each in from_all(own, group) for name, crc in each.items()}
             with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
                     (partial / TOKEN).unlink()
-                    content = {**self.manifest, "config": asdict(self.config)}
-                    write_manifest(partial, content, next_sequence(self.target), crcs)
+                    about = {**self.manifest, "id": secrets.token_hex(8), "config": asdict(self.config)}
+                    write_manifest(partial, about, next_sequence(self.target), crcs)
                     publish(partial, self.target)
                     _note(self.target)
                     if self.keep_last is not None:

@@ -3,11 +3,11 @@
 import os
 import platform
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdplaunch import __version__
-from fsdplaunch.checkpoint.manifest import MANIFEST_NAME, MAX_JSON, read_manifest
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
+from fsdplaunch.checkpoint.manifest import find_other, read_manifest, save_id
+from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN
 from fsdplaunch.config.environment import decode
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import SharedError, from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import monitored_barrier
 from fsdplaunch.runtime.data_loaders import position_of, resume_at
 from fsdplaunch.runtime.inspection import unwrapped
@@ -49,7 +49,7 @@ from fsdplaunch.runtime.state_dict.gather import files_of_ranks
 
 _FORMAT_VERSION = 1
 _SCHEDULER, _LOADER, _EXTRA = "scheduler", "loader", "extra.bin"
-_ATTEMPTS = 3
+_ATTEMPTS, _PAUSE_SECONDS = 10, 0.3
 
 
 def save_checkpoint(
@@ -146,21 +146,25 @@ def load_checkpoint(
     root = _folder(dir)
     models = [unwrapped(each) for each in _several(model)]
     for _ in range(_ATTEMPTS):
-        folder, identity, step = _find(root)
-        with raise_on_all_ranks(f"load {folder}"):
-            _read_models(folder, models, _several(optimizer))
-        with raise_on_all_ranks(f"load {folder}"):
-            for index, each in enumerate(_several(scheduler)):
-                each.load_state_dict(_read_small(folder, _SCHEDULER, index))
-            for index, each in enumerate(_several(loader)):
-                resume_at(each, _read_small(folder, _LOADER, index))
-            if (own := folder / file_name(dist.get_rank())).exists():
-                read_random_states(own)
-            if (folder / file_name(0)).exists() and not (folder / file_name(dist.get_world_size() - 1)).exists():
-                messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")
-            extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
-        if not any(from_all(_identity(folder) != identity)):
-            return {"step": step, "extra": extra, "path": folder}
+        folder, manifest = _find(root)
+        extra: Mapping[str, Any] = {}
+        failure = None
+        try:
+            with raise_on_all_ranks(f"load {folder}"):
+                _read_models(folder, models, _several(optimizer))
+            with raise_on_all_ranks(f"load {folder}"):
+                for index, each in enumerate(_several(scheduler)):
+                    each.load_state_dict(_read_small(folder, _SCHEDULER, index))
+                for index, each in enumerate(_several(loader)):
+                    resume_at(each, _read_small(folder, _LOADER, index))
+                _read_generators(folder, manifest)
+                extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
+        except SharedError as problem:
+            failure = problem
+        if not _is_replaced(folder, manifest):
+            if failure is not None:
+                raise failure
+            return {"step": (manifest or {}).get("step"), "extra": extra, "path": folder}
     msg = f"{folder} was replaced by other saves while it was read"
     raise CheckpointError(msg, hint="load when nothing writes to it, or save with step=N")
 
@@ -192,33 +196,55 @@ def _manifest(models: list[nn.Module], step: int | None) -> dict[str, Any]:
     }
 
 
-def _identity(folder: Path) -> int | None:
-    """Return what changes once another save of ours is in the place of this one; None without a manifest."""
-    try:
-        return crc32(read_regular(folder / MANIFEST_NAME, MAX_JSON), 0)
-    except InvalidFileError:
-        return None
+def _find(root: Path) -> tuple[Path, Mapping[str, Any] | None]:
+    """Return the checkpoint to load and its manifest, if it has one; the same save on all ranks."""
+    attempts = 0
+    while True:
+        chosen: tuple[Path | None, Any] = (None, None)
+        with raise_on_all_ranks(f"find a checkpoint in {root}"):
+            if dist.get_rank() == 0:
+                found, skipped = find_checkpoint(root)
+                for each in skipped:
+                    messages.say(f"skipped {each}")
+                if found is not None and skipped:
+                    messages.say(f"loading {found}, the newest complete checkpoint")
+                chosen = found, None if found is None else save_id(read_manifest(found))
+        found, identity = from_rank_0(chosen)
+        if found is None:
+            msg = f"no complete checkpoint in {root}"
+            raise FileNotFoundError(msg)
+        manifest = None
+        with raise_on_all_ranks(f"read {found}"):
+            manifest = read_manifest(found)
+        seen = from_all((socket.gethostname(), found.is_dir() and save_id(manifest) == identity))
+        if all(sees for _, sees in seen):
+            if "crc32" not in (manifest or {}):
+                messages.say(f"{found} does not say which files are of one save: they are taken as they are")
+            return found, manifest
+        attempts += 1
+        if attempts == _ATTEMPTS:
+            check_shared(found, seen)
+        time.sleep(_PAUSE_SECONDS)  # another save has come, or a file server is late
 
 
-def _find(root: Path) -> tuple[Path, int | None, Any]:
-    """Return the checkpoint to load, which save it is, and its step; the same on all ranks."""
-    chosen: tuple[Path | None, int | None, Any] = (None, None, None)
-    with raise_on_all_ranks(f"find a checkpoint in {root}"):
-        if dist.get_rank() == 0:
-            found, skipped = find_checkpoint(root)
-            for each in skipped:
-                messages.say(f"skipped {each}")
-            if found is not None and skipped:
-                messages.say(f"loading {found}, the newest complete checkpoint")
-            if found is not None:
-                chosen = found, _identity(found), (read_manifest(found) or {}).get("step")
-    folder, identity, step = from_rank_0(chosen)
-    if folder is None:
-        msg = f"no complete checkpoint in {root}"
-        raise FileNotFoundError(msg)
-    sees = folder.is_dir() and (folder / MANIFEST_NAME).exists() == (identity is not None)
-    check_shared(folder, from_all((socket.gethostname(), sees)))
-    return folder, identity, step
+def _is_replaced(folder: Path, manifest: Mapping[str, Any] | None) -> bool:
+    """Return on all ranks whether any sees another save in the place of this one, or none any more."""
+    now = None
+    with raise_on_all_ranks(f"read {folder} again"):
+        now = read_manifest(folder)
+    return any(from_all(save_id(now) != save_id(manifest)))
+
+
+def _read_generators(folder: Path, manifest: Mapping[str, Any] | None) -> None:
+    """Put this rank's random number generators back as they were, if it had any."""
+    own, last = file_name(dist.get_rank()), file_name(dist.get_world_size() - 1)
+    if (folder / own).exists():
+        if other := find_other(folder, manifest or {}, own):
+            msg = f"{folder}: {other}"
+            raise CheckpointError(msg, hint=COPY_AGAIN)
+        read_random_states(folder / own)
+    if (folder / file_name(0)).exists() and not (folder / last).exists():
+        messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")
 
 
 def _folder(given: str | Path | None) -> Path:

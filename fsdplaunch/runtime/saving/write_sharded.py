@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fsdplaunch.checkpoint.byte_transfer import Writeback
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items
@@ -61,6 +63,33 @@ class EarlyFileSystem(FileSystem):
 
 Place = tuple[int, int]
 """An item's offset and length in its rank's file, in bytes."""
+
+
+class _NotingWriter(FileSystemWriter):
+    """Torch's writer of a rank's files, which notes where it has put each item."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = EarlyFileSystem()
+        self.written: dict[MetadataIndex, StorageInfo] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write them."""
+        written = super().write_data(plan, planner)
+        written.wait()
+        self.written = {result.index: result.storage_data for result in written.value()}
+        return written
+
+    def crcs(self) -> dict[str, int]:
+        """Return the checksums of the files that it has written, as the manifest has them."""
+        places: dict[str, list[Place]] = {}
+        for info in self.written.values():
+            places.setdefault(info.relative_path, []).append((info.offset, info.length))
+        found = {}
+        for name, own in places.items():
+            with Path(self.path, name).open("rb") as file:
+                found[name] = crc_of_items(file.fileno(), own)
+        return found
 
 
 def data_file(rank: int) -> str:
@@ -166,24 +195,21 @@ State = dict[str, Any]
 def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -> dict[str, int]:
     """Write every rank's shards into a folder, with one index, and force all to disk; every rank calls this.
 
-    Returns on rank 0 the checksum of each data file, as the manifest has it; nothing where torch planned. When one
-    rank fails, all raise, and the folder has no index.
+    Returns on rank 0 the checksum of each data file, as the manifest has it. When one rank fails, all raise, and
+    the folder has no index.
     """
-    writer = FileSystemWriter(folder)
-    writer.fs = EarlyFileSystem()
-    planner = DefaultSavePlanner()
+    writer, planner, crcs = _NotingWriter(folder), DefaultSavePlanner(), dict[str, int]()
     found = _plan_alone(state, planner, group)
     if found is None:  # not every rank can know what the others have: torch asks them
         save(state, storage_writer=writer, process_group=group)
-        return {}
+        with raise_on_all_ranks(f"write {folder}", group):
+            crcs = writer.crcs()
+        return {name: crc for each in from_all(crcs, group) for name, crc in each.items()}
     shared, own = found
-    places: list[Place] = []
-    crc, path = 0, folder / data_file(dist.get_rank())
+    places, crc = list[Place](), 0
     with raise_on_all_ranks(f"write {folder}", group):
         places = _write_own(writer, planner, own)
-        if places:
-            with path.open("rb") as file:
-                crc = crc_of_items(file.fileno(), places)
+        crc = writer.crcs().get(data_file(dist.get_rank()), 0)
     # Every rank's places on rank 0: sixteen bytes for each item.
     packed = array.array("q", [number for place in (*places, (crc, 0)) for number in place]).tobytes()
     gathered: list[Any] = [None] * (dist.get_world_size() if dist.get_rank() == 0 else 0)
@@ -223,15 +249,14 @@ def _plan_alone(
     return found if None not in digests and len(set(digests)) == 1 else None
 
 
-def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SavePlan) -> list[Place]:
+def _write_own(writer: _NotingWriter, planner: DefaultSavePlanner, own: SavePlan) -> list[Place]:
     """Write this rank's file, and return where each item of its plan is."""
     rank = dist.get_rank()
     own = writer.prepare_local_plan(own)
     # It names files by the place in the list.
     own = writer.prepare_global_plan([*[SavePlan([])] * rank, own])[rank]
-    written = writer.write_data(planner.finish_plan(own), planner)
-    written.wait()
-    infos = {result.index: result.storage_data for result in written.value()}
+    writer.write_data(planner.finish_plan(own), planner)
+    infos = writer.written
     odd = [info for info in infos.values() if info.relative_path != data_file(rank) or info.transform_descriptors]
     if odd or len(infos) != len(own.items):
         msg = f"torch's writer has written other files than {data_file(rank)}"
