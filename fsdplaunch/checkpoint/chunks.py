@@ -41,7 +41,7 @@ def find_tiling_fault(shape: tuple[int, ...], regions: Sequence[Region]) -> str 
 def _is_tiled(shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
     """Return whether rectangles inside of `shape` cover each element exactly once, in time linear in their number.
 
-    Each coordinate has a random number. A rectangle counts the product over its dimensions of the number at its end
+    Each coordinate has a random number. A rectangle counts the product over its dimensions of the one at its end
     minus the one at its start: a polynomial in which each corner has a term of its own. The sum over all equals
     that of the whole tensor when the inner corners cancel, which is a tiling; otherwise by a chance of 1 in 2**55.
     Comparing rectangles with each other would take the square of their number.
