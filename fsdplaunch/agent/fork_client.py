@@ -43,8 +43,6 @@ class EndedWorker:
 class ForkServer:
     """Starts workers and reports how they ended."""
 
-    _pid: int
-
     def __init__(
         self,
         lifeline: int | None = None,  # the launcher's pipe, which the server watches
@@ -60,6 +58,9 @@ class ForkServer:
         self.obstacle: str | None = None
         """Why workers are not forked warm although configured; known once the fork server is ready."""
         self.notes: tuple[str, ...] = ()
+        self.pid = 0
+        self.is_gone = False
+        """Whether it has died, and what it looked after is this process's to end."""
         self._ready = self._released = self._is_reaped = False
         self._ended: list[EndedWorker] = []
         self._started: list[int] = []
@@ -83,8 +84,8 @@ class ForkServer:
             for name in first:
                 importlib.import_module(name)
         self._channel, there = open_channel()
-        self._pid = fork()
-        if self._pid == 0:
+        self.pid = fork()
+        if self.pid == 0:
             self._channel.close()
             for end in self._unneeded:
                 end.close()
@@ -107,7 +108,7 @@ class ForkServer:
             while not self._ready:
                 self._take_message()
         except _ForkServerGoneError:
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self._is_reaped = True
             how = signal_name(-code) if code < 0 else f"exit code {code}"
             msg = f"what launch.preload names ended the interpreter ({how})"
@@ -141,6 +142,7 @@ class ForkServer:
             while select.select([self._channel], [], [], 0.0 if self._ended else seconds)[0]:
                 self._take_message()
         except _ForkServerGoneError:  # the kernel has killed its workers by now
+            self.is_gone = True
             killed = {"code": -signal.SIGKILL, "time_ns": time.time_ns(), "peak_bytes": 0}
             self._ended += [EndedWorker(pid=pid, **killed) for pid in self._running]
             self._running.clear()
@@ -157,12 +159,14 @@ class ForkServer:
                     self._take_message()
                 self._channel.close()
                 return
+        with suppress(OSError):
+            self._channel.send({"released": 0.0})
         self._channel.close()
         patience = CLOSE_SECONDS if self._ready else 0.0  # it does not look at the channel while it imports
         end = time.monotonic() + patience
-        while not self._is_reaped and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+        while not self._is_reaped and os.waitpid(self.pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > end:
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.005)
 
     def _take_message(self) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 from fsdplaunch.agent.forked_process import become_worker, leave_files, share_modules, show_as
 from fsdplaunch.channel import Channel
-from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent
+from fsdplaunch.parent_death import ORPHAN_SECONDS, adopt_orphans, die_with_parent, kill_descendants
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -151,7 +151,7 @@ class ForkServerProcess:
         self._agent = 0
         self._deadline: float | None = None
         self._children: set[int] = set()
-        self._failed: set[int] = set()  # have ended, and what they started may go on
+        self._is_let_go = False  # by the agent, which has ended what it wanted to end
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *_PASSED_ON)}
 
@@ -165,6 +165,7 @@ class ForkServerProcess:
         fresh interpreter that this process becomes where it cannot be forked from; None for one that is that.
         """
         die_with_parent(signal.SIGKILL, parent=parent)
+        adopt_orphans()
         if os.getsid(0) != os.getpid():
             os.setsid()
         show_as(("fsdplaunch", "fork-server"))
@@ -184,7 +185,10 @@ class ForkServerProcess:
             received = self._next_message()
             if received is None:
                 self._end()
-            elif seconds := received[0].get("released"):
+            elif (seconds := received[0].get("released")) is not None:
+                self._is_let_go = True
+                if not seconds:  # the channel ends next
+                    continue
                 # Let go of the run's files, so that nobody waits for the end of its output, and of the agent.
                 self._kill_workers()
                 leave_files()
@@ -235,14 +239,17 @@ class ForkServerProcess:
                 return self._channel.receive()
 
     def _report_ended(self) -> None:
-        while self._children:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
             now = time.time_ns()
+            if pid not in self._children:  # it has lost its parent, a worker
+                continue
             self._children.discard(pid)
-            if status != 0:
-                self._failed.add(pid)
             with suppress(OSError):  # the agent has gone; the next look at the channel says so
                 peak = usage.ru_maxrss * 1024
                 self._channel.send({"ended": pid, "status": status, "time_ns": now, "peak_bytes": peak})
@@ -272,6 +279,7 @@ class ForkServerProcess:
             self._end()
 
     def _leave(self) -> None:
+        adopt_orphans(adopts=False)
         leave_private_dir(os.environ)  # its lock is the agent's and ours
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
@@ -281,15 +289,13 @@ class ForkServerProcess:
             os.close(end)
 
     def _end(self) -> None:
-        """Kill every worker and what it started, and end without the exit handlers of what was preloaded."""
+        """Kill the workers, and all that they started where the agent has died; end without the exit handlers.
+
+        That is also what workers that have ended left, whoever its parent was.
+        """
         self._kill_workers()
-        for pid in self._failed:  # the agent, which does this otherwise, may have had no time for it
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:  # a number is not given again while a group has it
-                kill_group(pid)
-            except PermissionError:
-                pass
+        if not self._is_let_go:
+            kill_descendants()
         remove_private_dir(os.environ)
         os._exit(0)
 

@@ -36,7 +36,14 @@ from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
 from fsdplaunch.files import open_missing_streams
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
-from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
+from fsdplaunch.parent_death import (
+    LAUNCHER,
+    ORPHAN_SECONDS,
+    Launcher,
+    adopt_orphans,
+    kill_descendants,
+    take_lifeline,
+)
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, FOLDER_MODE, agent_record, write_json
@@ -95,6 +102,7 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
             _run_agent(next_argv[next_argv.index(str(AGENT)) + 1 :], record)
         return
     launcher.end_with(signal.SIGTERM)
+    adopt_orphans()
     run_dir = Path(os.environ[RUN_DIR])
     run_dir.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
     workers = next(int(word.partition("=")[2]) for word in options if word.startswith("--nproc-per-node="))
@@ -131,6 +139,8 @@ def _run_workers(
     worker_group = WorkerGroup(spec, fork_server, relay, StopRequest(spec.launch.shutdown_grace_seconds))
     code, error = _run(worker_group, options, launcher)
     worker_group.finish()
+    if worker_group.stop.number is not None or fork_server.is_gone:  # the run was stopped, or killed
+        kill_descendants(fork_server.pid)
     fork_server.close(keep_seconds=0.0 if launcher.is_gone() else keep_seconds)
     remove_private_dir(os.environ)
     number = worker_group.stop.number

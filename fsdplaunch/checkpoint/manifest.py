@@ -129,15 +129,15 @@ def save_id(manifest: Mapping[str, Any] | None) -> Any:
     return None if manifest is None else manifest.get("id", _own_checksum(manifest))
 
 
-def own_files(folder: Path) -> list[str]:
-    """Return the files that a folder's manifest names."""
-    files = (read_manifest(folder) or {}).get("files", {})
+def own_files(manifest: Mapping[str, Any] | None) -> list[str]:
+    """Return the files that a manifest names."""
+    files = (manifest or {}).get("files", {})
     return list(files) if isinstance(files, dict) else []
 
 
-def sequence_of(folder: Path) -> int:
+def sequence_of(manifest: Mapping[str, Any] | None) -> int:
     """Return the number a manifest gives its checkpoint among those beside it; 0 without one."""
-    number = (read_manifest(folder) or {}).get("sequence", 0)
+    number = (manifest or {}).get("sequence", 0)
     return number if isinstance(number, int) else 0
 
 

@@ -1,6 +1,6 @@
 """An output folder: checked before anything is read, locked, built under a hidden name beside its place, renamed.
 
-It appears whole or not at all.
+It appears whole or not at all. What is replaced or deleted is what was read, and nothing that came meanwhile.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -108,6 +109,7 @@ def check_memory(needed: int) -> None:
 _HELD = {errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN}
 _ODD = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 _MAX_NOTE = 1024
+_POLL_SECONDS = 0.05
 
 
 class FolderLock:
@@ -118,7 +120,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, file: Path | None = None) -> None:
         self._folder = folder
-        self._path = file or folder.parent / f".{folder.name}.lock"
+        self.path = file or folder.parent / f".{folder.name}.lock"
         self._fd = -1
 
     @property
@@ -126,66 +128,72 @@ class FolderLock:
         """Return whether this object holds the lock."""
         return self._fd >= 0
 
-    def acquire(self) -> None:
-        """Take the lock.
+    def acquire(self, seconds: float = 0.0) -> None:
+        """Take the lock; wait so long for a process that has it for a moment.
 
         Raises:
             CheckpointError: Another process holds it; with its node and its number. Or its file is something else.
             OSError: Nothing can be written there.
         """
+        end = time.monotonic() + seconds
         while not self.is_held:
             fd = self._open()
             try:
-                self._take(fd)
+                self._take(fd, end)
                 # Who held it before removes the file: it has to be the one that others would open.
                 with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), self._path.lstat()):
+                    if os.path.samestat(os.fstat(fd), self.path.lstat()):
                         self._fd, fd = fd, -1
             finally:
                 if fd >= 0:
                     os.close(fd)
         note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        with suppress(OSError):  # the disk is full, or the file another user's: the lock is what counts
+        with suppress(OSError):  # the disk is full: the lock is what counts
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, note.encode(), 0)
 
     def _open(self) -> int:
-        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        """Open its file, which those may open that may write into its folder: whoever can read it can hold it."""
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-        except PermissionError:
-            if not os.access(self._path, os.R_OK):
-                raise
-            fd = os.open(self._path, os.O_RDONLY | flags)  # another user's, left by a process that was killed
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         except OSError as problem:
             if problem.errno not in _ODD:
                 raise
-            msg = f"{self._folder} cannot be locked: {self._path}: {(problem.strerror or str(problem)).lower()}"
+            msg = f"{self._folder} cannot be locked: {self.path}: {(problem.strerror or str(problem)).lower()}"
             raise CheckpointError(msg, hint="remove it") from None
         if stat.S_ISREG(os.fstat(fd).st_mode):
+            with suppress(OSError):  # it is another's
+                place = self.path.parent.stat()
+                os.fchown(fd, -1, place.st_gid)
+                os.fchmod(fd, 0o600 | (place.st_mode & 0o022) * 3)
             return fd
         os.close(fd)
-        msg = f"{self._folder} cannot be locked: {self._path} is not a regular file"
+        msg = f"{self._folder} cannot be locked: {self.path} is not a regular file"
         raise CheckpointError(msg, hint="remove it")
 
-    def _take(self, fd: int) -> None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno not in _HELD:
-                return  # a file system without locks
-            holder = "another process"
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                note = json.loads(os.pread(fd, _MAX_NOTE, 0))
-                holder = f"process {int(note['pid'])} on {short(str(note['host']))[1:-1]}"
-            msg = f"{self._folder} is being written by {holder}"
-            hint = "give each run a folder of its own, or wait until the other one has ended"
-            raise CheckpointError(msg, hint=hint) from None
+    def _take(self, fd: int, end: float) -> None:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as problem:
+                if problem.errno in _HELD and time.monotonic() >= end:
+                    break
+                if problem.errno in _HELD:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+            return  # it is taken, or the file system has no locks
+        holder = "another process"
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            note = json.loads(os.pread(fd, _MAX_NOTE, 0))
+            holder = f"process {int(note['pid'])} on {short(str(note['host']))[1:-1]}"
+        msg = f"{self._folder} is being written by {holder}"
+        raise CheckpointError(msg, hint="give each run a folder of its own, or wait until the other one has ended")
 
     def release(self) -> None:
         """Give the lock back, if this object holds it."""
         if self.is_held:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # it stays, and is no lock any more
+                self.path.unlink()
             self.forget()
 
     def forget(self) -> None:
@@ -193,6 +201,21 @@ class FolderLock:
         if self.is_held:
             os.close(self._fd)
             self._fd = -1
+
+
+NUMBERED = re.compile(r"checkpoint-([0-9]+)")
+
+
+def save_locks(target: Path) -> list[FolderLock]:
+    """Return the locks, which need not be held, of those who write or delete a checkpoint or others beside it.
+
+    One stands beside the folder that numbered checkpoints are in, or that is replaced as a whole: who does the one
+    and who does the other meet there. That of numbered ones may be a mounted disk: they have one in it, too.
+    """
+    is_numbered = NUMBERED.fullmatch(target.name)
+    root = real_path(target.parent if is_numbered else target)
+    beside = [FolderLock(root)] if not is_numbered or os.access(root.parent, os.W_OK) else []
+    return [*beside, FolderLock(root, root / ".lock")] if is_numbered else beside
 
 
 # linux/fcntl.h and linux/fs.h
@@ -263,15 +286,17 @@ def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
     sync_folder(partial)
     _check_free(target, target, overwrite=overwrite)  # another program may have made it meanwhile
     check_copies(target, (path.name for path in partial.iterdir()), overwrite=overwrite)
-    entries = sorted(target.iterdir()) if target.is_dir() else []
-    if not entries:
+    if not target.is_dir() or not any(target.iterdir()):
         partial.rename(target)
     else:
-        keep_entries([path for path in entries if not WEIGHTS.fullmatch(path.name)], partial)
         shutil.copymode(target, partial)
-        sync_folder(partial)
-        swap_folders(partial, target, partial.with_name(partial.name + "-old"))
-    sync_folder(target.parent)
+        aside = partial.with_name(partial.name + "-old")
+        replace_folder(partial, target, aside, lambda name: WEIGHTS.fullmatch(name) is None)
+    try:
+        sync_folder(target.parent)
+    except OSError as problem:
+        msg = f"{target} is there, whole, but perhaps not on disk: {problem.strerror}"
+        raise CheckpointError(msg, hint="look after the disk or the file server, and compare the files") from None
 
 
 def keep_entries(entries: Iterable[Path], folder: Path) -> None:
@@ -293,22 +318,57 @@ def _link(source: str | Path, place: str | Path) -> None:
         shutil.copy2(source, place, follow_symlinks=False)
 
 
-def swap_folders(partial: Path, target: Path, aside: Path) -> None:
-    """Put `partial` in the place of the folder `target`, and remove the old one.
+def replace_folder(partial: Path, target: Path, aside: Path, stays: Callable[[str], bool]) -> None:
+    """Put `partial` in the place of the folder `target`, with the entries of that which stay, and remove the rest.
 
-    It waits `aside` on file systems that cannot exchange two folders.
+    The old one waits `aside` on file systems that cannot exchange two folders.
+
+    Raises:
+        CheckpointError: Another folder has come into its place meanwhile, and is there.
     """
     _discard(aside)
-    if rename_exchange(partial, target):
-        _discard(partial)
-        return
-    target.rename(aside)
+    before = os.open(target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        partial.rename(target)
-    except BaseException:
-        aside.rename(target)
-        raise
-    _discard(aside)
+        keep_entries([path for path in target.iterdir() if stays(path.name)], partial)
+        sync_folder(partial)
+        old = partial if rename_exchange(partial, target) else aside
+        if old is aside:
+            target.rename(aside)
+        try:
+            if not os.path.samestat(os.fstat(before), old.lstat()):
+                msg = f"{target} was replaced by another program meanwhile"
+                raise CheckpointError(msg, hint="give each program a folder of its own")
+            if old is aside:
+                partial.rename(target)
+        except BaseException:
+            if old is aside:
+                aside.rename(target)
+            else:
+                rename_exchange(partial, target)
+            raise
+    finally:
+        os.close(before)
+    keep_entries([path for path in old.iterdir() if stays(path.name)], target)  # what has come into it meanwhile
+    _discard(old)
+
+
+def remove_files(folder: int, is_own: Callable[[str], bool]) -> list[str]:
+    """Delete files below an open folder, by their paths in it, and empty folders; return what else there is."""
+    others: list[str] = []
+    for at, folders, names, here in os.fwalk(".", topdown=False, dir_fd=folder):
+        for name in (*names, *folders):
+            path = os.path.normpath(os.path.join(at, name))  # noqa: PTH118  (of the open folder)
+            if is_own(path):
+                os.unlink(name, dir_fd=here)
+                continue
+            try:
+                os.rmdir(name, dir_fd=here)
+            except NotADirectoryError:
+                others.append(path)
+            except OSError as problem:
+                if problem.errno != errno.ENOTEMPTY:
+                    raise
+    return others
 
 
 def _discard(path: Path) -> None:

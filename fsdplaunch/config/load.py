@@ -149,6 +149,10 @@ def read_file(path: Path, cwd: Path) -> YamlText:
     """Read a file's text. A file that cannot be read is a problem of the text."""
     text = YamlText(str(path))
     try:
+        # A pipe that a shell names, for <(command), has its writer; one that stands in a folder may wait for ever.
+        if (cwd / path).is_fifo() and "/pipe:[" not in os.path.realpath(cwd / path):
+            text.report("no-file", "is a named pipe", hint="write its text to a file, or give it as <(command)")
+            return text
         with (cwd / path).open("rb") as stream:
             return read_text(stream.read(MAX_BYTES + 1), str(path))
     except FileNotFoundError:

@@ -158,7 +158,9 @@ class WarmServer:
                 pid, status, _ = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                channel = self._runs.pop(pid)
+                channel = self._runs.pop(pid, None)
+                if channel is None:  # what a worker has left, when this was its fork server
+                    continue
                 with suppress(OSError):  # its launcher has gone
                     channel.send({"ended": status})
                 channel.close()

@@ -19,7 +19,9 @@ SCRIPT = """
 import os, subprocess, sys, time
 rank = os.environ['RANK']
 child = subprocess.Popen(['sleep', '300'])
-open(f'up{rank}', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid}')
+daemon = "setsid sh -c 'sleep 300 >&- & echo $!'"  # its parents end at once, and it has a session of its own
+daemon = subprocess.run(daemon + " 2>&-", shell=True, stdout=subprocess.PIPE).stdout.decode().strip()
+open(f'up{rank}', 'w').write(f'{os.getpid()} {os.getppid()} {child.pid} {daemon}')
 time.sleep(300)
 """
 
@@ -44,7 +46,7 @@ def kill(start, _folder, case):
     run = start(SCRIPT, "--launch.preload", "torch" if victim == case else "none")
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     workers, fork_server = [int(word[0]) for word in words], int(words[0][1])
-    children = [int(word[2]) for word in words]
+    children = [int(pid) for word in words for pid in word[2:]]
     agent = parent_of(fork_server)
     assert WARM or parent_of(agent) == run.pid
     pids = {"launcher": run.pid, "agent": agent, "fork server": fork_server}
@@ -62,10 +64,10 @@ def kill(start, _folder, case):
                 os.kill(agent, signal.SIGSTOP)
             time.sleep(0.01)
     assert gone_within([run.pid, agent, fork_server, *workers], CLOSE_SECONDS + ORPHAN_SECONDS + 5) == []
-    if "fork server" not in dead:  # what workers started themselves is the fork server's to end
-        assert gone_within(children, 2) == []
-    for child in filter(alive, children):
+    left = gone_within(children, 2)
+    for child in left:
         os.kill(child, signal.SIGKILL)
+    assert left == []
     return run.end()
 
 
@@ -98,5 +100,30 @@ def test_failed_rank_takes_what_it_started_with_it(start):
     run = start(SCRIPT.replace("time.sleep(300)", "sys.exit(5 if rank == '1' else time.sleep(300))"))
     words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
     assert run.end() == 5
-    ended = [(word[0], word[2]) if WARM else word for word in words]  # the fork server may stay
+    ended = [(word[0], word[2]) if WARM else word[:3] for word in words]  # the fork server may stay
     assert gone_within([int(pid) for word in ended for pid in word], 2) == []
+    end_daemons(words)
+
+
+def end_daemons(words):
+    """What left a worker's group is left alone where nobody has stopped the run."""
+    for daemon in [int(word[3]) for word in words]:
+        assert alive(daemon)
+        os.kill(daemon, signal.SIGKILL)
+
+
+def test_run_that_ends_well_leaves_what_it_started_and_one_that_is_stopped_does_not(start):
+    run = start(SCRIPT.replace("time.sleep(300)", "pass"))
+    words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
+    assert run.end() == 0
+    for child in [int(word[2]) for word in words]:
+        assert alive(child)
+        os.kill(child, signal.SIGKILL)
+    end_daemons(words)
+    for rank in range(2):
+        (run.folder / f"up{rank}").unlink()
+    run = start(SCRIPT)
+    words = [run.wait_for(f"up{rank}").split() for rank in range(2)]
+    run.signal(signal.SIGTERM)
+    run.end()
+    assert gone_within([int(pid) for word in words for pid in word[2:]], 2) == []

@@ -15,12 +15,12 @@ from fsdplaunch.checkpoint.merge import MergeOptions
 from fsdplaunch.checkpoint.merge.plan import MergePlan, build_plan, plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import Selection, select_weights
 from fsdplaunch.checkpoint.merge.write import written_blocks
-from fsdplaunch.checkpoint.output_folder import check_copies, check_space
+from fsdplaunch.checkpoint.output_folder import check_copies, check_space, remove_files, save_locks
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, identity_of
 from fsdplaunch.checkpoint.readers.dcp_index import StoredTensor, gc_pause
-from fsdplaunch.checkpoint.readers.open import DATA_FILE, OpenCheckpoint
+from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
-from fsdplaunch.checkpoint.untrusted_files import short
+from fsdplaunch.checkpoint.untrusted_files import real_path, short
 from fsdplaunch.errors import CheckpointError, UsageError
 
 CONFIG_NAME = "config.json"
@@ -35,7 +35,10 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)
 
 
 def _find_model_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a model's folder that belong beside merged weights; never weights."""
+    """Return the files of a model's folder that belong beside merged weights; never weights.
+
+    A file may be a link to another one in it, or in the hub's cache to a blob beside the folder of snapshots.
+    """
     if not folder.is_dir():
         msg = f"the model folder {folder} is not a folder"
         raise UsageError(msg, hint="give a folder on this machine that holds config.json")
@@ -44,9 +47,14 @@ def _find_model_files(folder: Path) -> tuple[Path, ...]:
         msg = f"the model folder {folder} holds no {CONFIG_NAME}"
         hint = "give the folder that the model was loaded from, or saved to by save_pretrained"
         raise UsageError(msg, hint=hint)
-    return tuple(
-        path for name, path in found.items() if _COMPANION.fullmatch(name) and not _WEIGHTS.fullmatch(name)
-    )
+    files = [path for name, path in found.items() if _COMPANION.fullmatch(name) and not _WEIGHTS.fullmatch(name)]
+    home = real_path(folder)
+    homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
+    for path in files:
+        if not any(real_path(path).is_relative_to(each) for each in homes):
+            msg = f"{path} is a link that leads out of the model folder"
+            raise UsageError(msg, hint="put the real file there, or give the folder that has it")
+    return tuple(files)
 
 
 def copy_model_files(model_files: Sequence[Path], folder: Path) -> None:
@@ -125,8 +133,9 @@ def _equal(one: StoredTensor, other: StoredTensor, items: Items, sources: DataFi
 def remove_checkpoint(opened: OpenCheckpoint) -> bool:
     """Delete the data files and the index that were merged, then the folder when nothing else is in it.
 
-    All by the open folder: what a save has put in its place meanwhile is another one. The index goes first:
-    without it the rest is visibly incomplete, should this be interrupted.
+    All by the open folder: what a save has put in its place meanwhile is another one. Where no run has the saves'
+    lock, none begins meanwhile. The index goes first: without it the rest is visibly incomplete, should this be
+    interrupted.
 
     Returns:
         Whether the folder is gone.
@@ -135,21 +144,28 @@ def remove_checkpoint(opened: OpenCheckpoint) -> bool:
         CheckpointError: A file is not the one that was merged; nothing is deleted.
     """
     folder, fd = opened.folder, opened.descriptor
-    for name, identity in opened.files.items():
+    locks = save_locks(folder.parent if _MODEL_FOLDER.fullmatch(folder.name) else folder)
+    try:
+        for lock in locks:
+            with suppress(CheckpointError, OSError):
+                lock.acquire()
+        for name, identity in opened.files.items():
+            with suppress(FileNotFoundError):
+                if identity_of(os.stat(name, dir_fd=fd)) == identity:
+                    continue
+            msg = f"{folder} stays: {name} in it was changed after it was merged"
+            raise CheckpointError(msg, hint="the merged weights are complete; look what writes to the checkpoint")
+        if INDEX_NAME in opened.files:
+            os.unlink(INDEX_NAME, dir_fd=fd)
+        others = remove_files(fd, opened.files.__contains__)
         with suppress(FileNotFoundError):
-            if identity_of(os.stat(name, dir_fd=fd)) == identity:
-                continue
-        msg = f"{folder} stays: {name} in it was changed after it was merged"
-        raise CheckpointError(msg, hint="the merged weights are complete; look what writes to the checkpoint")
-    listed = sorted(os.listdir(fd), key=lambda name: name != INDEX_NAME)  # noqa: PTH208  (it may have no path)
-    for name in listed:
-        if name in opened.files or DATA_FILE.fullmatch(name):
-            os.unlink(name, dir_fd=fd)
-    with suppress(FileNotFoundError):
-        if not os.listdir(fd) and os.path.samestat(os.fstat(fd), folder.stat()):  # noqa: PTH208
-            folder.rmdir()
-            return True
-    return False
+            if not others and os.path.samestat(os.fstat(fd), folder.stat()):
+                folder.rmdir()
+                return True
+        return False
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

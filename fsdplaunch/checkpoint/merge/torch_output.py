@@ -1,5 +1,6 @@
 """The torch format: one file with all that a checkpoint holds, a model or an optimizer. Needs torch and memory."""
 
+import errno
 import io
 import os
 import pickle
@@ -49,7 +50,10 @@ def merge_to_torch(
         for value in index.values:
             _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
         with (partial / FILE_NAME).open("xb") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as problem:  # what a full disk looks like in torch's writer
+                raise OSError(errno.EIO, str(problem).splitlines()[0], FILE_NAME) from None
             file.flush()
             os.fsync(file.fileno())
         if options.reads_back:

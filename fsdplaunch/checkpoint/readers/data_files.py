@@ -9,6 +9,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -75,7 +76,8 @@ class DataFiles:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            with suppress(OSError):  # of a file server: all that was wanted of it has been read
+                os.close(self._open.popitem()[1])
 
     def descriptor(self, name: str) -> int:
         """Return an open descriptor of the file; it stays valid until the next call but one."""

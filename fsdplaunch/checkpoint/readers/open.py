@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,8 +233,13 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
                 index, known = read_rank_files(folder)
             else:
                 index, known = read_xla_files(folder)
+        names = os.listdir(descriptor)  # noqa: PTH208  (it may have no path any more)
+        for name in names:  # those of ranks that had nothing to write are in no index
+            if DATA_FILE.fullmatch(name) and name not in index.files:
+                files[name] = identity_of(os.stat(name, dir_fd=descriptor))
         with DataFiles(folder, index.files) as sources:
             check_save(sources, index.places)
             yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
     finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)

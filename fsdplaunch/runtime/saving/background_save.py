@@ -273,11 +273,12 @@ class BackgroundSave:
         if self._group is None or self._group[0] is not default:
             self._group = (default, dist.new_group(backend="gloo"))
         # The script may change to another folder meanwhile.
-        save = replace(save, target=save.target.absolute(), root=save.root.absolute())
-        is_open = any(from_all(save.root not in self._folders))
+        save = replace(save, target=save.target.absolute())
+        folder = save.target if save.keep_last is None else save.target.parent
+        is_open = any(from_all(folder not in self._folders))
         if is_open:
             save.open()
-            self._folders.add(save.root)
+            self._folders.add(folder)
         try:
             with raise_on_all_ranks(save.doing):
                 copies = HostCopies([each.state for each in save.states], self._buffer, models, trainers)

@@ -1,9 +1,10 @@
 """Checkpoint folders: a temporary one that is put in place in one move, the newest complete one, the old ones."""
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fsdplaunch.checkpoint.manifest import (
@@ -13,14 +14,13 @@ from fsdplaunch.checkpoint.manifest import (
     looks_like_checkpoint,
     own_files,
     read_manifest,
+    save_id,
     sequence_of,
 )
-from fsdplaunch.checkpoint.output_folder import keep_entries, swap_folders, sync_folder
+from fsdplaunch.checkpoint.output_folder import NUMBERED, remove_files, replace_folder, sync_folder
 from fsdplaunch.checkpoint.untrusted_files import real_path
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
-
-_NUMBERED = re.compile(r"checkpoint-([0-9]+)")
 
 
 def partial_of(target: Path) -> Path:
@@ -59,9 +59,8 @@ def publish(partial: Path, target: Path) -> None:
     for folder in {path.parent for path in partial.rglob("*")}:
         sync_folder(folder)
     if target.exists():
-        replaced = {name.split("/")[0] for name in own_files(target)} | {MANIFEST_NAME}
-        keep_entries([path for path in target.iterdir() if path.name not in replaced], partial)
-        swap_folders(partial, target, _aside(target))
+        replaced = {name.split("/")[0] for name in own_files(read_manifest(target))} | {MANIFEST_NAME}
+        replace_folder(partial, target, _aside(target), lambda name: name not in replaced)
     else:
         partial.rename(target)
     sync_folder(target.parent)
@@ -75,7 +74,7 @@ def _aside(target: Path) -> Path:
 def numbered(root: Path) -> list[tuple[int, Path]]:
     """Return the folders `checkpoint-N` in `root`, highest N first, complete or not."""
     found = [
-        (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := _NUMBERED.fullmatch(path.name))
+        (int(match[1]), path) for path in root.glob("checkpoint-*") if (match := NUMBERED.fullmatch(path.name))
     ]
     return sorted(found, reverse=True)
 
@@ -108,7 +107,7 @@ def _newest_first(root: Path) -> Iterator[Path]:
     Numbers go by what a run counted. After a return to an earlier checkpoint they do not say what is newest; our
     manifests do. Folders that have none come where their number puts them.
     """
-    sequences = {path: sequence_of(path) for _, path in numbered(root)}
+    sequences = {path: sequence_of(read_manifest(path)) for _, path in numbered(root)}
     by_sequence = iter(sorted(filter(sequences.get, sequences), key=sequences.__getitem__, reverse=True))
     for path, sequence in sequences.items():
         yield next(by_sequence) if sequence else path
@@ -117,7 +116,7 @@ def _newest_first(root: Path) -> Iterator[Path]:
 def next_sequence(target: Path) -> int:
     """Return the number of a checkpoint that is about to be completed at `target`."""
     beside = [path for _, path in numbered(target.parent)]
-    return 1 + max(map(sequence_of, [target, *beside]))
+    return 1 + max(sequence_of(read_manifest(path)) for path in (target, *beside))
 
 
 _REMOVED = ".removed"
@@ -128,15 +127,15 @@ def remove_old(root: Path, keep: int) -> list[str]:
     """Delete all but the newest `keep` of our complete numbered checkpoints, and what killed saves left.
 
     Folders that another tool wrote, and incomplete ones in their final place, stay. Of a link to a checkpoint the
-    link goes; what it leads to is somebody else's. So are files that no save put into a checkpoint. Returns what
-    stayed, each with the reason, in words.
+    link goes; what it leads to is somebody else's. So are files that no save put into a checkpoint, and what has
+    come into the place of an old one meanwhile. Returns what stayed, each with the reason, in words.
     """
     try:
-        ours = {path: sequence_of(path) for _, path in numbered(root) if read_manifest(path) and is_complete(path)}
+        found = {path: read_manifest(path) for _, path in numbered(root) if is_complete(path)}
     except CheckpointError as problem:  # which of them are old is not known then
         return [f"nothing is deleted: {problem.message}"]
-    old = sorted(ours, key=ours.__getitem__, reverse=True)[keep:]
-    notes = [_stays_unless(_set_aside, path) for path in old]
+    ours = sorted(filter(found.get, found), key=lambda path: sequence_of(found[path]), reverse=True)
+    notes = [_stays_unless(partial(_set_aside, known=save_id(found[path])), path) for path in ours[keep:]]
     notes += [_stays_unless(_remove, left) for left in root.glob(f".checkpoint-*{_REMOVED}")]
     notes += [_stays_unless(remove_path, left) for left in root.glob(".checkpoint-*.partial")]
     return [note for note in notes if note is not None]
@@ -158,14 +157,17 @@ def _stays_unless(remove: Callable[[Path], str | None], path: Path) -> str | Non
         return f"{path} stays: {(problem.strerror or 'it cannot be removed').lower()}"
 
 
-def _set_aside(path: Path) -> str | None:
-    """Hide a checkpoint in one step: there is no moment at which half of it is there."""
+def _set_aside(path: Path, known: object) -> str | None:
+    """Hide the checkpoint of a save in one step: there is no moment at which half of it is there."""
     if path.is_mount():
         return f"{path} stays: it is a mounted disk"
     if not path.is_symlink() and not all(os.access(folder, os.W_OK) for folder, _, _ in os.walk(path)):
         return f"{path} stays: it is not writable"
-    path.rename(path.with_name(f".{path.name}{_REMOVED}"))
-    return None
+    hidden = path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+    if save_id(read_manifest(hidden)) == known:
+        return None
+    hidden.rename(path)
+    return f"{path} stays: another save has come into its place"
 
 
 def _remove(hidden: Path) -> str | None:
@@ -173,20 +175,16 @@ def _remove(hidden: Path) -> str | None:
     if hidden.is_symlink() or not hidden.is_dir():
         hidden.unlink()
         return None
-    own = set(own_files(hidden))  # none where the manifest, which goes last, has gone already
-    foreign: list[str] = []
-    for at, folders, names in os.walk(hidden, topdown=False):
-        for path in [Path(at, name) for name in (*names, *folders)]:
-            name = str(path.relative_to(hidden))
-            if name in own:
-                path.unlink()
-            elif path.is_symlink() or not path.is_dir():
-                foreign += [name] if name != MANIFEST_NAME else []
-            elif not any(path.iterdir()):
-                path.rmdir()
-    (hidden / MANIFEST_NAME).unlink(missing_ok=True)
+    own = {*own_files(read_manifest(hidden))}  # none where the manifest, which goes last, has gone already
+    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        foreign = [name for name in remove_files(folder, own.__contains__) if name != MANIFEST_NAME]
+        with suppress(FileNotFoundError):
+            os.unlink(MANIFEST_NAME, dir_fd=folder)
+    finally:
+        os.close(folder)
     if not foreign:
-        shutil.rmtree(hidden)
+        hidden.rmdir()
         return None
     place = hidden.with_name(hidden.name[1:].removesuffix(_REMOVED))
     hidden.rename(place)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplaunch.checkpoint.manifest import crc_of_bytes, write_manifest
-from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap
+from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap, save_locks
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
@@ -39,42 +39,36 @@ from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
 from fsdplaunch.runtime.saving.plain_files import write_bytes
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 
-_held: dict[str, FolderLock] = {}
+_held: dict[Path, FolderLock] = {}
+_LOCK_SECONDS = 2.0
+"""How long a save waits for who deletes something there, or is about to end."""
 
 
-def lock_for_run(target: Path, root: Path) -> None:
-    """Keep other runs from saving `target`, which is `root` or a numbered checkpoint in it, from now on.
+def lock_for_run(target: Path) -> None:
+    """Keep other runs from saving `target`, or beside a numbered checkpoint, from now on.
 
-    The file that is locked stands in the folder of numbered checkpoints, which may be a mounted disk; beside one
-    that is replaced as a whole. The error of who comes second names the process that holds it, and its node.
+    The error of who comes second names the process that holds the lock, and its node.
     """
-    if is_locked(target, root):
-        return
-    folder = Path(os.path.realpath(root))
-    lock = FolderLock(folder, None if target == root else folder / ".lock")
-    lock.acquire()
-    _held[_place(target, root)] = lock
+    for lock in save_locks(target):
+        held = _held.setdefault(lock.path, lock)
+        held.acquire(_LOCK_SECONDS)
 
 
-def end_save(target: Path, root: Path) -> None:
+def end_save(target: Path) -> None:
     """Let others save there again, unless this process is a worker of a launch, which may save again."""
-    if RUN_DIR not in os.environ and (lock := _held.pop(_place(target, root), None)):
-        lock.release()
+    for lock in save_locks(target):
+        if RUN_DIR not in os.environ or not is_locked(target):
+            _held.pop(lock.path, lock).release()
 
 
-def is_locked(target: Path, root: Path) -> bool:
+def is_locked(target: Path) -> bool:
     """Return whether this process keeps others out."""
-    return _place(target, root) in _held
-
-
-def _place(target: Path, root: Path) -> str:
-    return os.path.realpath(root) + ("" if target == root else os.sep)
+    return all(_held.get(lock.path, lock).is_held for lock in save_locks(target))
 
 
 def _release_all() -> None:
     while _held:
-        with suppress(OSError):  # the folder may have gone meanwhile
-            _held.popitem()[1].release()
+        _held.popitem()[1].release()
 
 
 def _leave_to_parent() -> None:
@@ -125,7 +119,6 @@ class SaveJob:
     manifest: Mapping[str, Any]  # what the manifest says beside its files and the configuration; rank 0's counts
     config: Config  # the worker's configuration, which the manifest says, too
     keep_last: int | None  # how many numbered checkpoints stay, None for all
-    root: Path  # the folder it is in, which other runs are kept out of; or the target itself
 
     @property
     def doing(self) -> str:
@@ -139,7 +132,7 @@ class SaveJob:
             with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
                     self.target.parent.mkdir(parents=True, exist_ok=True)
-                    lock_for_run(self.target, self.root)
+                    lock_for_run(self.target)
                     partial = begin(self.target)
                     if gap := find_space_gap(self.target, sum(map(_nbytes, self.states))):
                         msg = f"the checkpoint needs {gap[0]}, {gap[1]} has {gap[2]} free"
@@ -161,7 +154,7 @@ class SaveJob:
             self.discard()
             raise
         except BaseException:
-            end_save(self.target, self.root)
+            end_save(self.target)
             raise
 
     def write(
@@ -208,13 +201,13 @@ class SaveJob:
             self.discard()
             raise
         finally:
-            end_save(self.target, self.root)
+            end_save(self.target)
 
     def discard(self) -> None:
         """Give the disk back what an unfinished save took of it; of another run's save nothing."""
-        if dist.get_rank() == 0 and is_locked(self.target, self.root):
+        if dist.get_rank() == 0 and is_locked(self.target):
             shutil.rmtree(partial_of(self.target), ignore_errors=True)
-        end_save(self.target, self.root)
+        end_save(self.target)
 
 
 def _note(target: Path) -> None:

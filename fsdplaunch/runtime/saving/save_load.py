@@ -99,7 +99,6 @@ def save_checkpoint(
     with raise_on_all_ranks(f"save {target}"):
         save = SaveJob(
             target=target,
-            root=root,
             states=tuple(_to_save(models, trainers)),
             files=_own_files(_several(scheduler), _several(loader), extra, step),
             manifest=_manifest(models, step),

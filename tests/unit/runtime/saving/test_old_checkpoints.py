@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdplaunch.checkpoint import output_folder
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving import checkpoint_dirs, save_job
@@ -93,7 +94,7 @@ def test_what_cannot_be_removed_is_said_and_no_error(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "is_mount", lambda path: path == mounted)
-        patch.setattr(checkpoint_dirs.shutil, "rmtree", refuse)
+        patch.setattr(checkpoint_dirs, "remove_files", refuse)
         patch.setattr(os, "access", lambda path, mode: Path(path) != locked and may(path, mode))
         busy, kept, whole = sorted(remove_old(tmp_path, 1))
     assert busy.endswith("checkpoint-1.removed stays: device or resource busy")
@@ -106,13 +107,52 @@ def test_what_cannot_be_removed_is_said_and_no_error(tmp_path, monkeypatch):
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
 
 
+def test_what_has_come_into_the_place_of_an_old_checkpoint_stays(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    hide = checkpoint_dirs._set_aside
+
+    def replaced_before(path: Path, known: object) -> str | None:
+        save(tmp_path, 1)
+        (path / "extra.bin").write_text("y")
+        write_manifest(path, {"id": "another"}, 3)
+        return hide(path, known)
+
+    monkeypatch.setattr(checkpoint_dirs, "_set_aside", replaced_before)
+    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 stays: another save has come into its place"]
+    assert (tmp_path / "checkpoint-1" / "extra.bin").read_text() == "y"
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_folder_of_another_program_is_not_replaced_and_what_comes_late_is_kept(tmp_path, monkeypatch, atomic):
+    target, other, keep = save(tmp_path, 1), save(tmp_path, 2), output_folder.keep_entries
+    happen = [lambda: (target / "late.txt").write_text("kept")]
+    if not atomic:
+        monkeypatch.setattr(output_folder, "rename_exchange", lambda *_: False)
+
+    def meanwhile(entries, folder):
+        keep(entries, folder)
+        if folder.name.endswith(".partial"):
+            happen.pop()()
+
+    monkeypatch.setattr(output_folder, "keep_entries", meanwhile)
+    save(tmp_path, 1)
+    assert names(target) >= {"late.txt", "fsdplaunch.json"}
+
+    happen.append(lambda: (target.rename(tmp_path / "gone"), other.rename(target)))
+    (other / "whose").write_text("theirs")
+    with pytest.raises(CheckpointError, match="checkpoint-1 was replaced by another program meanwhile"):
+        save(tmp_path, 1)
+    assert (target / "whose").read_text() == "theirs"
+
+
 HOLDS = """
 import os, sys, time
 from pathlib import Path
 from fsdplaunch.runtime.saving.save_job import lock_for_run
 root = Path(sys.argv[1])
 target = root / "checkpoint-1" if sys.argv[2] == "numbered" else root
-lock_for_run(target, root)
+lock_for_run(target)
 forked, tells = os.pipe()
 if os.fork() == 0:
     os.write(tells, b".")  # Python's own code after a fork has run by now
@@ -123,11 +163,20 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize(("kind", "end"), [("numbered", "killed"), ("single", "done")])
-def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end):
+@pytest.mark.parametrize(
+    ("kind", "end", "ours"),
+    [
+        ("numbered", "killed", "checkpoint-2"),
+        ("single", "done", ""),
+        ("numbered", "done", ""),
+        ("single", "killed", "checkpoint-2"),
+    ],
+)
+def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, monkeypatch, kind, end, ours):
+    monkeypatch.setattr(save_job, "_LOCK_SECONDS", 0.0)
     root = tmp_path / "ckpt"
     root.mkdir()
-    target = root / "checkpoint-2" if kind == "numbered" else root
+    target = root / ours
     code = f"import os; os.setsid()\n{HOLDS}"
     run = subprocess.Popen(
         [sys.executable, "-c", code, str(root), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,15 +184,15 @@ def test_run_keeps_others_out_until_it_ends_however_it_does(tmp_path, kind, end)
     try:
         pid = int(run.stdout.readline().split()[1])
         with pytest.raises(Exception, match=f"ckpt is being written by process {pid} on {os.uname().nodename}"):
-            save_job.lock_for_run(target, root)
-        assert not save_job.is_locked(target, root)
+            save_job.lock_for_run(target)
+        assert not save_job.is_locked(target)
         if end == "killed":
             run.kill()  # its fork lives on, and has let go
         run.stdin.close()
         run.wait()
         for _ in range(2):
-            save_job.lock_for_run(target, root)
-        assert save_job.is_locked(target, root)
+            save_job.lock_for_run(target)
+        assert save_job.is_locked(target)
         save_job._release_all()
         assert names(root) == set()
         assert names(tmp_path) == {"ckpt"}
@@ -156,10 +205,10 @@ def test_outside_of_a_launch_the_lock_lasts_as_long_as_a_save(tmp_path, monkeypa
     for in_launch in (False, True):
         if in_launch:
             monkeypatch.setenv("FSDPLAUNCH_RUN_DIR", "runs/r1")
-        save_job.lock_for_run(target, tmp_path)
-        assert save_job.is_locked(target, tmp_path)
-        save_job.end_save(target, tmp_path)
-        assert save_job.is_locked(target, tmp_path) is in_launch
+        save_job.lock_for_run(target)
+        assert save_job.is_locked(target)
+        save_job.end_save(target)
+        assert save_job.is_locked(target) is in_launch
     save_job._release_all()
     assert names(tmp_path) == set()
 
