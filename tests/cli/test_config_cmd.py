@@ -1,6 +1,7 @@
 """What `config show, set, validate, explain, schema, presets, convert` print, write and return."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_validate_reports_every_file_and_looks_at_files_alone(config, monkeypatc
     problem |= {"hint": "did you mean num_processes?", "file": "bad.yaml", "line": 1, "col": 1}
     status, out, _ = config("validate bad.yaml --json")
     assert (status, json.loads(out)) == (2, {"ok": False, "problems": [problem], "notes": []})
+
+
+def test_named_pipe_is_said_and_the_pipe_of_a_shell_is_read(config):
+    os.mkfifo("waits")
+    assert config("validate waits")[1].splitlines()[0] == "waits: is a named pipe [no-file]"
+    reads, writes = os.pipe()
+    os.write(writes, GOOD.encode())
+    os.close(writes)
+    assert config(f"validate /dev/fd/{reads}")[:2] == (0, f"/dev/fd/{reads}: no problems\n")
+    os.close(reads)
 
 
 def test_notes_are_no_problems_unless_strict(config):

@@ -328,6 +328,16 @@ def test_torch_format_is_read_back_before_the_checkpoint_is_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "out"]
 
 
+def test_full_disk_is_a_checkpoint_error_in_the_torch_format_too(tmp_path, monkeypatch):
+    """Torch's writer says it as a RuntimeError."""
+    dcp.save({"model": {"w": values(64, 3)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda state, _: save(state, "/dev/full"))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*"):
+        merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(safe_serialization=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+
+
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -24,9 +24,11 @@ from tests.distributed.tiny import adamw, build, plugin
 ASYNC = {"FSDPLAUNCH_CHECKPOINT_ASYNC": "true"}
 
 
-def fresh(seed: int = 0) -> tuple[nn.Module, Any]:
+def fresh(seed: int = 0, version: int = 2) -> tuple[nn.Module, Any]:
     model = build(seed)
-    return fsdplaunch.prepare(model, adamw(model.parameters()), plugin=plugin(fsdp_version=2))
+    return fsdplaunch.prepare(
+        model, adamw(model.parameters()), plugin=plugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+    )
 
 
 # Beside training
@@ -156,11 +158,12 @@ def test_folders_that_are_not_the_same_are_refused(two_ranks: RankPool, tmp_path
 # Which one is the newest, which ones stay
 
 
-def save_steps(folder: str, steps: list[int]) -> None:
-    model, _ = fresh()
+def save_steps(folder: str, steps: list[int], version: int = 2) -> None:
+    model, _ = fresh(version=version)
     for step in steps:
         with torch.no_grad():
-            model.head.weight.fill_(step)
+            for param in model.parameters():
+                param.fill_(step)
         fsdplaunch.save_checkpoint(folder, model=model, step=step)
 
 
@@ -238,12 +241,15 @@ def test_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two_ranks: R
     assert two_ranks.run(load_what_is_replaced, str(tmp_path)) == [(2, 2.0)] * 2
 
 
-def test_file_of_another_save_is_named_by_load(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(save_steps, str(tmp_path), [1, 2])
-    name = "pytorch_model_fsdp_0/__1_0.distcp"
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0/__1_0.distcp", "random_states_1.pkl"])
+def test_file_of_another_save_is_named_by_load(
+    two_ranks: RankPool, tmp_path: Path, name: str, version: int
+) -> None:
+    two_ranks.run(save_steps, str(tmp_path), [1, 2], version)
     (tmp_path / "checkpoint-2" / name).write_bytes((tmp_path / "checkpoint-1" / name).read_bytes())
     for message in two_ranks.run(load_words, str(tmp_path)):
-        assert "__1_0.distcp does not match its checksum: it is of another save, or damaged" in message
+        assert f"{name.rpartition('/')[2]} does not match its checksum: it is" in message
 
 
 def test_what_is_passed_over_is_said(two_ranks: RankPool, tmp_path: Path) -> None:

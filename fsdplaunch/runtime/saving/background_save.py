@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from fsdplaunch.checkpoint.output_folder import NUMBERED
 from fsdplaunch.display_text import printable, shortened, text_of
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import flush_both, write_error
@@ -274,7 +275,7 @@ class BackgroundSave:
             self._group = (default, dist.new_group(backend="gloo"))
         # The script may change to another folder meanwhile.
         save = replace(save, target=save.target.absolute())
-        folder = save.target if save.keep_last is None else save.target.parent
+        folder = save.target.parent if NUMBERED.fullmatch(save.target.name) else save.target
         is_open = any(from_all(folder not in self._folders))
         if is_open:
             save.open()

@@ -75,6 +75,36 @@ def test_a_copied_file_never_replaces_one_unasked(checkpoint, dcp, tmp_path):
     assert dcp.tree(tmp_path / "out")["config.json"] == b"new"
 
 
+def test_links_of_a_model_folder_are_followed_within_it_and_the_hubs_cache_alone(checkpoint, dcp, tmp_path):
+    cache, secret = tmp_path / "models--net", tmp_path / "secret"
+    model, blob = cache / "snapshots" / "1f", cache / "blobs" / "7a"
+    for path, text in ((blob, "blob"), (model / "tokenizer.real", "own"), (secret, "theirs")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (model / "config.json").symlink_to("../../blobs/7a")
+    (model / "tokenizer.json").symlink_to("tokenizer.real")
+    merge(checkpoint, tmp_path / "out", options=MergeOptions(copy_from=model))
+    found = dcp.tree(tmp_path / "out")
+    assert (found["config.json"], found["tokenizer.json"]) == (b"blob", b"own")
+    (model / "vocab.json").symlink_to(secret)
+    with pytest.raises(UsageError, match=r"vocab\.json is a link that leads out of the model folder"):
+        merge(checkpoint, tmp_path / "other", options=MergeOptions(copy_from=model))
+
+
+def test_what_fails_after_the_output_is_in_place_says_so(checkpoint, dcp, tmp_path, monkeypatch):
+    sync, out = output_folder.sync_folder, tmp_path / "out"
+
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(folder)
+
+    monkeypatch.setattr(output_folder, "sync_folder", fail)
+    with pytest.raises(CheckpointError, match="out is there, whole, but perhaps not on disk: Input/output error"):
+        merge(checkpoint, out)
+    assert "layer.weight" in dcp.safetensors(out / "model.safetensors")
+
+
 def test_output_that_is_or_looks_like_a_file_is_refused(checkpoint, tmp_path):
     (tmp_path / "out").write_text("x")
     with pytest.raises(UsageError, match="exists and is not a folder"):

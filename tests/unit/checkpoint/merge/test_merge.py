@@ -185,6 +185,19 @@ def test_only_what_was_merged_is_removed(dcp, tmp_path, how):
     assert dcp.tree(checkpoint) == left
 
 
+def test_removal_leaves_what_came_into_the_folder_meanwhile(dcp, tmp_path):
+    draft = dcp.Draft().add("w", (4,))
+    checkpoint = draft.save(tmp_path / "ckpt")
+    (checkpoint / "__7_0.distcp").touch()  # of a rank that had nothing to write
+
+    def come(*_):
+        (checkpoint / "__9_0.distcp").write_text("another save's")
+
+    options = MergeOptions(remove_checkpoint_dir=True)
+    assert not merge(checkpoint, tmp_path / "out", options=options, progress=come).removed
+    assert dcp.names(checkpoint) == ["__9_0.distcp"]
+
+
 NAMES = ["embed.weight", "layers.1.up.weight", "layers.10.up.weight", "layers.10.up.bias", "head.weight"]
 
 
