@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TIMES, SPARE = 20, 64 * 2**20
 """What a text may come to in memory: so many times its size, and so many bytes for any."""
@@ -36,6 +36,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def durable_file(path: Path, mode: str = "wb") -> Iterator[IO[bytes]]:
+    """Open a file to write, and have it on disk when the block ends well."""
+    with path.open(mode) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class JsonError(ValueError):

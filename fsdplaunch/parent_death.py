@@ -5,11 +5,9 @@ import fcntl
 import os
 import select
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 LAUNCHER = "FSDPLAUNCH_LAUNCHER"
 """Contract variable, not a key: the process id of the launcher that its agent must not outlive."""
@@ -17,8 +15,7 @@ LIFELINE = "FSDPLAUNCH_LIFELINE"
 """Contract variable, not a key: the descriptor of a pipe whose other end only the launcher holds."""
 ORPHAN_SECONDS = 3.0
 """Grace of workers whose launcher has been killed: nobody is left who could wait."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_SWEEPS, _SWEEP_SECONDS = 50, 0.02
+_PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10
 """Linux's; the module `fcntl` has no name for it."""
 
@@ -40,33 +37,6 @@ def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> Non
 def ended_with_us() -> Callable[[], None]:
     """Return what a program started from here does first (`preexec_fn`), to be killed when this one ends."""
     return partial(die_with_parent, signal.SIGKILL, parent=os.getpid())
-
-
-def adopt_orphans(*, adopts: bool = True) -> None:
-    """Become the parent of what is started below this process and loses its own, as a daemon does; or no more."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
-
-
-def kill_descendants(spared: int = 0) -> None:
-    """Kill all that was started below this process but for one that it needs, until nothing of it is left."""
-    for _ in range(_SWEEPS):
-        children: dict[int, list[int]] = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-                if state not in (b"Z", b"X"):
-                    children.setdefault(int(parent), []).append(int(entry.name))
-        found = [os.getpid()]
-        for pid in found:
-            found += children.get(pid, ())
-        doomed = {*found[1:]} - {spared}
-        if not doomed:
-            return
-        for pid in doomed:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_SWEEP_SECONDS)
 
 
 def take_lifeline() -> int | None:

@@ -17,6 +17,7 @@ import sys
 if __name__ == "__main__" and sys.path and sys.path[0].endswith("agent"):
     del sys.path[0]  # this file's folder: its names are not for `import`
 
+import ctypes
 import gc
 import importlib
 import json
@@ -34,7 +35,7 @@ from typing import Any
 
 from fsdplaunch.agent.forked_process import become_worker, leave_files, share_modules, show_as
 from fsdplaunch.channel import Channel
-from fsdplaunch.parent_death import ORPHAN_SECONDS, adopt_orphans, die_with_parent, kill_descendants
+from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -43,6 +44,8 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd")
 """Of NVIDIA's driver, of Windows' below WSL, and of AMD's."""
 _ASK_WITHOUT_CUDA = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Has torch ask the driver's library how many GPUs there are, and not CUDA."""
+_PR_SET_CHILD_SUBREAPER = 36
+_SWEEPS, _SWEEP_SECONDS = 50, 0.02
 _AGENT_SECONDS = 3.0
 """How long the agent may take to end its workers, after their grace, once its launcher has gone."""
 
@@ -140,6 +143,33 @@ def kill_group(leader: int) -> None:
     """Kill what a worker has left behind, which may have been waited for."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def adopt_orphans(*, adopts: bool = True) -> None:
+    """Become the parent of what is started below this process and loses its own, as a daemon does; or no more."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
+
+
+def kill_descendants(spared: int = 0) -> None:
+    """Kill all that was started below this process but for one that it needs, until nothing of it is left."""
+    for _ in range(_SWEEPS):
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if state not in (b"Z", b"X"):
+                    children.setdefault(int(parent), []).append(int(entry.name))
+        found = [os.getpid()]
+        for pid in found:
+            found += children.get(pid, ())
+        doomed = {*found[1:]} - {spared}
+        if not doomed:
+            return
+        for pid in doomed:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_SWEEP_SECONDS)
 
 
 class ForkServerProcess:

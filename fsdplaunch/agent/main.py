@@ -25,6 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fsdplaunch.agent.fork_client import ForkServer
+from fsdplaunch.agent.fork_server import adopt_orphans, kill_descendants
 from fsdplaunch.agent.forked_process import noting_status, register_last, skip_shared_destructors
 from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
@@ -36,14 +37,7 @@ from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
 from fsdplaunch.files import open_missing_streams
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP, preload_lists
 from fsdplaunch.launch.root_cause import failure_status, signal_name
-from fsdplaunch.parent_death import (
-    LAUNCHER,
-    ORPHAN_SECONDS,
-    Launcher,
-    adopt_orphans,
-    kill_descendants,
-    take_lifeline,
-)
+from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_dir import AGENT_LOG, FOLDER_MODE, agent_record, write_json

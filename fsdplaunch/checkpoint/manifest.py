@@ -15,7 +15,7 @@ from zlib import crc32
 
 from fsdplaunch.checkpoint.untrusted_files import MissingFileError, UnreadableError, open_regular, read_regular
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.files import parse_json
+from fsdplaunch.files import durable_file, parse_json
 
 INDEX_NAME = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
@@ -24,7 +24,6 @@ MANIFEST_NAME = "fsdplaunch.json"
 MAX_JSON = 64 * 2**20
 _PAUSES = (0.05, 0.2, 0.75)
 """Seconds before a manifest that the system could not read is read again."""
-_LOOKS = 5
 
 
 def manifest_path(folder: Path) -> Path:
@@ -52,11 +51,6 @@ _ITEM_END = 2048
 _FILE_END = 2**20
 
 
-def crc_of_bytes(data: bytes) -> int:
-    """Return the checksum of a file that is not a data file, by what it holds."""
-    return crc32(data[-_FILE_END:], 0)
-
-
 def crc_of_items(fd: int, items: Iterable[tuple[int, int]]) -> int:
     """Return the checksum of how the items of an open data file end, by offset and length of each, in bytes."""
     crc = 0
@@ -79,19 +73,16 @@ def write_manifest(
     """Write the manifest of a folder whose other files are all there, and force it to disk.
 
     `content` says who wrote it, and how; `sequence` counts the checkpoints that were completed in its place and
-    beside it, this one included; `crcs` are the checksums of files that need not be read for it: data files', as
-    `crc_of_items` returns them, and those of what ranks wrote out of memory.
+    beside it, this one included; `crcs` are the checksums of data files, as `crc_of_items` returns them, and of
+    what each rank has of its own.
     """
-    written = dict(crcs or {})
     files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    read = {name: _crc_of(folder, name) for name in sorted(files) if _is_checked(name) and name not in written}
-    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": read | written}
+    known = {name: crc_of(folder, name) for name in sorted(files) if _is_checked(name)} | dict(crcs or {})
+    data = {**content, "sequence": sequence, "files": dict(sorted(files.items())), "crc32": known}
     data["complete"] = True
     data["checksum"] = _own_checksum(json.loads(json.dumps(data)))
-    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    with durable_file(folder / MANIFEST_NAME) as file:
+        file.write(json.dumps(data, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -146,45 +137,38 @@ def is_complete(folder: Path) -> bool:
     return _find_gap(folder, read_manifest(folder)) is None
 
 
-def find_gap(folder: Path) -> str | None:
+def find_gap(folder: Path, only: str = "") -> str | None:
     """Return what a checkpoint lacks, or which file in it is damaged or of another save, or None.
 
-    The manifest must call it complete, every file have its size and its checksum; those of data files are for who
-    reads them. A folder without manifest was written by another tool: it counts as complete if it has a model in
-    it and each sharded folder its index, which is written last, because that tool leaves no other way to tell.
+    Looked at are the files whose names begin with `only`. The manifest must call it complete, every file have its
+    size and its checksum; those of data files are for who reads them. A folder without manifest was written by
+    another tool: it counts as complete if it has a model in it and each sharded folder its index, which is written
+    last, because that tool leaves no other way to tell.
     """
-    gap = None
-    for _ in range(_LOOKS):
-        manifest = read_manifest(folder)
-        gap = _find_gap(folder, manifest) or find_other(folder, manifest or {})
-        if gap is None or read_manifest(folder) == manifest:  # else another save has come meanwhile
-            break
+    manifest = read_manifest(folder)
+    gap = _find_gap(folder, manifest, only) or find_other(folder, manifest or {}, only)
+    if gap is not None and read_manifest(folder) != manifest:  # another save has come meanwhile
+        return find_gap(folder, only)
     return gap
 
 
-def _find_gap(folder: Path, manifest: Mapping[str, Any] | None) -> str | None:
+def _find_gap(folder: Path, manifest: Mapping[str, Any] | None, only: str = "") -> str | None:
     if manifest is None:
         sharded = [*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")]
         unfinished = sorted(path.name for path in sharded if not (path / INDEX_NAME).exists())
         if unfinished:
             return f"{unfinished[0]} has no index: its save did not finish"
         return None if looks_like_checkpoint(folder) else "there is no model in it"
-    if not manifest:
-        return "its manifest cannot be read"
     files = manifest.get("files")
     if manifest.get("complete") is not True or not isinstance(files, dict):
-        return "its manifest does not call it complete"
-    gaps = (find_size_gap(folder / name, name, size) for name, size in files.items())
-    return next(filter(None, gaps), None)
-
-
-def find_size_gap(path: Path, name: str, size: object) -> str | None:
-    """Say how a file differs from what the manifest says of its size; None when it does not."""
-    try:
-        found = path.stat().st_size
-    except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
-        return f"{name} is missing"
-    return None if found == size else f"{name} has {found} bytes instead of {size}"
+        return "its save did not finish" if manifest else "its manifest cannot be read"
+    for name, size in files.items():
+        try:
+            if name.startswith(only) and (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes instead of {size}"
+        except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
+            return f"{name} is missing"
+    return None
 
 
 def _is_index(name: str) -> bool:
@@ -197,14 +181,14 @@ def _is_checked(name: str) -> bool:
     return _is_index(name) or ("/" not in name and not name.startswith("random_states_"))
 
 
-def _crc_of(folder: Path, name: str) -> int:
+def crc_of(folder: Path, name: str) -> int:
     """Return the checksum of all of an index, or of the end of another file."""
     path = folder / name
     if _is_index(name):
         return crc32(read_regular(path, MAX_INDEX_BYTES), 0)
     fd = open_regular(path)
     try:
-        return crc_of_bytes(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)))
+        return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
     finally:
         os.close(fd)
 
@@ -220,7 +204,7 @@ def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str
         if not name.startswith(only) or not (_is_checked(name) or name == only) or name not in manifest["files"]:
             continue
         try:
-            if _crc_of(folder, name) != crc:
+            if crc_of(folder, name) != crc:
                 return f"{name} does not match its checksum: it is damaged, or of another save"
         except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"

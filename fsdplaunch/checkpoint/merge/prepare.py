@@ -22,6 +22,7 @@ from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.untrusted_files import real_path, short
 from fsdplaunch.errors import CheckpointError, UsageError
+from fsdplaunch.files import durable_file
 
 CONFIG_NAME = "config.json"
 # What transformers' and sentence-transformers' savers write, apart from weights and training state.
@@ -60,10 +61,8 @@ def _find_model_files(folder: Path) -> tuple[Path, ...]:
 def copy_model_files(model_files: Sequence[Path], folder: Path) -> None:
     """Copy the files into `folder`, on disk when this returns; links are followed."""
     for path in model_files:
-        with path.open("rb") as source, (folder / path.name).open("xb") as goal:
+        with path.open("rb") as source, durable_file(folder / path.name, "xb") as goal:
             shutil.copyfileobj(source, goal)
-            goal.flush()
-            os.fsync(goal.fileno())
 
 
 _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_(\d+)")

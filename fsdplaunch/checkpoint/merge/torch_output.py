@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import pickle
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, NamePath, S
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import durable_file
 
 FILE_NAME = "pytorch_model.bin"
 _MAX_VALUE = 2**30
@@ -49,13 +49,11 @@ def merge_to_torch(
                 _put(state, paths[tensor.name], _load_tensor(tensor, opened, meter, check), tensor.name)
         for value in index.values:
             _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
-        with (partial / FILE_NAME).open("xb") as file:
+        with durable_file(partial / FILE_NAME) as file:
             try:
                 torch.save(state, file)
             except RuntimeError as problem:  # what a full disk looks like in torch's writer
                 raise OSError(errno.EIO, str(problem).splitlines()[0], FILE_NAME) from None
-            file.flush()
-            os.fsync(file.fileno())
         if options.reads_back:
             hint = "no output was made and the checkpoint is unchanged; check the disk"
             try:

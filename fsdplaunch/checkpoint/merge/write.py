@@ -23,6 +23,7 @@ from fsdplaunch.checkpoint.readers.data_files import DataFiles
 from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import durable_file
 
 BLOCK = 8 * 2**20
 # A conversion holds a block several times.
@@ -191,10 +192,8 @@ def write_plan(
         for file in plan.files:
             _write_file(file, folder, sources, copier, meter, check)
     if plan.index:
-        with (folder / INDEX_NAME).open("xb") as index:
+        with durable_file(folder / INDEX_NAME, "xb") as index:
             index.write(plan.index)
-            index.flush()
-            os.fsync(index.fileno())
 
 
 def _write_file(

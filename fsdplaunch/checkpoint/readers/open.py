@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
-from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_other, find_size_gap, manifest_path, read_manifest
+from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_gap, manifest_path
 from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, Identity, check_save, identity_of, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
@@ -175,22 +175,8 @@ def _entries(folder: Path) -> tuple[list[str], list[Path]]:
 def _checked(folder: Path) -> Path:
     """Return a folder that agrees with the manifest beside it, if our own save wrote one."""
     path = manifest_path(folder)
-    if not path.exists():
-        return folder
-    parent, manifest = path.parent, read_manifest(path.parent) or {}
-    files = manifest.get("files", {})
-    if not manifest or not isinstance(files, dict):
-        msg = f"{path} is not readable as a manifest"
-        raise CheckpointError(msg, hint="the save did not finish, or the file is damaged")
-    if manifest.get("complete") is not True:
-        msg = f"{parent} is not complete: its save did not finish"
-        raise CheckpointError(msg, hint="use an older checkpoint")
-    home = "" if parent == folder else f"{folder.name}/"
-    own = {name: size for name, size in files.items() if name.rpartition("/")[0] == home.removesuffix("/")}
-    gaps = (find_size_gap(folder / name.rpartition("/")[2], name, size) for name, size in own.items())
-    gap = next(filter(None, gaps), None) or find_other(parent, manifest, home)
-    if gap is not None:
-        msg = f"{parent}: {gap}"
+    if path.exists() and (gap := find_gap(path.parent, "" if path.parent == folder else f"{folder.name}/")):
+        msg = f"{path.parent}: {gap}"
         raise CheckpointError(msg, hint=COPY_AGAIN)
     return folder
 

@@ -6,7 +6,6 @@ and then read back as maps of that file, of which the system keeps in memory wha
 
 import collections
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from fsdplaunch.checkpoint.chunks import Region
 from fsdplaunch.checkpoint.dtypes import DTYPES
 from fsdplaunch.checkpoint.safetensors_format import TensorHeader, file_order, header_bytes
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import durable_file
 from fsdplaunch.runtime.inspection import joined
 from fsdplaunch.runtime.inspection.units import as_bytes
 from fsdplaunch.runtime.saving.plain_files import write_large
@@ -86,13 +86,11 @@ def write_full(
     path = safe_path or torch_path.with_name(f"{torch_path.name}.tmp")
     try:
         head = header_bytes([pending.header for pending in kept], aliases) if safe_path else b""
-        with path.open("wb") as file:
+        with durable_file(path) as file:
             file.write(head)
             for tensor in full:
                 as_bytes(tensor).numpy().tofile(file)
                 del tensor  # before the next one is put together
-            file.flush()
-            os.fsync(file.fileno())
         mapped = _mapped(path, len(head), kept)
         first = {pending.header.name: pending for pending in kept}
         mapped |= {each: mapped[first[aliases[each.header.name]]] for each in tensors if each not in mapped}

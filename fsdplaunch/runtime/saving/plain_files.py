@@ -16,6 +16,7 @@ from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, memb
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, read_exactly, short
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import durable_file
 from fsdplaunch.runtime import messages
 
 _MAX_DIRECTORY = 64 * 2**20
@@ -99,20 +100,10 @@ def _serialized(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file and force it to disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_large(value: Any, path: Path) -> None:
     """Write tensors straight to a file, without a copy of them in memory, and force it to disk."""
-    with path.open("wb") as file:
+    with durable_file(path) as file:
         torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 _others: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.checkpoint.manifest import crc_of_bytes, write_manifest
+from fsdplaunch.checkpoint.manifest import crc_of, write_manifest
 from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap, save_locks
 from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.files import durable_file
 from fsdplaunch.run_dir import CHECKPOINTS
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import name_ranks
@@ -36,7 +38,6 @@ from fsdplaunch.runtime.saving.checkpoint_dirs import (
     say_once,
 )
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
-from fsdplaunch.runtime.saving.plain_files import write_bytes
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
 
 _held: dict[Path, FolderLock] = {}
@@ -150,11 +151,8 @@ class SaveJob:
                 msg = f"rank 0 saves to {wanted}, {name_ranks(elsewhere)} elsewhere"
                 raise CheckpointError(msg, hint="give all ranks the same folder and step")
             check_shared(self.target, [(host, sees) for host, _, sees in answers])
-        except CheckpointError:
-            self.discard()
-            raise
         except BaseException:
-            end_save(self.target)
+            self.discard()
             raise
 
     def write(
@@ -183,11 +181,11 @@ class SaveJob:
                     crcs |= {f"{state.name}/{name}": crc for name, crc in written.items()}
             own: dict[str, int] = {}
             with raise_on_all_ranks(self.doing, group):
-                for name, content in self.files.items():
-                    data = content if isinstance(content, bytes) else content()
-                    write_bytes(partial / name, data)
-                    own[name] = crc_of_bytes(data)
-            crcs |= {name: crc for each in from_all(own, group) for name, crc in each.items()}
+                for name, data in self.files.items():
+                    with durable_file(partial / name) as file:
+                        file.write(data if isinstance(data, bytes) else data())
+                    own[name] = crc_of(partial, name)
+            crcs = dict(ChainMap(crcs, *from_all(own, group)))
             with raise_on_all_ranks(self.doing, group):
                 if dist.get_rank() == 0:
                     (partial / TOKEN).unlink()

@@ -80,16 +80,12 @@ class _NotingWriter(FileSystemWriter):
         self.written = {result.index: result.storage_data for result in written.value()}
         return written
 
-    def crcs(self) -> dict[str, int]:
-        """Return the checksums of the files that it has written, as the manifest has them."""
-        places: dict[str, list[Place]] = {}
-        for info in self.written.values():
-            places.setdefault(info.relative_path, []).append((info.offset, info.length))
-        found = {}
-        for name, own in places.items():
-            with Path(self.path, name).open("rb") as file:
-                found[name] = crc_of_items(file.fileno(), own)
-        return found
+    def crc(self) -> int:
+        """Return the checksum of this rank's file, as the manifest has it; 0 without one."""
+        if not self.written:
+            return 0
+        with Path(self.path, data_file(dist.get_rank())).open("rb") as file:
+            return crc_of_items(file.fileno(), ((info.offset, info.length) for info in self.written.values()))
 
 
 def data_file(rank: int) -> str:
@@ -198,18 +194,18 @@ def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -
     Returns on rank 0 the checksum of each data file, as the manifest has it. When one rank fails, all raise, and
     the folder has no index.
     """
-    writer, planner, crcs = _NotingWriter(folder), DefaultSavePlanner(), dict[str, int]()
+    writer, planner, crc = _NotingWriter(folder), DefaultSavePlanner(), 0
     found = _plan_alone(state, planner, group)
     if found is None:  # not every rank can know what the others have: torch asks them
         save(state, storage_writer=writer, process_group=group)
         with raise_on_all_ranks(f"write {folder}", group):
-            crcs = writer.crcs()
-        return {name: crc for each in from_all(crcs, group) for name, crc in each.items()}
+            crc = writer.crc()
+        return {data_file(rank): each for rank, each in enumerate(from_all(crc, group)) if each}
     shared, own = found
-    places, crc = list[Place](), 0
+    places: list[Place] = []
     with raise_on_all_ranks(f"write {folder}", group):
         places = _write_own(writer, planner, own)
-        crc = writer.crcs().get(data_file(dist.get_rank()), 0)
+        crc = writer.crc()
     # Every rank's places on rank 0: sixteen bytes for each item.
     packed = array.array("q", [number for place in (*places, (crc, 0)) for number in place]).tobytes()
     gathered: list[Any] = [None] * (dist.get_world_size() if dist.get_rank() == 0 else 0)
