@@ -154,21 +154,21 @@ class FolderLock:
 
     def _open(self) -> int:
         """Open its file, which those may open that may write into its folder: whoever can read it can hold it."""
+        why = "it is not a regular file"
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                with suppress(OSError):  # it is another's
+                    place = self.path.parent.stat()
+                    os.fchown(fd, -1, place.st_gid)
+                    os.fchmod(fd, 0o600 | (place.st_mode & 0o022) * 3)
+                return fd
+            os.close(fd)
         except OSError as problem:
             if problem.errno not in _ODD:
                 raise
-            msg = f"{self._folder} cannot be locked: {self.path}: {(problem.strerror or str(problem)).lower()}"
-            raise CheckpointError(msg, hint="remove it") from None
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            with suppress(OSError):  # it is another's
-                place = self.path.parent.stat()
-                os.fchown(fd, -1, place.st_gid)
-                os.fchmod(fd, 0o600 | (place.st_mode & 0o022) * 3)
-            return fd
-        os.close(fd)
-        msg = f"{self._folder} cannot be locked: {self.path} is not a regular file"
+            why = (problem.strerror or str(problem)).lower()
+        msg = f"{self._folder} cannot be locked: {self.path}: {why}"
         raise CheckpointError(msg, hint="remove it")
 
     def _take(self, fd: int, end: float) -> None:
@@ -350,25 +350,6 @@ def replace_folder(partial: Path, target: Path, aside: Path, stays: Callable[[st
         os.close(before)
     keep_entries([path for path in old.iterdir() if stays(path.name)], target)  # what has come into it meanwhile
     _discard(old)
-
-
-def remove_files(folder: int, is_own: Callable[[str], bool]) -> list[str]:
-    """Delete files below an open folder, by their paths in it, and empty folders; return what else there is."""
-    others: list[str] = []
-    for at, folders, names, here in os.fwalk(".", topdown=False, dir_fd=folder):
-        for name in (*names, *folders):
-            path = os.path.normpath(os.path.join(at, name))  # noqa: PTH118  (of the open folder)
-            if is_own(path):
-                os.unlink(name, dir_fd=here)
-                continue
-            try:
-                os.rmdir(name, dir_fd=here)
-            except NotADirectoryError:
-                others.append(path)
-            except OSError as problem:
-                if problem.errno != errno.ENOTEMPTY:
-                    raise
-    return others
 
 
 def _discard(path: Path) -> None:

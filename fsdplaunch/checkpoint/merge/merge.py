@@ -128,10 +128,11 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
     """Turn what the operating system refuses into an error that says what was being done."""
     try:
         yield
-    except OSError as problem:
-        place = f"{problem.filename}: " if problem.filename else ""
+    except (OSError, RuntimeError) as problem:  # torch's writer says that of a full disk
+        place = f"{problem.filename}: " if isinstance(problem, OSError) and problem.filename else ""
         goal = f" into {output}" if output else ""
-        msg = f"merging {source}{goal} failed: {place}{problem.strerror or problem}"
+        why = getattr(problem, "strerror", None) or str(problem).partition("\n")[0]
+        msg = f"merging {source}{goal} failed: {place}{why}"
         raise CheckpointError(msg, hint=_UNCHANGED) from problem
     except MemoryError:
         msg = f"merging {source} needs more memory than there is"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
-from fsdplaunch.checkpoint.manifest import INDEX_NAME, model_entry, read_json
+from fsdplaunch.checkpoint.manifest import model_entry, read_json
 from fsdplaunch.checkpoint.merge import MergeOptions
 from fsdplaunch.checkpoint.merge.plan import MergePlan, build_plan, plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import Selection, select_weights
 from fsdplaunch.checkpoint.merge.write import written_blocks
-from fsdplaunch.checkpoint.output_folder import check_copies, check_space, remove_files, save_locks
+from fsdplaunch.checkpoint.output_folder import check_copies, check_space, save_locks
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, identity_of
 from fsdplaunch.checkpoint.readers.dcp_index import StoredTensor, gc_pause
 from fsdplaunch.checkpoint.readers.open import OpenCheckpoint
@@ -154,11 +154,10 @@ def remove_checkpoint(opened: OpenCheckpoint) -> bool:
                     continue
             msg = f"{folder} stays: {name} in it was changed after it was merged"
             raise CheckpointError(msg, hint="the merged weights are complete; look what writes to the checkpoint")
-        if INDEX_NAME in opened.files:
-            os.unlink(INDEX_NAME, dir_fd=fd)
-        others = remove_files(fd, opened.files.__contains__)
+        for name in opened.files:
+            os.unlink(name, dir_fd=fd)
         with suppress(FileNotFoundError):
-            if not others and os.path.samestat(os.fstat(fd), folder.stat()):
+            if not os.listdir(fd) and os.path.samestat(os.fstat(fd), folder.stat()):  # noqa: PTH208
                 folder.rmdir()
                 return True
         return False

@@ -1,6 +1,5 @@
 """The torch format: one file with all that a checkpoint holds, a model or an optimizer. Needs torch and memory."""
 
-import errno
 import io
 import pickle
 from collections import Counter
@@ -50,10 +49,7 @@ def merge_to_torch(
         for value in index.values:
             _put(state, paths[value.name], _load_value(value, opened.sources), value.name)
         with durable_file(partial / FILE_NAME) as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as problem:  # what a full disk looks like in torch's writer
-                raise OSError(errno.EIO, str(problem).splitlines()[0], FILE_NAME) from None
+            torch.save(state, file)
         if options.reads_back:
             hint = "no output was made and the checkpoint is unchanged; check the disk"
             try:

@@ -126,6 +126,14 @@ class DataFiles:
         return ReadWindow(lambda offset, count: self.read(place, offset, count), place.length)
 
 
+def data_crcs(sources: DataFiles, places: Iterable[ItemLocation]) -> dict[str, int]:
+    """Return the checksums of data files, all of whose items' places are given, as the manifest has them."""
+    items: dict[str, list[tuple[int, int]]] = {}
+    for file, offset, length in places:
+        items.setdefault(file, []).append((offset, length))
+    return {file: crc_of_items(sources.descriptor(file), own) for file, own in items.items()}
+
+
 def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
     """Check that data files, all of whose items' places are given, are those of the save that the manifest is of.
 
@@ -133,11 +141,8 @@ def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
         CheckpointError: One is of another save, or its checksums are damaged.
     """
     known = known_crcs(sources.folder)
-    items: dict[str, list[tuple[int, int]]] = {}
-    for file, offset, length in places if known else ():
-        items.setdefault(file, []).append((offset, length))
-    for file, own in items.items():
-        if file in known and crc_of_items(sources.descriptor(file), own) != known[file]:
+    for file, crc in data_crcs(sources, places).items() if known else ():
+        if known.get(file, crc) != crc:
             msg = f"{sources.folder / file} does not match its checksum: it is of another save, or damaged"
             raise CheckpointError(msg, hint=COPY_AGAIN)
 

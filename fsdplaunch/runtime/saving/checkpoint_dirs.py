@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from fsdplaunch.checkpoint.manifest import (
     save_id,
     sequence_of,
 )
-from fsdplaunch.checkpoint.output_folder import NUMBERED, remove_files, replace_folder, sync_folder
+from fsdplaunch.checkpoint.output_folder import NUMBERED, replace_folder, sync_folder
 from fsdplaunch.checkpoint.untrusted_files import real_path
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime import messages
@@ -176,13 +177,18 @@ def _remove(hidden: Path) -> str | None:
         hidden.unlink()
         return None
     own = {*own_files(read_manifest(hidden))}  # none where the manifest, which goes last, has gone already
-    folder = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        foreign = [name for name in remove_files(folder, own.__contains__) if name != MANIFEST_NAME]
-        with suppress(FileNotFoundError):
-            os.unlink(MANIFEST_NAME, dir_fd=folder)
-    finally:
-        os.close(folder)
+    foreign: list[str] = []
+    for at, folders, names, folder in os.fwalk(hidden, topdown=False):
+        for name in (*names, *folders):
+            path = os.path.relpath(os.path.join(at, name), hidden)  # noqa: PTH118
+            if path in own:
+                os.unlink(name, dir_fd=folder)
+            elif name in names or not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                foreign += [path] if path != MANIFEST_NAME else []
+            else:
+                with suppress(OSError):  # not empty
+                    os.rmdir(name, dir_fd=folder)
+    (hidden / MANIFEST_NAME).unlink(missing_ok=True)
     if not foreign:
         hidden.rmdir()
         return None

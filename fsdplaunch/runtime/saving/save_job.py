@@ -51,8 +51,7 @@ def lock_for_run(target: Path) -> None:
     The error of who comes second names the process that holds the lock, and its node.
     """
     for lock in save_locks(target):
-        held = _held.setdefault(lock.path, lock)
-        held.acquire(_LOCK_SECONDS)
+        _held.setdefault(lock.path, lock).acquire(_LOCK_SECONDS)
 
 
 def end_save(target: Path) -> None:

@@ -146,8 +146,6 @@ def load_checkpoint(
     models = [unwrapped(each) for each in _several(model)]
     for _ in range(_ATTEMPTS):
         folder, manifest = _find(root)
-        extra: Mapping[str, Any] = {}
-        failure = None
         try:
             with raise_on_all_ranks(f"load {folder}"):
                 _read_models(folder, models, _several(optimizer))
@@ -158,12 +156,12 @@ def load_checkpoint(
                     resume_at(each, _read_small(folder, _LOADER, index))
                 _read_generators(folder, manifest)
                 extra = read_plain(folder / _EXTRA) if (folder / _EXTRA).exists() else {}
-        except SharedError as problem:
-            failure = problem
-        if not _is_replaced(folder, manifest):
-            if failure is not None:
-                raise failure
-            return {"step": (manifest or {}).get("step"), "extra": extra, "path": folder}
+        except SharedError:
+            if not _is_replaced(folder, manifest):
+                raise
+        else:
+            if not _is_replaced(folder, manifest):
+                return {"step": (manifest or {}).get("step"), "extra": extra, "path": folder}
     msg = f"{folder} was replaced by other saves while it was read"
     raise CheckpointError(msg, hint="load when nothing writes to it, or save with step=N")
 

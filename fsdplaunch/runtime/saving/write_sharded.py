@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from fsdplaunch.checkpoint.byte_transfer import Writeback
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, crc_of_items
-from fsdplaunch.checkpoint.readers.dcp_index import gc_pause
+from fsdplaunch.checkpoint.readers.data_files import DataFiles, data_crcs
+from fsdplaunch.checkpoint.readers.dcp_index import gc_pause, read_index
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import from_all, raise_on_all_ranks
 from fsdplaunch.runtime.saving.sharded_plan import Entry, SharedPlan, UnknownLayoutError
@@ -63,29 +62,6 @@ class EarlyFileSystem(FileSystem):
 
 Place = tuple[int, int]
 """An item's offset and length in its rank's file, in bytes."""
-
-
-class _NotingWriter(FileSystemWriter):
-    """Torch's writer of a rank's files, which notes where it has put each item."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fs = EarlyFileSystem()
-        self.written: dict[MetadataIndex, StorageInfo] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write them."""
-        written = super().write_data(plan, planner)
-        written.wait()
-        self.written = {result.index: result.storage_data for result in written.value()}
-        return written
-
-    def crc(self) -> int:
-        """Return the checksum of this rank's file, as the manifest has it; 0 without one."""
-        if not self.written:
-            return 0
-        with Path(self.path, data_file(dist.get_rank())).open("rb") as file:
-            return crc_of_items(file.fileno(), ((info.offset, info.length) for info in self.written.values()))
 
 
 def data_file(rank: int) -> str:
@@ -194,18 +170,25 @@ def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -
     Returns on rank 0 the checksum of each data file, as the manifest has it. When one rank fails, all raise, and
     the folder has no index.
     """
-    writer, planner, crc = _NotingWriter(folder), DefaultSavePlanner(), 0
+    writer = FileSystemWriter(folder)
+    writer.fs = EarlyFileSystem()
+    planner = DefaultSavePlanner()
     found = _plan_alone(state, planner, group)
     if found is None:  # not every rank can know what the others have: torch asks them
         save(state, storage_writer=writer, process_group=group)
-        with raise_on_all_ranks(f"write {folder}", group):
-            crc = writer.crc()
-        return {data_file(rank): each for rank, each in enumerate(from_all(crc, group)) if each}
+        if dist.get_rank() != 0:
+            return {}
+        made = read_index(folder)
+        with DataFiles(folder, made.files) as files:
+            return data_crcs(files, made.places)
     shared, own = found
     places: list[Place] = []
+    crc, path = 0, folder / data_file(dist.get_rank())
     with raise_on_all_ranks(f"write {folder}", group):
         places = _write_own(writer, planner, own)
-        crc = writer.crc()
+        if places:
+            with path.open("rb") as file:
+                crc = crc_of_items(file.fileno(), places)
     # Every rank's places on rank 0: sixteen bytes for each item.
     packed = array.array("q", [number for place in (*places, (crc, 0)) for number in place]).tobytes()
     gathered: list[Any] = [None] * (dist.get_world_size() if dist.get_rank() == 0 else 0)
@@ -245,14 +228,15 @@ def _plan_alone(
     return found if None not in digests and len(set(digests)) == 1 else None
 
 
-def _write_own(writer: _NotingWriter, planner: DefaultSavePlanner, own: SavePlan) -> list[Place]:
+def _write_own(writer: FileSystemWriter, planner: DefaultSavePlanner, own: SavePlan) -> list[Place]:
     """Write this rank's file, and return where each item of its plan is."""
     rank = dist.get_rank()
     own = writer.prepare_local_plan(own)
     # It names files by the place in the list.
     own = writer.prepare_global_plan([*[SavePlan([])] * rank, own])[rank]
-    writer.write_data(planner.finish_plan(own), planner)
-    infos = writer.written
+    written = writer.write_data(planner.finish_plan(own), planner)
+    written.wait()
+    infos = {result.index: result.storage_data for result in written.value()}
     odd = [info for info in infos.values() if info.relative_path != data_file(rank) or info.transform_descriptors]
     if odd or len(infos) != len(own.items):
         msg = f"torch's writer has written other files than {data_file(rank)}"

@@ -177,7 +177,7 @@ def test_model_that_differs_from_its_manifest_is_refused(model, tmp_path):
 def test_manifest_that_is_not_one_is_refused(model, text, tmp_path):
     model.save(tmp_path / "ckpt" / "pytorch_model_fsdp_0")
     (tmp_path / "ckpt" / "fsdplaunch.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match="its manifest cannot be read|its save did not finish"):
+    with pytest.raises(CheckpointError, match=r"its manifest cannot be read|its save did not finish"):
         find_model(tmp_path / "ckpt")
 
 
