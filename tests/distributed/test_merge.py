@@ -333,7 +333,7 @@ def test_full_disk_is_a_checkpoint_error_in_the_torch_format_too(tmp_path, monke
     dcp.save({"model": {"w": values(64, 3)}}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda state, _: save(state, "/dev/full"))
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*"):
+    with pytest.raises(CheckpointError, match=r"merging .*ckpt into .*out failed: "):
         merge(tmp_path / "ckpt", tmp_path / "out", options=MergeOptions(safe_serialization=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 

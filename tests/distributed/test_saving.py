@@ -39,9 +39,9 @@ def save_while_blocked(folder: str) -> list[bool]:
     from fsdplaunch.runtime.saving import background_save, save_job
 
     model, optimizer = fresh()
-    gate, write, before = threading.Event(), save_job.write_bytes, Path.cwd()
+    gate, write, before = threading.Event(), save_job.durable_file, Path.cwd()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_job, "write_bytes", lambda path, data: (gate.wait(20), write(path, data)))
+        patch.setattr(save_job, "durable_file", lambda path: (gate.wait(20), write(path))[1])
         patch.chdir(folder)
         first = Path(folder) / fsdplaunch.save_checkpoint("c", model=model, optimizer=optimizer, step=1)
         os.chdir(before)  # while it is being written
@@ -63,16 +63,18 @@ def fail(folder: str) -> tuple[str, list[str], str, bool, str]:
     from fsdplaunch.runtime.saving import save_job
     from fsdplaunch.runtime.saving.background_save import finish_saves
 
-    def write(*_: Any) -> None:
+    def write(*_: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
+        return io.BytesIO()
 
     def save(step: int) -> str:
         return words_of(fsdplaunch.save_checkpoint, folder, model=model, optimizer=optimizer, step=step)
 
     model, optimizer = fresh()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_job, "write_bytes", write)
+        patch.setattr(save_job, "durable_file", write)
+        patch.setattr(save_job, "crc_of", lambda *_: 0)
         blocking = save(9)
         patch.setenv(*next(iter(ASYNC.items())))
         at_once, at_next = [save(1)], save(2)

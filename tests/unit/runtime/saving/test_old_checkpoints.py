@@ -94,7 +94,7 @@ def test_what_cannot_be_removed_is_said_and_no_error(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "is_mount", lambda path: path == mounted)
-        patch.setattr(checkpoint_dirs, "remove_files", refuse)
+        patch.setattr(os, "fwalk", refuse)
         patch.setattr(os, "access", lambda path, mode: Path(path) != locked and may(path, mode))
         busy, kept, whole = sorted(remove_old(tmp_path, 1))
     assert busy.endswith("checkpoint-1.removed stays: device or resource busy")
