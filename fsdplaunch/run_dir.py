@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 from fsdplaunch.files import atomic_file, parse_json
 
+RUN_DIR = "FSDPLAUNCH_RUN_DIR"
+"""Contract variable, not a key: the run's folder, for its agents and workers."""
 PLAN = "plan.json"
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -30,6 +32,8 @@ REVISION = "revision"
 """The git revision of the script's folder when the run began."""
 CHECKPOINTS = "checkpoints"
 """File in rank 0's folder with a line for each checkpoint that the run has written: its folder."""
+START = "start.txt"
+"""When each process was done with a part of the run's start, where launch.timing asks for it."""
 LOST = "lost"
 """A file of this name says that the run ended because a node was lost; batch scripts look for it."""
 LATEST = "latest"
@@ -91,6 +95,14 @@ def error_file(run_dir: Path, rank: int, attempt: int) -> Path:
     """Return the file where a worker records the exception that ended it."""
     name = f"error.attempt{attempt + 1}.json" if attempt else "error.json"
     return rank_folder(run_dir, rank) / name
+
+
+def note_start(part: str) -> None:
+    """Note that a part of the run's start is done, here, where the launcher has made a file for it."""
+    with suppress(OSError, KeyError):
+        file = os.open(f"{os.environ[RUN_DIR]}/{START}", os.O_WRONLY | os.O_APPEND)
+        os.write(file, f"{os.getpid()} {part} {time.time_ns()}\n".encode())
+        os.close(file)
 
 
 def link_latest(run_dir: Path) -> None:

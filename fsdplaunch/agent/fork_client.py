@@ -21,6 +21,7 @@ from fsdplaunch.agent.fork_server import ForkServerProcess, Preloaded, fork, has
 from fsdplaunch.channel import open_channel
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.launch.root_cause import signal_name
+from fsdplaunch.run_dir import note_start
 
 CLOSE_SECONDS = 2.0
 """How long the fork server may take to kill its workers and end."""
@@ -83,6 +84,7 @@ class ForkServer:
         with self._noting():
             for name in first:
                 importlib.import_module(name)
+        note_start("torch")
         self._channel, there = open_channel()
         self.pid = fork()
         if self.pid == 0:
@@ -96,6 +98,7 @@ class ForkServer:
                     return import_all((*first, *then), before=self._environ)
 
             return ForkServerProcess(there, self._lifeline).serve(preload, parent=parent, environ=self._environ)
+        gc.freeze()
         gc.enable()
         there.close()
         if first and has_threads():

@@ -37,6 +37,7 @@ from fsdplaunch.agent.forked_process import become_worker, leave_files, share_mo
 from fsdplaunch.channel import Channel
 from fsdplaunch.parent_death import ORPHAN_SECONDS, die_with_parent
 from fsdplaunch.private_dir import leave_private_dir, remove_private_dir
+from fsdplaunch.run_dir import note_start
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are the agent's to pass on to the workers. A scheduler may send them to every process of a job."""
@@ -84,12 +85,6 @@ def import_all(names: Iterable[str], *, before: Mapping[str, str]) -> Preloaded:
         os.environ[_ASK_WITHOUT_CUDA] = asks
     changes = {name: (before.get(name), now) for name, now in os.environ.items() if before.get(name) != now}
     return Preloaded(obstacle=obstacle, notes=tuple(notes), changes=changes)
-
-
-def freeze() -> None:
-    """Keep the collector away from everything there is, so that children share its memory."""
-    gc.collect()
-    gc.freeze()
 
 
 def uses_gpu() -> bool:
@@ -206,10 +201,12 @@ class ForkServerProcess:
         if loaded.obstacle is not None and environ is not None:
             self._begin_anew(loaded, environ)
         share_modules()
-        freeze()
+        # The collector would write to all of it in each worker; to look for garbage first would take 0.2 s.
+        gc.freeze()
         die_with_parent(signal.SIGCONT, parent=parent)  # lives on, woken: its end is that of the channel
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        note_start("imports")
         self._tell({"ready": True, "obstacle": loaded.obstacle, "notes": list(loaded.notes)})
         while True:
             received = self._next_message()

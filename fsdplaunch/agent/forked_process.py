@@ -20,6 +20,7 @@ import os
 import random
 import signal
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -130,7 +131,13 @@ def register_last() -> None:
 
 
 def share_modules() -> None:
-    """Remember the modules there are; forks made from now on leave them alone at their exit."""
+    """Remember the modules there are; forks made from now on leave them alone at their exit.
+
+    So do torch's finalizers of them, which would take every operator out of its registry.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        if (alive := finalizer.peek()) is not None and str(alive[1].__module__).startswith("torch."):
+            finalizer.atexit = False
     own = ("__main__", "sys", "builtins")
     _shared.update({name: module for name, module in sys.modules.items() if name not in own})
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_shared))  # for ever: outlives this module's own end

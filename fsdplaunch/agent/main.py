@@ -30,7 +30,7 @@ from fsdplaunch.agent.forked_process import noting_status, register_last, skip_s
 from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.worker_group import StopRequest, WorkerGroup, stop_status
 from fsdplaunch.agent.worker_spec import WorkerSpec, make_worker_spec
-from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.environment import decode
 from fsdplaunch.config.resolve import node_range
 from fsdplaunch.errors import EXIT_FAILED, EXIT_MACHINE, LaunchError
 from fsdplaunch.features import WARM_IMPORTS, WARM_SERVER, feature
@@ -40,7 +40,7 @@ from fsdplaunch.launch.root_cause import failure_status, signal_name
 from fsdplaunch.parent_death import LAUNCHER, ORPHAN_SECONDS, Launcher, take_lifeline
 from fsdplaunch.private_dir import make_private_dir, remove_private_dir
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
-from fsdplaunch.run_dir import AGENT_LOG, FOLDER_MODE, agent_record, write_json
+from fsdplaunch.run_dir import AGENT_LOG, FOLDER_MODE, RUN_DIR, agent_record, note_start, write_json
 from fsdplaunch.run_secret import SECRET, leave_outer_run
 from fsdplaunch.sockets import take_held
 
@@ -82,6 +82,7 @@ def _run_agent(argv: Sequence[str], imported: "ImportRecord | None" = None) -> N
     # Everything below runs in the agent only. A worker goes on from this line, with the memory that the agent had
     # at it: torch imported, no thread, no socket, no CUDA.
     modules = preload_lists(config, command)
+    note_start("agent")
     forked = fork_server.start(*modules)
     if isinstance(forked, list):  # be the worker that this process was forked to be
         skip_shared_destructors()

@@ -265,6 +265,9 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
     place = short_path(plan.run_dir)
     if result.unwritten is not None:
         out.note(f"{place} does not hold how the run ended: {result.unwritten}")
+    if result.start is not None:
+        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result.start.items())
+        out.say(f"the last script began after {sum(result.start.values()):.2f} s: {parts}")
     if result.failure is None:
         out.say(end_line(result, workers=plan.world_size))
     elif is_part:

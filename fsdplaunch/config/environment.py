@@ -15,10 +15,9 @@ from fsdplaunch.config.resolve import has_one_axis, resolve, uses_xla
 from fsdplaunch.config.schema.config import Config, KeyPath, all_keys, build_config, keys_by_path, value_at
 from fsdplaunch.config.schema.kinds import write
 from fsdplaunch.errors import UsageError
-from fsdplaunch.run_dir import PLAN
+from fsdplaunch.run_dir import PLAN, RUN_DIR
 
 # Contract variables, not keys.
-RUN_DIR = "FSDPLAUNCH_RUN_DIR"  # the run's folder, where each rank writes its files
 DEVICE = "FSDPLAUNCH_DEVICE"  # what the plan says that workers compute on: `cuda`, `cpu` or `xla`
 ALLOW_UNSHARDED = "FSDPLAUNCH_ALLOW_UNSHARDED"  # `1` when a script may end without having sharded a model
 REHEARSAL_STEPS = "FSDPLAUNCH_REHEARSAL_STEPS"

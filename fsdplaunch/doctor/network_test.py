@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdplaunch.config.environment import RUN_DIR
+from fsdplaunch.run_dir import RUN_DIR
 from fsdplaunch.runtime.collectives.rank_group import from_all
 
 ANSWER = "network.json"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.schema.config import Config
+from fsdplaunch.features import LAYERS, SEQUENCES
 
 AGENT = Path(__file__).parents[1] / "agent" / "main.py"
 """Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
@@ -16,13 +17,16 @@ NETWORK_TEST = "fsdplaunch.doctor.network_test"
 """The module that workers run for `fsdplaunch doctor --network`."""
 PLAIN_RUN = "fsdplaunch.comparison.record"
 """The module that `fsdplaunch check --compare` runs the script in, as one process."""
-PRELOADED = (
-    "fsdplaunch.runtime.device",
-    "fsdplaunch.runtime.sharding_watch",
+PRELOADED = ("fsdplaunch.runtime.measuring", "fsdplaunch.runtime.collectives.gloo")
+"""What every Python worker imports beside the bootstrap, whatever its script is."""
+PRELOADED_TO_SHARD = (
     "fsdplaunch.runtime.api.prepare",
+    "fsdplaunch.runtime.state_dict.full_state",
     "fsdplaunch.runtime.torch_internals.late_imports",
 )
-"""What every rank of a sharded run comes to need; the first optimizer alone would import the compiler in each."""
+"""The same of a sharded run; the first optimizer alone would import the compiler in each."""
+PRELOADED_HOOKS = ("fsdplaunch.runtime.auto.install", "fsdplaunch.runtime.auto.ddp")
+"""The same of a script that the bootstrap shards."""
 
 
 def is_python(command: Sequence[str]) -> bool:
@@ -39,5 +43,12 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
     """Return what to import before the fork server is forked, and in it; `command` is the workers'."""
     if not is_forked(config, command):
         return (), ()
-    sharding = PRELOADED if config.distributed_type == "FSDP" and not uses_xla(config) else ()
-    return ("torch", "torch.distributed"), (BOOTSTRAP, *sharding, *config.launch.preload)
+    then = [BOOTSTRAP, *PRELOADED]
+    if config.distributed_type == "FSDP" and not uses_xla(config):
+        sizes = config.parallelism_config
+        then += PRELOADED_TO_SHARD
+        then += [LAYERS] if sizes.parallelism_config_tp_size > 1 else []
+        then += [SEQUENCES] if sizes.parallelism_config_cp_size > 1 else []
+        then += PRELOADED_HOOKS if config.launch.shard in ("auto", "always") else ()
+        then += ["fsdplaunch.runtime.auto.batch.divided_pass"] if config.launch.keep_global_batch else []
+    return ("torch", "torch.distributed"), (*then, *config.launch.preload)

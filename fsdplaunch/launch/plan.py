@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.environment import ALLOW_UNSHARDED, DEVICE, RUN_DIR, encode
+from fsdplaunch.config.environment import ALLOW_UNSHARDED, DEVICE, encode
 from fsdplaunch.config.resolve import CPU_WORKERS, converts_to_bf16, runs_spmd, shards_on_xla, uses_xla, with_mesh
 from fsdplaunch.config.schema.config import Config, variable_of
 from fsdplaunch.display_text import counted
 from fsdplaunch.errors import MachineError, UsageError
 from fsdplaunch.launch.entry_points import AGENT, BOOTSTRAP
 from fsdplaunch.launch.secret_variables import HIDDEN, is_secret, without_variables
-from fsdplaunch.run_dir import FLIGHT_RECORDER
+from fsdplaunch.run_dir import FLIGHT_RECORDER, RUN_DIR
 
 DEFAULT_PORT = 29500
 XLA_DEVICE, _CPU_DEVICES = "PJRT_DEVICE", "CPU_NUM_DEVICES"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class RunResult:
     stopped_by: str | None = None  # name of the signal that came from outside, or None
     attempts: Sequence[Mapping[str, Any]] = ()  # every attempt as the agent recorded it
     notes: Sequence[str] = ()  # what the agent said on the way
+    start: Mapping[str, float] | None = None  # seconds of each part of the start; None without launch.timing
     unwritten: str | None = None  # why the run's folder does not hold this, as on a full disk; None when it does
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class RunResult:
             "stopped_by": self.stopped_by,
             "notes": list(self.notes),
             "attempts": [_attempt_summary(attempt) for attempt in self.attempts],
+            **({} if self.start is None else {"start": self.start}),
         }
 
 
@@ -105,6 +108,18 @@ def read_result(
         attempts=record.get("attempts") or [],
         notes=record.get("notes") or (),
     )
+
+
+def read_start(file: Path, workers: int) -> dict[str, float]:
+    """Return the seconds of each part of a start, on the way to the first attempt's script that began last."""
+    notes = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    forked = {pid for pid, part, _ in notes if part == "fork"}
+    last = [pid for pid, part, _ in notes if part == "script"][:workers][-1:]
+    parts: dict[str, float] = {}
+    chain = [note for note in notes if note[0] in last or note[0] not in forked]
+    for (_, _, before), (_, part, now) in pairwise(chain):
+        parts[part] = round(parts.get(part, 0.0) + (int(now) - int(before)) / 1e9, 3)
+    return parts
 
 
 def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> Failure:

@@ -24,7 +24,7 @@ from fsdplaunch.launch.diagnosis import diagnose_record
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
-from fsdplaunch.launch.run_result import RunResult, read_result
+from fsdplaunch.launch.run_result import RunResult, read_result, read_start
 from fsdplaunch.launch.runs import note_revision, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
@@ -115,6 +115,8 @@ def run_plan(
     run_dir.write_text(plan.run_dir / run_dir.CONFIG, config_text)
     if not plan.config.machine_rank or plan.nodes == 1:
         run_dir.link_latest(plan.run_dir)
+    if plan.config.launch.timing:
+        _begin_timing(plan.run_dir)
     start = time.monotonic()
     environ = {**without_run(os.environ), **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
@@ -133,11 +135,20 @@ def run_plan(
     if code < 0:  # it could not do so itself
         remove_abandoned_dirs()
     result = read_result(record, exit_code=status, seconds=round(time.monotonic() - start, 3), gpus=plan.gpus)
+    if plan.config.launch.timing:
+        result = replace(result, start=read_start(plan.run_dir / run_dir.START, plan.workers))
     if result.failure is not None:
         beside = "" if plan.target.is_module else str(Path(plan.target.name).parent)
         found = diagnose_record(record, plan.config, python=plan.argv[0], folder=beside)
         result = replace(result, diagnosis=found)
     return _written(plan, result)
+
+
+def _begin_timing(folder: Path) -> None:
+    """Make the file in which the parts of the start are noted, with the first: from when this process began."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # starttime
+    now, age = time.time_ns(), time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    run_dir.write_text(folder / run_dir.START, f"0 begin {now - int(age * 1e9)}\n0 plan {now}\n")
 
 
 def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:

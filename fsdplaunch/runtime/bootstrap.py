@@ -28,6 +28,7 @@ from fsdplaunch.errors import ShardingError
 from fsdplaunch.features import COMPARISON_WORKER, TUNE_WORKER, XLA, feature
 from fsdplaunch.files import flush_both
 from fsdplaunch.parent_death import die_with_parent
+from fsdplaunch.run_dir import note_start
 from fsdplaunch.runtime.patch import (
     ABANDON_GROUP,
     FINISH_MEASUREMENT,
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> None:
     Raises:
         SystemExit: The script failed (1), was interrupted (130), or exited with its own status.
     """
+    note_start("fork")
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()
     try:
@@ -96,6 +98,7 @@ def _work(config: Config, target: ScriptTarget) -> None:
         hide_ranks()
         hide_group()
     _take_steps()
+    note_start("hooks")
     try:
         with explaining_mixtures():
             run_target(target)
@@ -181,11 +184,13 @@ def _set_up(config: Config, script: str) -> None:
     from fsdplaunch.runtime.sharding_watch import check_at_first_step, watch_libraries, watch_sharding
     from fsdplaunch.runtime.torch_internals.fsdp import gather_outside_of_inference_mode
 
+    note_start("imports")
     automatic = config.launch.shard in ("auto", "always")
     if automatic and config.launch.hide_ranks:
         see_own_gpu()
     device = choose_device(config)
     join_group(config, device)
+    note_start("group")
     watch_sharding()
     watch_libraries()
     gather_outside_of_inference_mode()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.resolve import has_one_axis, mesh_sizes
 from fsdplaunch.config.schema.config import Config
-from fsdplaunch.run_dir import STACK, STACK_SIGNAL, rank_folder
+from fsdplaunch.run_dir import RUN_DIR, STACK, STACK_SIGNAL, rank_folder
 from fsdplaunch.step_record import StepWriter
 
 _RANK_VARIABLE = re.compile(

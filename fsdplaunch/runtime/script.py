@@ -26,7 +26,7 @@ from typing import Any
 from fsdplaunch.display_text import MOST, printable, shortened, text_of
 from fsdplaunch.errors import EXIT_FAILED, LaunchError, UsageError
 from fsdplaunch.files import write_error
-from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN, MARKED
+from fsdplaunch.run_dir import BEGIN_HIDDEN, END_HIDDEN, MARKED, note_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ def run_target(target: ScriptTarget) -> None:
         module, code = _script(target.name)
     sys.argv = [str(module.__file__) if target.is_module else target.name, *target.arguments]
     sys.modules["__main__"] = module
+    note_start("script")
     exec(code, module.__dict__)  # noqa: S102  (running the user's program is the purpose)
 
 

@@ -213,7 +213,7 @@ def check_at_first_step(name: str) -> None:
         made = steps.get(optimizer, 0)
         steps[optimizer] = made + 1
         if made % COMPARED_EVERY == 0 and ever_sharded() and os.environ.get(ALLOW_UNSHARDED) != "1":
-            from fsdplaunch.runtime.sharding.checks import check_trained  # only now: a worker must start fast
+            from fsdplaunch.runtime.sharding.checks import check_trained
 
             check_trained(optimizer, first=made == 0)
 
@@ -274,7 +274,7 @@ def _parameter_below(loss: Any) -> nn.Parameter | None:
 def _describe_others() -> None:
     from fsdplaunch.runtime.inspection.describe import announce, describe_seen
     from fsdplaunch.runtime.inspection.units import is_sharded, reshard
-    from fsdplaunch.runtime.sharding.registry import registered  # only now: a worker must start fast
+    from fsdplaunch.runtime.sharding.registry import registered
 
     # isinstance would ask proxies, which import what they stand for
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_sharded(thing)]

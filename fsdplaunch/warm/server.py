@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fsdplaunch.agent.fork_server import fork, freeze, has_threads, uses_gpu
+from fsdplaunch.agent.fork_server import fork, has_threads, uses_gpu
 from fsdplaunch.agent.forked_process import renew_randomness, renew_streams, set_environ, show_as
 from fsdplaunch.channel import Channel
 from fsdplaunch.files import MEMORY, read_size
@@ -146,7 +146,7 @@ class WarmServer:
         with suppress(OSError):
             _write_oom_score(_FIRST_TO_GO)
         show_as(("fsdplaunch", "warm"))
-        freeze()
+        gc.freeze()
         while True:
             waited_for = [self._wake[0], *([] if self._is_closing else [self._listener.fileno()])]
             left = LOOK_SECONDS if self._runs else max(0.0, self._deadline - time.monotonic())

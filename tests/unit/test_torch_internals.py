@@ -29,7 +29,7 @@ OTHERS = {
     **{"_tp_plan": "transformers", "_init_weights": "transformers", "_fields": "named tuples"},
     **{"_keys_to_ignore_on_load_missing": "transformers", "_keys_to_ignore_on_load_unexpected": "transformers"},
     **{"_prepare_backend": "accelerate", "_shared_state": "accelerate", "_optimizers": "accelerate"},
-    **{"_distributed": "datasets"},
+    **{"_distributed": "datasets", "_registry": "weakref"},
 }
 """Private names of others than torch, and whose."""
 GUESSED = ("getattr", "hasattr", "setattr", "delattr")

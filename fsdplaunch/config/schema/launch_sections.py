@@ -103,6 +103,9 @@ class LaunchSection:
     measure: bool = key(v.FLAG, True)("""
         Measure each worker's steps: what they take, and how much of it is waiting for data and for other workers.
         With false only steps are counted.""")
+    timing: bool = key(v.FLAG, False)("""
+        Say after the run what its start took: the plan, the agent, importing torch, forking, joining the process
+        group, hooks, reading the script.""")
     env: dict[str, str] = key(v.VARIABLES, {})("Further environment variables for the workers, name: value.")
 
 

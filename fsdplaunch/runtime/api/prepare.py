@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fsdplaunch.config.environment import RUN_DIR, decode
+from fsdplaunch.config.environment import decode
 from fsdplaunch.config.resolve import shards_on_xla
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.features import XLA, feature
 from fsdplaunch.probe.torch_version import mismatch
+from fsdplaunch.run_dir import RUN_DIR
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.gloo import wait_for_gloo_at_exit
 from fsdplaunch.runtime.collectives.waits import watch_main_thread

@@ -84,7 +84,7 @@ _REPLACED: tuple[tuple[Any, str, str], ...] = (
     (sys.modules["torch.multiprocessing.spawn"], "spawn", "ddp.spawn_ranks"),
     (BaseProcess, "start", "ddp.start_process"),
 )
-"""What is replaced, and the function of this package that stands there, whose module is loaded at its first call.
+"""What is replaced, and the function of this package that stands there.
 
 It is given the original, the context, and what it is called with.
 """
@@ -134,16 +134,13 @@ def _replace(hook_context: HookContext, path: str, function: str, module: Any) -
 def _standing(function: str, hook_context: HookContext) -> Callable[[Any], Any]:
     """Return what makes a replacement; torch's compiler sees the original."""
     module, _, name = function.rpartition(".")
+    stand_in = getattr(import_module(f"fsdplaunch.runtime.auto.{module}"), name)
 
     def make(original: Any) -> Any:
-        found: list[Callable[..., Any]] = []
-
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            if not found:
-                found.append(getattr(import_module(f"fsdplaunch.runtime.auto.{module}"), name))
-            return found[0](original, hook_context, *args, **kwargs)
+            return stand_in(original, hook_context, *args, **kwargs)
 
         return call if original is None else functools.wraps(original)(call)
 

@@ -19,12 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdplaunch.runtime.api import gradients
 from fsdplaunch.runtime.api.gradients import average_local_gradients
 from fsdplaunch.runtime.auto import HookContext
+from fsdplaunch.runtime.auto.full_values import full_value, placed_like
 from fsdplaunch.runtime.auto.model.parameters import (
     ShardReference,
     data_of_parameters,
     refuse_exchange,
     with_shards,
 )
+from fsdplaunch.runtime.auto.torch_function import ShardFunctions
 from fsdplaunch.runtime.patch import once_imported, replaced
 from fsdplaunch.runtime.torch_internals.distributed import (
     local_tensor,
@@ -82,12 +84,8 @@ def _place_gradients(optimizer: Optimizer) -> None:
                 continue
             if not isinstance(param, DTensor):  # a copy of a weight in higher precision that the script steps
                 if isinstance(gradient, DTensor):
-                    from fsdplaunch.runtime.auto.full_values import full_value
-
                     param.grad = full_value(gradient, call="the gradient of a parameter")
             elif not isinstance(gradient, DTensor) or placements_of(gradient) != placements_of(param):
-                from fsdplaunch.runtime.auto.full_values import placed_like
-
                 param.grad = placed_like(param, gradient)
 
 
@@ -194,8 +192,6 @@ def _torch_function(hook_context: HookContext) -> Any:
                 if gradient is None or fits or torch.compiler.is_compiling():
                     return func(*args)
             if not functions:
-                from fsdplaunch.runtime.auto.torch_function import ShardFunctions
-
                 functions.append(ShardFunctions(hook_context))
             if ShardReference in types:
                 args, kwargs = with_shards(args), with_shards(kwargs)

@@ -26,8 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.errors import CheckpointError
+from fsdplaunch.run_dir import RUN_DIR
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.auto.model.who_shards import Ownership, holds_a_sharder
 from fsdplaunch.runtime.collectives.rank_group import from_rank_0

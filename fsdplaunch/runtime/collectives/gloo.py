@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,12 @@ def _flush() -> None:
 _LIMIT_SECONDS = 1.0  # how long an end may be put off; a thread may wait for a rank that has gone
 _LOOK_SECONDS = 0.001
 _THREAD_NAME = "pt_gloo"  # how torch names these threads, in all versions seen: pt_gloo_runloop
-_registered: list[bool] = []
 
 
+@cache
 def wait_for_gloo_at_exit() -> None:
     """Have this process's exit handlers end with the wait, once. Call before others register theirs."""
-    if not _registered:
-        _registered.append(True)
-        atexit.register(_wait)
+    atexit.register(_wait)
 
 
 def _wait() -> None:

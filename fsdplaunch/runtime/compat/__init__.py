@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.runtime.collectives.waits import monitored_barrier, watch_main_thread
+from fsdplaunch.runtime.compat.fsdp1 import construct_on_cpu, gather_with_all_ranks, take_out_offload_to_cpu
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_over_all_ranks, is_unit
 from fsdplaunch.runtime.patch import before_import, once_imported, own_attribute, wrap, wrap_once_imported
 from fsdplaunch.runtime.rank import rank
 from fsdplaunch.runtime.sharding_watch import ever_sharded, on_sharding
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, files_of_ranks
+from fsdplaunch.runtime.torch_internals.fsdp import gathered_now, group_refs
 from fsdplaunch.runtime.torch_internals.tensors import tree_map
 
 _HUGGING_FACE = ("accelerate", "transformers", "peft", "diffusers", "huggingface_hub")
@@ -33,6 +35,7 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     """Adapt torch now, and other libraries if and when the script imports them."""
+    from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
 
     @functools.cache
     def adapt_hugging_face_libraries() -> None:
@@ -47,34 +50,14 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     for package in _LIGHTNING if on_cpu else ():
         before_import(package, adapt_lightning_to_cpu)
     checkpoint_with_all_ranks()
-    _adapt_fsdp1_when_built(on_cpu=on_cpu)
+    remember_wrappers()
+    if on_cpu:
+        take_out_offload_to_cpu()
+        wrap(Wrapper, "__init__", construct_on_cpu)
+    gather_with_all_ranks()
     answer_fsdp1_calls()
     clear_gradients_of_shards()
     on_sharding(watch_main_thread)  # where others wait shows a call that only some ranks make
-
-
-def _adapt_fsdp1_when_built(*, on_cpu: bool) -> None:
-    build = Wrapper.__init__
-
-    @functools.cache
-    def adapted() -> Any:
-        from fsdplaunch.runtime.compat.fsdp1 import (
-            construct_on_cpu,
-            gather_with_all_ranks,
-            take_out_offload_to_cpu,
-        )
-        from fsdplaunch.runtime.state_dict.full_state import remember_wrappers
-
-        now, Wrapper.__init__ = Wrapper.__init__, build  # type: ignore[method-assign]
-        remember_wrappers()
-        if on_cpu:
-            take_out_offload_to_cpu()
-            wrap(Wrapper, "__init__", construct_on_cpu)
-        gather_with_all_ranks()
-        inner, Wrapper.__init__ = Wrapper.__init__, now  # type: ignore[method-assign]
-        return inner
-
-    wrap(Wrapper, "__init__", lambda _original, *args, **kwargs: adapted()(*args, **kwargs))
 
 
 _CONNECTORS = {
@@ -209,7 +192,6 @@ def clear_gradients_of_shards() -> None:
 
 def _clear_both(clear: Any, self: nn.Module, set_to_none: bool = True) -> None:
     from fsdplaunch.runtime.sharding.registry import models_of
-    from fsdplaunch.runtime.torch_internals.fsdp import gathered_now
 
     clear(self, set_to_none)
     # Gathered by itself or as a part of a larger unit.
@@ -230,8 +212,6 @@ _groups: "weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]" = weakre
 
 def _groups_of(model: nn.Module) -> "list[weakref.ref[Any]]":
     """Return the groups of a model's units; looked up once, because this runs in every step."""
-    from fsdplaunch.runtime.torch_internals.fsdp import group_refs
-
     found = _groups.get(model) or [ref for part in model.modules() if is_unit(part) for ref in group_refs(part)]
     if found:
         _groups[model] = found

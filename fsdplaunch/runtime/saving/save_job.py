@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from fsdplaunch.checkpoint.manifest import crc_of, write_manifest
 from fsdplaunch.checkpoint.output_folder import FolderLock, find_space_gap, save_locks
-from fsdplaunch.config.environment import RUN_DIR
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import durable_file
-from fsdplaunch.run_dir import CHECKPOINTS
+from fsdplaunch.run_dir import CHECKPOINTS, RUN_DIR
 from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.collectives.waits import name_ranks
 from fsdplaunch.runtime.rank import own_folder

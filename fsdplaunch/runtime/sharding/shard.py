@@ -19,7 +19,7 @@ from fsdplaunch.runtime.inspection import (
 )
 from fsdplaunch.runtime.inspection.describe import announce, describe
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
-from fsdplaunch.runtime.sharding import checks, compute, fsdp2
+from fsdplaunch.runtime.sharding import checks, compute, fsdp1, fsdp2
 from fsdplaunch.runtime.sharding.gradients import reattach_hooks_to_shards
 from fsdplaunch.runtime.sharding.ignored import IgnoredParts, find_ignored, separate_dtypes
 from fsdplaunch.runtime.sharding.materialize import Materializer
@@ -65,11 +65,7 @@ def shard_model(
         if settings.activation_checkpointing:
             units = compute.checkpoint_blocks(model, units, settings, place.device)
         compute.compile_forwards(units.values(), settings, regional=True)
-        shard: Callable[..., nn.Module] = fsdp2.shard
-        if settings.version == 1:
-            from fsdplaunch.runtime.sharding import fsdp1  # only where it is used: a worker must start fast
-
-            shard = fsdp1.shard
+        shard = fsdp1.shard if settings.version == 1 else fsdp2.shard
         with reattach_hooks_to_shards(model), parameters_listed_by_torch(model):
             sharded = shard(model, units, settings=settings, mesh=place.mesh, materializer=materializer, out=out)
         materializer.fill(sharded)

@@ -65,3 +65,30 @@ def test_a_preloaded_module_that_asks_for_gpus_opens_none_and_an_open_device_is_
         [sys.executable, "-c", _ASKS], capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.PIPE
     )
     assert done.stdout == "1 False {}\nFalse True\n", done.stderr
+
+
+_FINALIZERS = """
+import weakref
+from fsdplaunch.agent import forked_process
+
+class Thing:
+    pass
+
+def end(name):
+    print(name)
+
+def end_of_torchs(name):
+    print(name)
+
+end_of_torchs.__module__ = "torch.library"
+things = [Thing() for _ in range(3)]
+weakref.finalize(things[0], end, "a preloaded module's")
+weakref.finalize(things[1], end_of_torchs, "torch's, from before the fork")
+forked_process.share_modules()
+weakref.finalize(things[2], end_of_torchs, "torch's, from after it")
+"""
+
+
+def test_of_what_was_there_before_the_fork_only_torchs_finalizers_are_left_out_at_the_end():
+    done = subprocess.run([sys.executable, "-c", _FINALIZERS], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch's, from after it\na preloaded module's\n", done.stderr

@@ -7,6 +7,8 @@ import pytest
 from fsdplaunch.agent.main import preload_lists, split
 from fsdplaunch.agent.worker_spec import make_worker_spec, parse_list, processors_for_ranks
 from fsdplaunch.config.schema.config import Config, LaunchSection
+from fsdplaunch.config.schema.sharding_sections import ParallelismConfig
+from fsdplaunch.features import LAYERS
 
 PYTHON = ["-m", "fsdplaunch.runtime.bootstrap", "t.py", "--x"]
 
@@ -27,8 +29,12 @@ def test_sharding_is_preloaded_for_runs_that_shard():
     _, plain = preload_lists(
         Config(distributed_type="MULTI_GPU", launch=LaunchSection(preload=("torch", "x"))), PYTHON
     )
-    assert plain == ("fsdplaunch.runtime.bootstrap", "torch", "x")
+    assert "fsdplaunch.runtime.torch_internals.late_imports" not in plain
+    assert plain[-2:] == ("torch", "x")
     assert preload_lists(Config(), ["./run.sh"]) == ((), ())
+    assert LAYERS not in then
+    split = Config(parallelism_config=ParallelismConfig(parallelism_config_tp_size=2))
+    assert LAYERS in preload_lists(split, PYTHON)[1]
 
 
 @pytest.mark.parametrize(

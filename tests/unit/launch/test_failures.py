@@ -6,7 +6,15 @@ import pytest
 
 from fsdplaunch.launch.diagnosis import Diagnosis
 from fsdplaunch.launch.root_cause import failure_status, first_failure, has_failed, own_signal, user_frames
-from fsdplaunch.launch.run_result import RunResult, describe_others, duration, end_line, failure_lines, read_result
+from fsdplaunch.launch.run_result import (
+    RunResult,
+    describe_others,
+    duration,
+    end_line,
+    failure_lines,
+    read_result,
+    read_start,
+)
 
 TRACEBACK = """Traceback (most recent call last):
   File "/opt/pkg/fsdplaunch/runtime/bootstrap.py", line 10, in main
@@ -103,6 +111,19 @@ def test_end_without_a_failure_is_one_line():
     assert end_line(RunResult(exit_code=130, seconds=1, stopped_by="SIGINT"), workers=1) == (
         "stopped by SIGINT after 1.0 s"
     )
+
+
+def test_parts_of_a_start_lead_to_the_first_attempts_last_script(tmp_path):
+    """Seconds after the begin: a fork server (8) and two workers, of which the second is slower, and a restart."""
+    seconds = [("0", "begin", 0), ("0", "plan", 1), ("7", "agent", 2), ("7", "torch", 4), ("8", "imports", 5)]
+    seconds += [("21", "fork", 6), ("22", "fork", 7), ("21", "imports", 7), ("21", "script", 8)]
+    seconds += [("22", "imports", 9), ("22", "script", 12), ("23", "fork", 20), ("23", "script", 25)]
+    file = tmp_path / "start.txt"
+    file.write_text("".join(f"{pid} {part} {10**18 + after * 10**9}\n" for pid, part, after in seconds))
+    found = {"plan": 1, "agent": 1, "torch": 2, "imports": 1 + 2, "fork": 2, "script": 3}
+    assert read_start(file, workers=2) == found
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))  # it failed before there was a worker
+    assert read_start(file, workers=2) == {"plan": 1, "agent": 1}
 
 
 def test_log_of_a_later_attempt_has_its_name(worker, record):

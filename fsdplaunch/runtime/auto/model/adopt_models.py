@@ -25,7 +25,7 @@ from fsdplaunch.config.environment import COMPARED
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import prepare
-from fsdplaunch.runtime.auto import HookContext
+from fsdplaunch.runtime.auto import HookContext, saves
 from fsdplaunch.runtime.auto.model.forward_backward import Calls, original_name
 from fsdplaunch.runtime.auto.model.parameters import KeptWrites, keeping_references, late_parameter
 from fsdplaunch.runtime.auto.rank0.passes import Passes, note_gradients, note_paths
@@ -151,20 +151,18 @@ def attach_hooks(model: nn.Module, hook_context: HookContext, line: str) -> None
             KeptWrites(ref)
     # It is pickled, scripted and saved as what it was before: on all ranks, or on rank 0 alone.
     for module in model.modules():
-        module.__dict__["__reduce_ex__"] = _of_saves("reduce_module", module)
-        module.__dict__["__prepare_scriptable__"] = _of_saves("scriptable", module)
+        module.__dict__["__reduce_ex__"] = _of_saves(saves.reduce_module, module)
+        module.__dict__["__prepare_scriptable__"] = _of_saves(saves.scriptable, module)
     if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = _of_saves("save_pretrained", model)
+        model.__dict__["save_pretrained"] = _of_saves(saves.save_pretrained, model)
     restore_classes(model)
 
 
-def _of_saves(function: str, module: nn.Module) -> Callable[..., Any]:
+def _of_saves(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     held = weakref.ref(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from fsdplaunch.runtime.auto import saves
-
-        return getattr(saves, function)(held(), *args, **kwargs)
+        return function(held(), *args, **kwargs)
 
     return call
 

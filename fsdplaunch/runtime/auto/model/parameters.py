@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.auto import HookContext
+from fsdplaunch.runtime.auto.full_values import full_value
 from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import is_unit, original_class, reshard
 from fsdplaunch.runtime.messages import script_line
@@ -184,8 +185,6 @@ def data_of_parameters(hook_context: HookContext) -> property:
 
     def put_data(param: Any, value: Any) -> None:
         if isinstance(value, DTensor) and hook_context.ownership.ours:  # with which torch crashes
-            from fsdplaunch.runtime.auto.full_values import full_value
-
             value = full_value(value, call="the data of a parameter")
         if is_gathered(param) and value.shape == param.shape:
             _taken.add(id(param))
