@@ -10,6 +10,7 @@ from typing import Any
 from fsdplaunch.display_text import MOST, counted, shortened
 from fsdplaunch.launch.diagnosis import Diagnosis
 from fsdplaunch.launch.root_cause import Worker, brief, has_failed, own_signal, shell_status, user_frames
+from fsdplaunch.launch.step_summary import Summary
 from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
 
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
@@ -54,6 +55,7 @@ class RunResult:
     attempts: Sequence[Mapping[str, Any]] = ()  # every attempt as the agent recorded it
     notes: Sequence[str] = ()  # what the agent said on the way
     start: Mapping[str, float] | None = None  # seconds of each part of the start; None without launch.timing
+    summary: Summary | None = None  # of the last steps; None where no rank has made one
     unwritten: str | None = None  # why the run's folder does not hold this, as on a full disk; None when it does
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class RunResult:
             "failure": failure,
             "stopped_by": self.stopped_by,
             "notes": list(self.notes),
+            "summary": self.summary.to_dict() if self.summary is not None else None,
             "attempts": [_attempt_summary(attempt) for attempt in self.attempts],
             **({} if self.start is None else {"start": self.start}),
         }

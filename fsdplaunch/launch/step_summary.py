@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from fsdplaunch.display_text import counted, size_words, step_time
 from fsdplaunch.files import matches
 from fsdplaunch.launch.remote_steps import NODE_STEPS, ROW, unpacked
 from fsdplaunch.run_dir import rank_folder, read_json
@@ -190,13 +191,65 @@ def _bound(
         return None
     if slowest is not None:
         return "straggler"
-    lengths = [row.step_seconds or 0.0 for row in rows]
-    data = [(row.data_seconds or 0.0) / length for row, length in zip(rows, lengths, strict=True) if length]
     # What even the last one to come to the collectives spends in them is the network's.
-    peers = [(row.peer_seconds or 0.0) / length for row, length in zip(rows, lengths, strict=True) if length]
-    parts = {"input": fmean(data), "communication": min(peers)} if data else {}
-    largest = max(parts, key=parts.__getitem__, default=None)
-    if largest is not None and parts[largest] >= _LARGE:
+    parts = {
+        "input": fmean(waiting_parts(rows, "data") or [0.0]),
+        "communication": min(waiting_parts(rows, "peer"), default=0.0),
+    }
+    largest = max(parts, key=parts.__getitem__)
+    if parts[largest] >= _LARGE:
         return largest
     peak = max((row.peak_bytes or 0 for row in rows), default=0)
     return "memory" if memory_limit and peak >= _FULL * memory_limit else "compute"
+
+
+def speed_words(found: Summary) -> list[str]:
+    """Return how far a run is, and how fast."""
+    if found.step_seconds is None:
+        return [f"step {found.step}" if found.ranks else "no rank has made a step yet"]
+    rates = {name: getattr(found, f"{name}_per_second") for name in ("steps", "samples", "tokens")}
+    words = [f"step {found.step}", f"{step_time(found.step_seconds)} a step"]
+    digits = ((f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name) for name, rate in rates.items() if rate)  # noqa: PLR2004
+    return words + [f"{text} {name}/s" for text, name in digits]
+
+
+def waiting_words(found: Summary) -> list[str]:
+    """Return which part of a step ranks wait, and for what, in the mean."""
+    parts = {"data": waiting_parts(found.ranks, "data"), "others": waiting_parts(found.ranks, "peer")}
+    return [f"{100 * fmean(part):.0f} % waiting for {what}" for what, part in parts.items() if part]
+
+
+def waiting_parts(rows: Sequence[RankSummary], name: str) -> list[float]:
+    """Return the part of each rank's step that it waits for `data` or a `peer`, where it is known."""
+    known = [(getattr(row, f"{name}_seconds"), row.step_seconds) for row in rows]
+    return [waited / seconds for waited, seconds in known if waited is not None and seconds]
+
+
+def bound_words(found: Summary) -> str:
+    """Say in one sentence what bounds the step."""
+    slow = found.slowest
+    if slow is not None:
+        by = f"{slow.factor:.1f} times the others' own time" if slow.factor is not None else "it alone takes time"
+        return f"rank {slow.rank} is slow ({slow.cause}): {by}, and they wait for it"
+    data = fmean(waiting_parts(found.ranks, "data") or [0])
+    peer = min(waiting_parts(found.ranks, "peer"), default=0)
+    sentences = {
+        "input": f"input bounds the step: ranks wait {100 * data:.0f} % of it for the next batch",
+        "communication": f"communication bounds the step: it is {100 * peer:.0f} % or more on each rank",
+        "memory": "compute bounds the step, and the memory is nearly full",
+        "compute": "compute bounds the step",
+    }
+    return sentences.get(found.bound_by or "", "too few steps yet to say what bounds them")
+
+
+def end_lines(found: Summary) -> list[str]:
+    """Return what is to be said of a run's last steps when it has ended; nothing where none was measured."""
+    if found.step_seconds is None:
+        return []
+    speed = [counted(found.step, "step"), *speed_words(found)[1:]]
+    lines = [", ".join(speed), ", ".join(waiting_words(found))]
+    peaks = [row.peak_bytes for row in found.ranks if row.peak_bytes is not None]
+    if peaks:
+        least, most = size_words(min(peaks)), size_words(max(peaks))
+        lines.append(f"memory {most if least == most else f'{least} to {most}'} at most, on each rank")
+    return lines + ([bound_words(found)] if found.slowest is not None else [])
