@@ -136,6 +136,8 @@ def _run_workers(
     worker_group.finish()
     if worker_group.stop.number is not None or fork_server.is_gone:  # the run was stopped, or killed
         kill_descendants(fork_server.pid)
+    if worker_group.metrics is not None:
+        worker_group.metrics.close()
     fork_server.close(keep_seconds=0.0 if launcher.is_gone() else keep_seconds)
     remove_private_dir(os.environ)
     number = worker_group.stop.number

@@ -16,6 +16,7 @@ from typing import Any
 import fsdplaunch
 from fsdplaunch.agent.fork_client import EndedWorker, ForkServer
 from fsdplaunch.agent.fork_server import kill_group, kill_worker
+from fsdplaunch.agent.metrics import MetricsExport
 from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.watchdog import Watchdog
 from fsdplaunch.agent.worker_spec import WorkerSpec, is_shown
@@ -174,6 +175,7 @@ class WorkerGroup:
         self._fork_server = fork_server
         self._attempt = -1
         self._watchdog = Watchdog(spec.run_dir, spec.launch.stall_seconds)
+        self.metrics: MetricsExport | None = None
         self._open = False
 
     def start(self, variables: Mapping[int, Mapping[str, str]]) -> None:
@@ -208,6 +210,9 @@ class WorkerGroup:
             self.workers.append(worker)
             if self.stop.number is not None and not worker.sent:  # it came while this worker was not yet known
                 worker.send(self.stop.number)
+        metrics = self.spec.launch.metrics
+        if metrics and self.metrics is None and any(worker.rank == 0 for worker in self.workers):
+            self.metrics = MetricsExport(self.spec.run_dir, metrics, self.say)
         self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 
     def say(self, note: str) -> None:

@@ -75,6 +75,7 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
         *check_weights(config),
         *check_port(config),
+        *check_metrics(config),
         *found,
         *check_warm_folder(config),
     ]
@@ -199,6 +200,20 @@ def check_weights(config: Config) -> Iterator[Finding]:
     except CheckpointError as error:
         message = f"checkpoint.weights: {error.message}"
         yield Finding(message=message, hint=error.hint or "see checkpoint.weights")
+
+
+def check_metrics(config: Config) -> Iterator[Finding]:
+    """Check that what is measured can be written where launch.metrics says."""
+    metrics = config.launch.metrics
+    if metrics and not config.launch.measure:
+        yield Finding(message="launch.metrics has nothing to write: launch.measure is false", hint="leave one out")
+    if "tensorboard" in metrics and find_spec("tensorboard") is None:
+        message = f"launch.metrics.tensorboard needs tensorboard, and {sys.executable} has none"
+        yield Finding(message=message, hint="pip install tensorboard, or leave it out: jsonl needs nothing")
+    port = int(metrics.get("prometheus", 0))
+    if is_taken(port) and not config.machine_rank:
+        message = f"launch.metrics.prometheus: port {port} is in use, as ss -ltnp shows"
+        yield Finding(message=message, hint="set a free one")
 
 
 def check_port(config: Config) -> Iterator[Finding]:

@@ -123,6 +123,7 @@ class TrialRunner:
             config.launch,
             max_restarts=0,
             measure=True,
+            metrics={},
             redirects="3",  # output into files only
             tee=None,
             keep_warm_seconds=max(config.launch.keep_warm_seconds, _WARM_SECONDS),

@@ -229,6 +229,16 @@ def _parse_settings(value: Any) -> dict[str, str]:
     return _parse_variables(value)
 
 
+def _parse_metrics(value: Any) -> dict[str, str]:
+    found = _parse_settings(value)
+    if unknown := set(found) - {"jsonl", "tensorboard", "prometheus"}:
+        msg = f"must name jsonl, tensorboard or prometheus, and names {min(unknown)}"
+        raise NotedValueError(msg)
+    if not 1 <= _parse_whole(found.get("prometheus", 1)) <= MAX_PORT:
+        raise ValueError(value)
+    return found
+
+
 def _parse_streams(value: Any) -> str:
     """Read torchrun's notation: 1 is stdout, 2 stderr, 3 both, 0 neither; for all local ranks, or `0:3,1:2`."""
     text = ",".join(f"{rank}:{code}" for rank, code in value.items()) if isinstance(value, dict) else str(value)
@@ -441,6 +451,11 @@ SETTINGS = Kind(
     {"anyOf": [{"type": "string"}, VARIABLES.schema]},
     write=write_json,
     verbatim=True,
+)
+METRICS = replace(
+    SETTINGS,
+    expects="jsonl: FILE, tensorboard: FOLDER and prometheus: PORT, or some of these",
+    parse=_parse_metrics,
 )
 STREAMS = Kind(
     "0, 1, 2 or 3, or RANK:NUMBER pairs separated by commas",
