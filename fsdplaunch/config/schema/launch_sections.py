@@ -107,7 +107,7 @@ class LaunchSection:
         Say after the run what its start took: the plan, the agent, importing torch, forking, joining the process
         group, hooks, reading the script.""")
     metrics: dict[str, str] = key(v.METRICS, {})("""
-        Where else what is measured goes, for other tools: jsonl: FILE gets a line of JSON for each step,
+        Where else what is measured goes, for other tools. jsonl: FILE gets a line of JSON for each step,
         tensorboard: FOLDER the same as scalars (with tensorboard installed), and prometheus: PORT serves the last
         steps at http://127.0.0.1:PORT/metrics. The agent of rank 0 writes them.""")
     env: dict[str, str] = key(v.VARIABLES, {})("Further environment variables for the workers, name: value.")
