@@ -234,7 +234,7 @@ def _parse_metrics(value: Any) -> dict[str, str]:
     if unknown := set(found) - {"jsonl", "tensorboard", "prometheus"}:
         msg = f"must name jsonl, tensorboard or prometheus, and names {min(unknown)}"
         raise NotedValueError(msg)
-    if not 1 <= _parse_whole(found.get("prometheus", 1)) <= MAX_PORT:
+    if not 1 <= _parse_whole(found.get("prometheus", 1)) <= MAX_PORT or not all(found.values()):
         raise ValueError(value)
     return found
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_goes_on(tmp_path, expo
     [
         ("{wandb: x}", "must name jsonl, tensorboard or prometheus, and names wandb"),
         ("{prometheus: 70000}", "must be jsonl: FILE, tensorboard: FOLDER and prometheus: PORT"),
-        ("{jsonl: ''}", "jsonl must be a text; '' is the empty one"),
+        ("{jsonl: ''}", "must be jsonl: FILE"),
     ],
 )
 def test_what_nobody_writes_is_refused(value, wrong):
