@@ -45,6 +45,9 @@ BY_KIND = {
     id(v.SECONDS): st.floats(min_value=0, max_value=MOST_SECONDS, exclude_min=True),
     id(v.WAIT): st.floats(min_value=0, max_value=MOST_SECONDS),
     id(v.SETTINGS): st.dictionaries(WORDS.filter(str.isidentifier), TEXT, max_size=3),
+    id(v.METRICS): st.fixed_dictionaries(
+        {}, optional={"jsonl": TEXT, "tensorboard": TEXT, "prometheus": st.integers(1, v.MAX_PORT).map(str)}
+    ),
     id(v.STREAMS): st.sampled_from(["0", "1", "2", "3", "0:3", "0:1,1:2"]),
     id(v.SIGNALS): st.sampled_from([("SIGTERM",), ("SIGINT", "SIGUSR1"), ("SIGHUP", "SIGQUIT", "SIGUSR2")]),
     id(v.TEXT): TEXT,
