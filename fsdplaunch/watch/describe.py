@@ -18,10 +18,11 @@ from fsdplaunch.display_text import counted, listed, one_line, size_words, table
 from fsdplaunch.files import matches
 from fsdplaunch.launch.runs import Run, find_run
 from fsdplaunch.launch.secret_variables import hide_in_text, hide_in_words
+from fsdplaunch.launch.step_summary import bound_words, speed_words, waiting_words
 from fsdplaunch.run_dir import CHECKPOINTS, CONFIG, JOB, PLAN, RESULT, REVISION, rank_folder, read_json, read_tail
 from fsdplaunch.watch.report import page
 from fsdplaunch.watch.snapshot import RunWatcher, Snapshot
-from fsdplaunch.watch.view import bound_words, speed_words, state_words, waiting_words
+from fsdplaunch.watch.view import state_words
 
 _NAMED, _MOST = 8, 1000
 
@@ -99,9 +100,9 @@ def describe(run: Run) -> Description:
         "revision": data["revision"],
         "workers": counted(run.workers, "worker") if run.workers else "",
         "nodes": listed(data["nodes"], _NAMED),
-        "steps": ", ".join([*speed_words(look), *waiting_words(look)]),
+        "steps": ", ".join([*speed_words(look.summary), *waiting_words(look.summary)]),
         "memory": f"up to {size_words(peak)} on a rank" if peak else "",
-        "bound": bound_words(look) if look.summary.bound_by else "",
+        "bound": bound_words(look.summary) if look.summary.bound_by else "",
         "failure": f"rank {failure['rank']}: {failure.get('message')}" if failure.get("rank") is not None else "",
         "why": str(failure.get("why") or ""),
         "checkpoints": listed(data["checkpoints"][::-1], _NAMED),

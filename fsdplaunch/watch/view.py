@@ -6,7 +6,13 @@ from statistics import fmean
 
 from fsdplaunch.display_text import GIB, one_line, step_time, table
 from fsdplaunch.launch.run_result import duration
-from fsdplaunch.launch.step_summary import RankSummary
+from fsdplaunch.launch.step_summary import (
+    RankSummary,
+    bound_words,
+    speed_words,
+    waiting_parts,
+    waiting_words,
+)
 from fsdplaunch.watch.snapshot import Snapshot
 
 Line = tuple[str, str]
@@ -22,8 +28,11 @@ def screen(look: Snapshot, width: int, height: int, print_of: Callable[[int], st
     """Return the lines of a screen; with `print_of`, what each rank printed last in place of its numbers."""
     state, slow = state_words(look), look.summary.slowest
     name = fit(f"{one_line(look.run.script)}  {one_line(look.run.id)}", width - len(state) - 2)
-    lines = [(f"{name}{state:>{max(0, width - len(name))}}", "bold"), (_as_many(speed_words(look), width), "")]
-    lines += [(line, "yellow" if slow else "") for line in textwrap.wrap(bound_words(look), width)]
+    lines = [
+        (f"{name}{state:>{max(0, width - len(name))}}", "bold"),
+        (_as_many(speed_words(look.summary), width), ""),
+    ]
+    lines += [(line, "yellow" if slow else "") for line in textwrap.wrap(bound_words(look.summary), width)]
     chart = _chart(look, width) if height >= _ROOMY else []
     lines += [("", ""), *((line, "cyan") for line in chart), ("", "")] if chart else []
     rows = sorted(look.summary.ranks, key=lambda row: (slow is None or row.rank != slow.rank, -_own_seconds(row)))
@@ -45,51 +54,17 @@ def screen(look: Snapshot, width: int, height: int, print_of: Callable[[int], st
 
 def log_line(look: Snapshot) -> str:
     """Return all of it in one line."""
-    peak = max((row.peak_bytes or 0 for row in look.summary.ranks), default=0)
+    found = look.summary
+    peak = max((row.peak_bytes or 0 for row in found.ranks), default=0)
     memory = [f"memory up to {peak / GIB:.1f} GiB"] if peak else []
-    return (
-        f"{', '.join([state_words(look), *speed_words(look), *waiting_words(look), *memory])}; {bound_words(look)}"
-    )
+    words = [state_words(look), *speed_words(found), *waiting_words(found), *memory]
+    return f"{', '.join(words)}; {bound_words(found)}"
 
 
 def state_words(look: Snapshot) -> str:
     """Return how the run is doing, and for how long."""
     seconds = look.run.seconds
     return one_line(look.run.state) + (f", {duration(seconds)}" if seconds is not None else "")
-
-
-def speed_words(look: Snapshot) -> list[str]:
-    """Return how far the run is, and how fast."""
-    found = look.summary
-    if found.step_seconds is None:
-        return [f"step {found.step}" if look.ranks else "no rank has made a step yet"]
-    rates = {name: getattr(found, f"{name}_per_second") for name in ("steps", "samples", "tokens")}
-    words = [f"step {found.step}", f"{step_time(found.step_seconds)} a step"]
-    digits = ((f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name) for name, rate in rates.items() if rate)  # noqa: PLR2004
-    return words + [f"{text} {name}/s" for text, name in digits]
-
-
-def waiting_words(look: Snapshot) -> list[str]:
-    """Return which part of a step ranks wait, and for what, in the mean."""
-    parts = {name: _parts(look.summary.ranks, name) for name in ("data", "peer")}
-    words = {"data": "data", "peer": "others"}
-    return [f"{100 * fmean(part):.0f} % waiting for {words[name]}" for name, part in parts.items() if part]
-
-
-def bound_words(look: Snapshot) -> str:
-    """Say in one sentence what bounds the step."""
-    found, slow = look.summary, look.summary.slowest
-    if slow is not None:
-        by = f"{slow.factor:.1f} times the others' own time" if slow.factor is not None else "it alone takes time"
-        return f"rank {slow.rank} is slow ({slow.cause}): {by}, and they wait for it"
-    data, peer = fmean(_parts(found.ranks, "data") or [0]), min(_parts(found.ranks, "peer"), default=0)
-    sentences = {
-        "input": f"input bounds the step: ranks wait {100 * data:.0f} % of it for the next batch",
-        "communication": f"communication bounds the step: it is {100 * peer:.0f} % or more on each rank",
-        "memory": "compute bounds the step, and the memory is nearly full",
-        "compute": "compute bounds the step",
-    }
-    return sentences.get(found.bound_by or "", "too few steps yet to say what bounds them")
 
 
 def rank_cells(look: Snapshot, rows: Sequence[RankSummary]) -> list[list[str]]:
@@ -105,8 +80,8 @@ def rank_cells(look: Snapshot, rows: Sequence[RankSummary]) -> list[list[str]]:
                 "step": str(row.step),
                 "time": step_time(row.step_seconds) if row.step_seconds is not None else "",
                 "spread": f"±{step_time((low_high[1] - low_high[0]) / 2)}" if low_high is not None else "",
-                "data": "".join(f"{100 * part:.0f} %" for part in _parts([row], "data")),
-                "others": "".join(f"{100 * part:.0f} %" for part in _parts([row], "peer")),
+                "data": "".join(f"{100 * part:.0f} %" for part in waiting_parts([row], "data")),
+                "others": "".join(f"{100 * part:.0f} %" for part in waiting_parts([row], "peer")),
                 "memory": f"{memory / GIB:.1f}{f'/{limit / GIB:.1f}' if limit else ''} GiB" if memory else "",
                 "GPU": " ".join(f"{value}{unit}" for value, unit in of_gpu if value is not None),
             }
@@ -118,12 +93,6 @@ def rank_cells(look: Snapshot, rows: Sequence[RankSummary]) -> list[list[str]]:
 def fit(text: str, width: int) -> str:
     """Return a text, or its end where it is too long."""
     return text if len(text) <= width else f"...{text[len(text) - max(0, width - 3) :]}"[: max(0, width)]
-
-
-def _parts(rows: Sequence[RankSummary], name: str) -> list[float]:
-    """Return the part of each rank's step that it waits for `data` or a `peer`, where it is known."""
-    known = [(getattr(row, f"{name}_seconds"), row.step_seconds) for row in rows]
-    return [waited / seconds for waited, seconds in known if waited is not None and seconds]
 
 
 def _own_seconds(row: RankSummary) -> float:

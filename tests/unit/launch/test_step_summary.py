@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.launch.step_summary import bound_words, end_lines, read_ranks, summarize
+from fsdplaunch.launch.step_summary import end_lines, read_ranks, summarize
 from fsdplaunch.run_dir import node_folder, rank_folder
 from fsdplaunch.step_record import RankSteps, Step, StepWriter
 
@@ -96,14 +96,6 @@ def test_lines_at_the_end_say_how_fast_what_was_waited_for_and_who_is_slow() -> 
     assert last == "rank 2 is slow (compute): 3.0 times the others' own time, and they wait for it"
     counted_only = {0: even[0]._replace(recent=[], history=[])}
     assert end_lines(summarize(counted_only)) == []
-
-
-def test_what_bounds_a_step_is_one_sentence() -> None:
-    hungry = summarize(training([0.01] * 2, data=[0.006] * 2, noise=0.0))
-    assert bound_words(hungry) == "input bounds the step: ranks wait 55 % of it for the next batch"
-    far = summarize(training([0.01] * 2, network=0.02, noise=0.0))
-    assert bound_words(far) == "communication bounds the step: it is 67 % or more on each rank"
-    assert bound_words(summarize({})) == "too few steps yet to say what bounds them"
 
 
 def test_a_run_without_records_or_steps(tmp_path: Path) -> None:

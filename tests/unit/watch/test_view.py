@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.launch.runs import find_run
+from fsdplaunch.launch.step_summary import bound_words
 from fsdplaunch.probe.hardware import GpuUse
 from fsdplaunch.watch.snapshot import RunWatcher, Snapshot
-from fsdplaunch.watch.view import bound_words, log_line, screen
+from fsdplaunch.watch.view import log_line, screen
 from tests.fake_runs import GIB, even, make_run, slow
 
 HOSTILE = "a\x1b]0;title\x07\u202eb\x9b2J[red]"
@@ -96,7 +97,7 @@ def test_one_sentence_says_what_bounds_the_step(tmp_path, times, bound, said):
     changed = times if callable(times) else lambda rank, number: {**even(rank, number), **times}
     seen = look(tmp_path, ranks=4, times=changed)
     assert seen.to_dict()["bound_by"] == bound
-    assert bound_words(seen) == said
+    assert bound_words(seen.summary) == said
     assert log_line(seen).endswith(f"; {said}")
 
 
