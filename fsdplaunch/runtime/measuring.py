@@ -26,7 +26,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import PROCESS, read_size
 from fsdplaunch.runtime.patch import once_imported, replace, wrap, wrap_once_imported
 from fsdplaunch.runtime.rank import configured_data_ranks, rank, world_size
-from fsdplaunch.runtime.torch_internals.waits import NEXT_BATCH, WAITS, call_after_backward
+from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH, WAITS, call_after_backward
 from fsdplaunch.step_record import Step, StepWriter
 
 _MEMORY_SECONDS = 1.0

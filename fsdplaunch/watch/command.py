@@ -17,7 +17,7 @@ from fsdplaunch.cli.output import LINE_SECONDS, Output
 from fsdplaunch.cli.runs import LOOK_SECONDS, folder_of
 from fsdplaunch.launch.runs import find_run, read_run
 from fsdplaunch.run_dir import PLAN
-from fsdplaunch.watch.snapshot import RunWatcher
+from fsdplaunch.watch import RunWatcher
 from fsdplaunch.watch.view import log_line, screen
 
 _HELP = "q leaves the run alone   l numbers or last lines"

@@ -20,8 +20,8 @@ from fsdplaunch.launch.runs import Run, find_run
 from fsdplaunch.launch.secret_variables import hide_in_text, hide_in_words
 from fsdplaunch.launch.step_summary import bound_words, speed_words, waiting_words
 from fsdplaunch.run_dir import CHECKPOINTS, CONFIG, JOB, PLAN, RESULT, REVISION, rank_folder, read_json, read_tail
+from fsdplaunch.watch import RunWatcher, Snapshot
 from fsdplaunch.watch.report import page
-from fsdplaunch.watch.snapshot import RunWatcher, Snapshot
 from fsdplaunch.watch.view import state_words
 
 _NAMED, _MOST = 8, 1000

@@ -6,7 +6,7 @@ from math import isfinite
 
 from fsdplaunch.display_text import GIB, one_line
 from fsdplaunch.step_record import Step
-from fsdplaunch.watch.snapshot import Snapshot
+from fsdplaunch.watch import Snapshot
 from fsdplaunch.watch.view import rank_cells
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 860, 190, 56, 24, 22

@@ -13,7 +13,7 @@ from fsdplaunch.launch.step_summary import (
     waiting_parts,
     waiting_words,
 )
-from fsdplaunch.watch.snapshot import Snapshot
+from fsdplaunch.watch import Snapshot
 
 Line = tuple[str, str]
 """The text of a line, and its style as rich names it."""

@@ -1,4 +1,4 @@
-"""What torch keeps behind plain tensors and its operators: hooks, storages, trees, dispatch, attention kernels."""
+"""What torch keeps behind plain tensors: hooks, storages, trees, dispatch, kernels; and where it waits."""
 
 import operator
 from collections import OrderedDict
@@ -10,9 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import dataloader
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 """Torch's own, under plain names."""
@@ -335,3 +337,22 @@ def below() -> AbstractContextManager[Any]:
     """Return a context in which operators are torch's own again, without gradients."""
     guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+WAITS = (
+    ("torch.distributed", "Work.wait"),
+    ("torch.distributed", "_broadcast_coalesced"),
+    ("torch.distributed._functional_collectives", "wait_tensor"),
+)
+"""Modules, and their functions in which a rank waits for others.
+
+Every collective of `torch.distributed` ends in the first, that of gloo blocks there; DistributedDataParallel sends
+buffers by the second; DTensors wait in the third.
+"""
+NEXT_BATCH = (dataloader, "_BaseDataLoaderIter.__next__")
+"""What every DataLoader's iterator has, with worker processes or without."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward pass, after what has been asked for so before."""
+    Variable._execution_engine.queue_callback(function)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fsdplaunch.runtime import measuring
 from fsdplaunch.runtime.measuring import GpuClock, Measuring
 from fsdplaunch.runtime.patch import wrap
-from fsdplaunch.runtime.torch_internals.waits import NEXT_BATCH
+from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH
 from fsdplaunch.step_record import RankSteps, StepWriter, read_steps
 
 

@@ -85,7 +85,7 @@ def test_every_snapshot_is_a_line_with_the_steps_of_that_moment(tmp_path, monkey
             (run_dir / "result.json").write_text('{"exit_code": 0}')
 
     monkeypatch.setattr(command.time, "sleep", nap)
-    monkeypatch.setattr("fsdplaunch.watch.snapshot._STATE_SECONDS", -1.0)
+    monkeypatch.setattr("fsdplaunch.watch._STATE_SECONDS", -1.0)
     monkeypatch.setattr(command, "LOOK_SECONDS", 1e-9)
     assert run(["watch", "--json", "--log-dir", str(tmp_path / "runs")]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -10,7 +10,7 @@ import pytest
 from fsdplaunch.launch.runs import find_run
 from fsdplaunch.launch.step_summary import bound_words
 from fsdplaunch.probe.hardware import GpuUse
-from fsdplaunch.watch.snapshot import RunWatcher, Snapshot
+from fsdplaunch.watch import RunWatcher, Snapshot
 from fsdplaunch.watch.view import log_line, screen
 from tests.fake_runs import GIB, even, make_run, slow
 
