@@ -447,7 +447,7 @@ def through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
 
     changed = ((PartialState, "_prepare_backend"), (FullyShardedDataParallelPlugin, "__post_init__"))
     with ExitStack() as stack:  # the ranks run other tests after this one
-        for owner, name in (*changed, (Accelerator, "prepare_model"), (Accelerator, "_prepare_cp")):
+        for owner, name in (*changed, (FullyShardedDataParallel, "__init__"), (Accelerator, "_prepare_cp")):
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)))
         return _through_accelerate(version)
 
@@ -459,8 +459,11 @@ def _through_accelerate(version: int) -> tuple[bool, bool, int, list[float]]:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from fsdplaunch.runtime.compat.accelerate import adapt_accelerate_to_cpu
+    from fsdplaunch.runtime.compat.fsdp1 import construct_on_cpu
+    from fsdplaunch.runtime.patch import wrap
 
     adapt_accelerate_to_cpu()
+    wrap(FullyShardedDataParallel, "__init__", construct_on_cpu)
     split = SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=2))
     with pytest.raises(
         ShardingError, match=r"cp_size 2.* by torch's ring attention, which has no kernel for the CPU"

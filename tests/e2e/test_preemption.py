@@ -42,7 +42,7 @@ model = fsdplaunch.prepare(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 if sys.argv[1] == "fails":
     def fail(*_):
         raise OSError(28, "No space left on device")
-    save_job.write_bytes = fail
+    save_job.durable_file = fail
 fsdplaunch.save_checkpoint("c", model=model, step=1)
 print("the script is over", flush=True)
 """

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -26,7 +27,8 @@ def test_prompts_show_names_without_escapes(monkeypatch):
     monkeypatch.setattr(
         prompts.questionary, "select", lambda text, choices, **more: shown.update(t=text, c=choices)
     )
-    monkeypatch.setattr(prompts.questionary, "text", lambda text, **more: shown.update(t=text, **more))
+    question = mock.MagicMock()
+    monkeypatch.setattr(prompts.questionary, "text", lambda text, **more: shown.update(t=text, **more) or question)
     monkeypatch.setattr(prompts.Prompts, "_ask", lambda *_, **__: "answer")
     asker = prompts.Prompts.__new__(prompts.Prompts)
     asker._output = type("Screen", (), {"get_size": lambda _: type("Size", (), {"columns": 80})()})()

@@ -128,6 +128,8 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
     """Turn what the operating system refuses into an error that says what was being done."""
     try:
         yield
+    except CheckpointError:  # a RuntimeError that says so itself
+        raise
     except (OSError, RuntimeError) as problem:  # torch's writer says that of a full disk
         place = f"{problem.filename}: " if isinstance(problem, OSError) and problem.filename else ""
         goal = f" into {output}" if output else ""

@@ -161,6 +161,7 @@ def run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.path", [])
         monkeypatch.setattr("sys.argv", [])
         monkeypatch.setattr(set_up, "_stepped", [])
+        monkeypatch.setattr(sharding_watch, "_seen", [])
         path = tmp_path / "script.py"
         path.write_text(text)
         run_target(ScriptTarget(name=str(path), is_module=False, arguments=()))
@@ -186,8 +187,7 @@ SHARD = "from fsdplaunch.runtime import sharding_watch\nsharding_watch._seen.app
         ("from os.path import join as main\n", "main", 0),
     ],
 )
-def test_the_function_of_a_script_that_has_trained_nothing_is_called(run, text, function, times, monkeypatch):
-    monkeypatch.setattr(sharding_watch, "_seen", [])
+def test_the_function_of_a_script_that_has_trained_nothing_is_called(run, text, function, times):
     printed = run(text, function)
     assert printed.out.count("ran") == times
     assert ("the script has trained nothing" in printed.err) == (times == 1)
