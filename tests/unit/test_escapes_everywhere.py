@@ -30,6 +30,7 @@ def test_prompts_show_names_without_escapes(monkeypatch):
     question = mock.MagicMock()
     monkeypatch.setattr(prompts.questionary, "text", lambda text, **more: shown.update(t=text, **more) or question)
     monkeypatch.setattr(prompts.Prompts, "_ask", lambda *_, **__: "answer")
+    monkeypatch.setattr(prompts, "print_formatted_text", lambda words, **_: shown.update(kept=words))
     asker = prompts.Prompts.__new__(prompts.Prompts)
     asker._output = type("Screen", (), {"get_size": lambda _: type("Size", (), {"columns": 80})()})()
     asker.select(HOSTILE, [Choice(value="v", title=HOSTILE, consequence=HOSTILE, detail=HOSTILE * 3)])
@@ -38,6 +39,7 @@ def test_prompts_show_names_without_escapes(monkeypatch):
     assert choice.value == "v"
     asker.line(HOSTILE, remark=HOSTILE, problem=lambda _: HOSTILE)
     assert not STEERS.search(str(shown["t"]) + str(shown["instruction"]) + str(shown["validate"]("x")))
+    assert not any(STEERS.search(text) for _, text in shown["kept"])
 
 
 def test_progress_shows_names_as_they_are(monkeypatch):
