@@ -5,7 +5,6 @@ its own part, and the launcher puts the parts together.
 """
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from fsdplaunch.run_dir import COMPARED_CHANGED, COMPARED_PLAIN, write_json
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.check_run import stop_after
 from fsdplaunch.runtime.compat.accelerate import shuffle_alike_of_accelerate
-from fsdplaunch.runtime.inspection import clean_name, named_parameters
+from fsdplaunch.runtime.inspection import clean_name, living_modules, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, local_tensor
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import SEED, random_digest, seed_all, seeding_from
@@ -114,7 +113,7 @@ class NamedModels:
 
 def _roots() -> list[nn.Module]:
     """Return the modules that are in no other one, those with most parameters first; DDP's content for DDP."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = living_modules()
     inside = {id(child) for module in modules for child in module.children()}
     roots = [module for module in modules if id(module) not in inside]
     bare: list[nn.Module] = [each.module if isinstance(each, DistributedDataParallel) else each for each in roots]

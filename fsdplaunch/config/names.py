@@ -104,8 +104,8 @@ def is_bare_section(names: Iterable[str]) -> bool:
     return any(word in spellings("fsdp_config") for word in words) and not any(word in elsewhere for word in words)
 
 
-_LEAST_SHARED = 0.62
-"""How like a name of several words must be, in letters and in words together."""
+_SAME_WORD, _LEAST_SHARED = 0.75, 0.62
+"""How like two words must be to count as one, and a name of several: in letters and in words together."""
 
 
 def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
@@ -119,14 +119,15 @@ def closest(word: str, words: list[str], *, cutoff: float = 0.75) -> list[str]:
     def like(one: str, other: str) -> float:
         return SequenceMatcher(None, one, other).ratio()
 
+    def words_of(name: str) -> list[str]:
+        return name.strip("-").replace("-", "_").split("_")
+
     def score(candidate: str) -> float:
-        parts = word.replace("-", "_").split("_")
+        parts = words_of(word)
         if len(parts) == 1:
             return like(word, candidate)
         weights = [*[1] * (len(parts) - 1), 2]
-        found = [
-            max(like(part, other) for other in candidate.replace("-", "_").split("_")) >= cutoff for part in parts
-        ]
+        found = [max(like(part, other) for other in words_of(candidate)) >= _SAME_WORD for part in parts]
         share = sum(weight for weight, has in zip(weights, found, strict=True) if has) / sum(weights)
         return (like(word, candidate) + share) / 2 + cutoff - _LEAST_SHARED
 

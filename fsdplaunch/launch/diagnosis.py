@@ -370,6 +370,11 @@ _KINDS: Sequence[_Recognise] = (
         "--mixed-precision fp16",
     ),
     _says(
+        "no dimension for FSDP to shard",
+        "under FSDP2 accelerate has no way to keep a full model on every rank (NO_SHARD)",
+        "--fsdp-version 1, or --distributed-type MULTI_GPU",
+    ),
+    _says(
         "invalid device ordinal",
         "the rank's number is higher than that of the last visible GPU",
         "fewer workers; under SLURM, GPUs per node and not per task",

@@ -32,7 +32,6 @@ from fsdplaunch.config.schema.config import Config, KeyPath, keys_by_path
 from fsdplaunch.config.schema.kinds import FALSE_WORDS, STATE_DICT, TRUE_WORDS
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.sharding.settings import (
     DTYPES,
@@ -45,7 +44,7 @@ from fsdplaunch.runtime.sharding.settings import (
     settings_of,
 )
 from fsdplaunch.runtime.sharding.wrap import find_blocks, torch_form
-from fsdplaunch.runtime.torch_internals.fsdp import sharding_strategy, wrap_policy_runner
+from fsdplaunch.runtime.torch_internals.fsdp import mend_flat_parameters, sharding_strategy, wrap_policy_runner
 
 
 class JoinsAccelerate:
@@ -352,8 +351,7 @@ def state_config(kind: StateDictType, present: Any, *, of_optimizer: bool = Fals
     wanted = _OPTIONS[kind][of_optimizer]
     if isinstance(present, wanted):
         return present
-    if not torch.cuda.is_available():
-        take_out_offload_to_cpu()
+    mend_flat_parameters()
     if kind is StateDictType.FULL_STATE_DICT:
         return wanted(offload_to_cpu=True, rank0_only=True)
     return wanted(offload_to_cpu=True) if kind is StateDictType.SHARDED_STATE_DICT else wanted()

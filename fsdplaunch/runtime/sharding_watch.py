@@ -5,7 +5,6 @@ moment of sharding is recorded, not the objects: a model may be gone by the time
 """
 
 import functools
-import gc
 import os
 import weakref
 from collections.abc import Callable
@@ -215,7 +214,7 @@ def check_at_first_step(name: str) -> None:
         if made % COMPARED_EVERY == 0 and ever_sharded() and os.environ.get(ALLOW_UNSHARDED) != "1":
             from fsdplaunch.runtime.sharding.checks import check_trained
 
-            check_trained(optimizer, first=made == 0)
+            check_trained(optimizer)
 
     before_first_step(optimizers, check)
     optimizers.register_optimizer_step_pre_hook(compare_ranks)
@@ -272,12 +271,12 @@ def _parameter_below(loss: Any) -> nn.Parameter | None:
 
 
 def _describe_others() -> None:
+    from fsdplaunch.runtime.inspection import living_modules
     from fsdplaunch.runtime.inspection.describe import announce, describe_seen
     from fsdplaunch.runtime.inspection.units import is_sharded, reshard
     from fsdplaunch.runtime.sharding.registry import registered
 
-    # isinstance would ask proxies, which import what they stand for
-    models = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and is_sharded(thing)]
+    models = list(filter(is_sharded, living_modules()))
     inside = {id(part) for model in models for child in model.children() for part in child.modules()}
     for model in models:
         if id(model) not in inside and registered(model) is None:

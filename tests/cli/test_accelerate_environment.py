@@ -112,9 +112,14 @@ ONLY_THEIRS = {
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1, which is what leaving it out means",
     "PARALLELISM_CONFIG_SP_SIZE": "1, which is what leaving it out means",
     "PARALLELISM_CONFIG_SP_BACKEND": "read only with a size of more than 1",
+    "CCL_WORKER_COUNT": "accelerate 1.12 sends 0 where a file has no mpirun_config",
     **ONLY_UNDER_FSDP1,
 }
-NEWER = {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "accelerate sends it from 1.15 on"}
+NEWER = {
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "accelerate sends it from 1.15 on",
+    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "accelerate 1.12 has no option for it",
+    "ACCELERATE_FP8_PAD_INNER_DIM": "accelerate 1.12 has no option for it",
+}
 ONLY_OURS = {
     **NEWER,
     "ACCELERATE_DEBUG_MODE": "false, which is what leaving it out means",

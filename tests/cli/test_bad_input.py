@@ -67,6 +67,7 @@ LAUNCH = [
     ("-c misspelt.yaml", "did you mean fsdp_sharding_strategy"),
     ("--fsdp_full_shard true", "did you mean --fsdp_sharding_strategy?"),
     ("--set main_training_ip=10.0.0.1", "did you mean main_process_ip?"),
+    ("--fsdp_cpu_ram_efficiency_effort true", "did you mean --fsdp_cpu_ram_efficient_loading?"),
     ("-c misspelt.yaml", "misspelt.yaml:2:3"),
     ("-c two.yaml", "2 problems"),
     ("--set nope=1", "nope"),
@@ -86,6 +87,7 @@ TUNE = [
 ]
 OTHERS = [
     ("launch", "no script given\nhint:  fsdplaunch launch train.py"),
+    ("launch --main_training_ip 10.0.0.1", "did you mean --main_process_ip?"),
     ("launch nope.py", "script not found: nope.py"),
     ("launch trian.py", "script not found: trian.py\nhint:  did you mean train.py?"),
     ("launch /nowhere/trian.py", "script not found: /nowhere/trian.py\nhint:  did you mean train.py?"),

@@ -143,7 +143,7 @@ class Forks:
             parameters=[json.loads(fact.read_text()) for fact in facts if fact.exists()],
         )
 
-    def beside(self, folder: Path, texts: Mapping[str, str], *, ranks: int = RANKS, **keys: Any) -> dict[str, Run]:
+    def beside(self, folder: Path, texts: Mapping[Any, str], *, ranks: int = RANKS, **keys: Any) -> dict[Any, Run]:
         """Run several texts one after the other in one launch, each as `train.py`; errors end that text only.
 
         Returns:

@@ -73,20 +73,31 @@ sharding_watch.COMPARED_EVERY = 2
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 fully_shard(model, ignored_params=set(model[1].parameters()))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+parts = [model] if ONE else list(model)
+optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+rows = torch.ones(2, 4)
 for step in range(5):
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 1 and torch.distributed.get_rank() == 1:
-        model[1].weight.data += 1
+    model(rows * CHANGE if torch.distributed.get_rank() == 1 and step == 1 else rows).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 
-def test_copies_that_part_from_each_other_end_the_run_with_their_name(forks: Forks, tmp_path: Path) -> None:
-    run = forks.run(BY_HAND, tmp_path / "run", ranks=2, launch__shard="explicit")
+@pytest.mark.parametrize("one", [True, False], ids=["one optimizer", "an optimizer of its own"])
+def test_copies_whose_gradients_nobody_averages_end_the_run_with_their_name(
+    forks: Forks, tmp_path: Path, one: bool
+) -> None:
+    text = BY_HAND.replace("ONE", str(one)).replace("CHANGE", "2")
+    run = forks.run(text, tmp_path / "run", ranks=2, launch__shard="explicit")
     assert run.codes == [1, 1], run.err
-    assert "train.py:14: ranks train different values of 1.weight" in run.err[0]
+    assert "train.py:17: ranks train different values of 1.weight" in run.err[0]
+
+
+def test_copies_that_differ_by_rounding_are_told_and_train_on(forks: Forks, tmp_path: Path) -> None:
+    text = BY_HAND.replace("ONE", "True").replace("CHANGE", "(1 + 1e-5)")
+    run = forks.passes(text, tmp_path / "run", ranks=2, launch__shard="explicit")
+    assert run.err[0].count("ranks' copies of 1.weight differ by rounding") == 1
 
 
 TWO_DTYPES = """

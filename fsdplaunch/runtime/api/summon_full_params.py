@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import UsageError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.compat.fsdp1 import take_out_offload_to_cpu
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, full_tensor, is_unit, local_tensor, refuse_of_xla
 from fsdplaunch.runtime.sharding.mesh import groups_from_first
 from fsdplaunch.runtime.sharding.registry import registered
 from fsdplaunch.runtime.state_dict.gather import split_like
+from fsdplaunch.runtime.torch_internals.fsdp import mend_flat_parameters
 from fsdplaunch.runtime.torch_internals.modules import own_parameters, put_tensor
 
 
@@ -56,8 +56,7 @@ def summon_full_params(
 @contextmanager
 def _summoned_fsdp1(module: nn.Module, *, with_grads: bool, **options: bool) -> Iterator[None]:
     """Summon as torch does for FSDP1; with gradients it changes views in place, which autograd must not see."""
-    if next((param.device.type == "cpu" for param in module.parameters()), True):
-        take_out_offload_to_cpu()
+    mend_flat_parameters()
     with warnings.catch_warnings(), torch.no_grad() if with_grads else nullcontext():
         warnings.simplefilter("ignore", UserWarning)  # that offloading without rank0_only needs memory
         with FullyShardedDataParallel.summon_full_params(module, with_grads=with_grads, **options):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.runtime.collectives.waits import monitored_barrier, watch_main_thread
-from fsdplaunch.runtime.compat.fsdp1 import construct_on_cpu, gather_with_all_ranks, take_out_offload_to_cpu
+from fsdplaunch.runtime.compat.fsdp1 import construct_on_cpu, gather_with_all_ranks
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_over_all_ranks, is_unit
 from fsdplaunch.runtime.patch import before_import, once_imported, own_attribute, wrap, wrap_once_imported
 from fsdplaunch.runtime.rank import rank
@@ -52,7 +52,6 @@ def adapt_libraries(config: Config, *, on_cpu: bool) -> None:
     checkpoint_with_all_ranks()
     remember_wrappers()
     if on_cpu:
-        take_out_offload_to_cpu()
         wrap(Wrapper, "__init__", construct_on_cpu)
     gather_with_all_ranks()
     answer_fsdp1_calls()
@@ -152,10 +151,8 @@ def answer_fsdp1_calls() -> None:
     Scripts written for FSDP1 gather by `FSDP.state_dict_type(model, ...)` and `FSDP.summon_full_params(model)`. Of
     a model that FSDP2 shards these do nothing, and the first ends with `KeyError: None` when its block is left.
     """
-    if not hasattr(Wrapper, "fsdplaunch_answers"):
-        Wrapper.fsdplaunch_answers = True  # type: ignore[attr-defined]
-        wrap(Wrapper, "state_dict_type", functools.partial(_call_for, _typed))
-        wrap(Wrapper, "summon_full_params", functools.partial(_call_for, _summoned))
+    wrap(Wrapper, "state_dict_type", functools.partial(_call_for, _typed))
+    wrap(Wrapper, "summon_full_params", functools.partial(_call_for, _summoned))
 
 
 def _call_for(units: Any, wrappers: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -186,8 +183,7 @@ def clear_gradients_of_shards() -> None:
     FSDP2 leaves the outermost unit gathered there, so `model.parameters()` are tensors that have no gradients yet.
     What `zero_grad` is to clear is with the shards: without this it is added to the next gradient, in silence.
     """
-    if not hasattr(nn.Module.zero_grad, "__wrapped__"):
-        wrap(nn.Module, "zero_grad", _clear_both)
+    wrap(nn.Module, "zero_grad", _clear_both)
 
 
 def _clear_both(clear: Any, self: nn.Module, set_to_none: bool = True) -> None:

@@ -23,18 +23,19 @@ from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.data_loaders import check_divisible
-from fsdplaunch.runtime.inspection import clean_name, named_parameters, parameters_of, unwrapped
+from fsdplaunch.runtime.inspection import clean_name, named_parameters, parameters_of, tied_names, unwrapped
 from fsdplaunch.runtime.inspection.units import is_sharded, is_unit
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import own_attribute, wrap_once_imported
 from fsdplaunch.runtime.sharding.compute import keep_no_cache
+from fsdplaunch.runtime.sharding.registry import keep_equal
 from fsdplaunch.runtime.sharding.wrap import class_name
+from fsdplaunch.runtime.state_dict.full_state import tied_in_flat
 from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, param_groups
 from fsdplaunch.runtime.torch_internals.modules import is_persistent, own_buffers, put_tensor, set_persistent
 
 _ACCELERATOR, _STATE = "accelerate.accelerator", "accelerate.state"
 _UTILS = "accelerate.utils.fsdp_utils"
-_KEPT_EQUAL = "fsdplaunch_unsharded"
 
 
 def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
@@ -42,6 +43,7 @@ def adapt_accelerate(*, keeps: bool, on_cpu: bool) -> None:
     wrap_once_imported(_UTILS, "fsdp2_prepare_auto_wrap_policy", _without_embeddings)
     wrap_once_imported(_ACCELERATOR, "fsdp2_prepare_model", _prepare_with_buffers)
     wrap_once_imported(_ACCELERATOR, "Accelerator.prepare", _prepare)
+    wrap_once_imported(_ACCELERATOR, "Accelerator.clip_grad_norm_", _clip_grad_norm)
     wrap_once_imported(_ACCELERATOR, "Accelerator.register_save_state_pre_hook", _register_save_hook)
     wrap_once_imported("accelerate.scheduler", "AcceleratedScheduler.step", _step_and_compare)
     wrap_once_imported(_UTILS, "_get_model_state_dict", _get_adapters)
@@ -108,26 +110,23 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> A
     found by their parameters: then rank 0's values are sent before, and it does without. Else it takes each entry
     of the state for a shard, and ends with an AttributeError at the first buffer (1.15). A parameter of the model
     itself (a ViT's `cls_token`) it looks for in the layer before the dot of its name: a ValueError, unless
-    the model has transformers' method for that.
+    the model has transformers' method for that. And what is tied it ties again by such a method alone.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if plugin.cpu_ram_efficient_loading and plugin.ignored_modules is not None:
+    if not plugin.cpu_ram_efficient_loading or any(map(is_sharded, model.modules())):  # by an evaluation before
+        return prepare(accelerator, model)
+    if plugin.ignored_modules is not None:
         from fsdplaunch.runtime.compat.fsdp1 import send_from_rank_0  # only where it is used
 
         send_from_rank_0(model)
         with own_attribute(plugin, "cpu_ram_efficient_loading", False):
-            return _prepare_with_buffers(prepare, accelerator, model)
-    if not plugin.cpu_ram_efficient_loading:
-        return prepare(accelerator, model)
+            return prepare(accelerator, model)
 
     def load(state: Any, **kwargs: Any) -> Any:  # old BatchNorms' buffers are taken to be missing
         return type(model).load_state_dict(model, state, **kwargs, strict=False)
 
-    def find(name: str) -> Any:
-        layer, _, attribute = name.rpartition(".")
-        return getattr(model.get_submodule(layer), attribute)
-
-    own_find = getattr(model, "get_parameter_or_buffer", find)
+    own_find = getattr(model, "get_parameter_or_buffer", functools.partial(_tensor_at, model))
+    own_tie = getattr(model, "tie_weights", functools.partial(_tie, model, tied_names(model)))
     # Buffers are out of the model's state meanwhile.
     owners = [
         (owner, name) for owner in model.modules() for name, _ in own_buffers(owner) if is_persistent(owner, name)
@@ -140,6 +139,7 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> A
         with (
             own_attribute(model, "load_state_dict", load),
             own_attribute(model, "get_parameter_or_buffer", own_find),
+            own_attribute(model, "tie_weights", own_tie),
         ):
             prepared = prepare(accelerator, model)
     finally:
@@ -148,6 +148,17 @@ def _prepare_with_buffers(prepare: Any, accelerator: Any, model: nn.Module) -> A
     values = [getattr(owner, name) for owner, name in owners]
     RankGroup([dist.group.WORLD], accelerator.device).send(*values)  # ranks but the first may have read none
     return prepared
+
+
+def _tensor_at(model: nn.Module, name: str) -> Any:
+    layer, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(layer), attribute)
+
+
+def _tie(model: nn.Module, tied: tuple[tuple[str, ...], ...]) -> None:
+    for first, *others in tied:
+        for layer, _, attribute in (name.rpartition(".") for name in others):
+            put_tensor(model.get_submodule(layer), attribute, _tensor_at(model, first))
 
 
 def _prepare(prepare: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,46 +224,42 @@ def _check_dtypes(model: nn.Module) -> None:
 
 
 def _keep_unsharded_equal(model: nn.Module) -> None:
-    new = [
+    alone = [
         param
         for param in parameters_of(model)
         if param.requires_grad and not isinstance(param, DTensor) and not is_in_flat_parameter(param)
-        if not hasattr(param, _KEPT_EQUAL)
     ]
-    if not new:
+    if not (size := keep_equal(alone, None)):
         return
     from fsdplaunch.runtime.sharding.optimizers import step_with_local_shards
-    from fsdplaunch.runtime.sharding.registry import ReplicatedParams
 
-    for param in new:
-        setattr(param, _KEPT_EQUAL, True)
-        sent = param.data.contiguous()
-        RankGroup().send(sent)
-        param.data.copy_(sent)
-    ReplicatedParams(new, None)
     step_with_local_shards()  # torch's loops over many parameters take no plain ones beside shards
-    size = short_count(sum(param.numel() for param in new))
-    messages.say(f"accelerate: {size} parameters are not sharded (fsdp_ignored_modules): gradients are averaged")
+    size_text = short_count(size)
+    messages.say(
+        f"accelerate: {size_text} parameters are not sharded (fsdp_ignored_modules): gradients are averaged"
+    )
 
 
-class _SavedAsShards(list[Any]):
-    """No states, of which one may be taken all the same."""
+def _clip_grad_norm(clip: Any, self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+    """Clip gradients of shards and of what is not sharded by one norm, which accelerate 1.12 cannot."""
+    if not getattr(self, "is_fsdp2", False):
+        return clip(self, parameters, max_norm, norm_type)
+    from fsdplaunch.runtime.api.gradients import clip_grad_norm_  # only where it is used
 
-    def pop(self, *args: Any) -> Any:
-        """Return None where nothing is left."""
-        return super().pop(*args) if self else None
+    self.unscale_gradients()
+    return clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def _register_save_hook(register: Any, self: Any, hook: Callable[..., Any]) -> Any:
     """Let save hooks take away states that accelerate does not give them for FSDP.
 
     Such a hook saves each model in a way of its own and takes its state from a list, `weights.pop()`, so that it
-    is not saved again. What FSDP has sharded accelerate saves itself, before, and the list is empty.
+    is not saved again. What FSDP has sharded accelerate saves itself, before, and the list would be empty.
     """
 
     @functools.wraps(hook)
     def save_hook(models: Any, weights: list[Any], output_dir: Any) -> Any:
-        return hook(models, weights or _SavedAsShards(), output_dir)
+        return hook(models, weights or [None] * len(models), output_dir)
 
     return register(self, save_hook)
 
@@ -270,10 +277,14 @@ def _get_adapters(get: Any, model: nn.Module, adapter_only: bool = False, **kwar
     """Return the parameters that an FSDP1 model trains, to save its adapters or to read them.
 
     PEFT looks for them in modules by the names in the state, and finds none where wrappers stand between:
-    accelerate would save nothing, and nothing would be read (accelerate#4206).
+    accelerate would save nothing, and nothing would be read (accelerate#4206). Of a whole state tied parameters
+    share their memory, and are written once.
     """
     if not (adapter_only and _has_adapters(model)):
-        return get(model, adapter_only=adapter_only, **kwargs)  # type: ignore[no-any-return]
+        state: dict[str, Any] = get(model, adapter_only=adapter_only, **kwargs)
+        for first, *others in (*tied_names(model), *tied_in_flat(model)):
+            state |= {name: state[first] for name in others if name in state}
+        return state
     trained = _trained_names(model)
     return {name: value for name, value in model.state_dict().items() if name in trained}
 
@@ -381,11 +392,9 @@ def _switch_on(option: str, announcement: str = "") -> None:
     """Switch on an option of every Accelerator's DataLoaderConfiguration, and print that it was."""
 
     def build_with_option(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        if option not in kwargs:  # older versions take it there
-            known = sys.modules[_ACCELERATOR].DataLoaderConfiguration
-            loaders = kwargs.get("dataloader_config") or known()
-            setattr(loaders, option, True)
-            kwargs["dataloader_config"] = loaders
+        loaders = kwargs.get("dataloader_config") or sys.modules[_ACCELERATOR].DataLoaderConfiguration()
+        setattr(loaders, option, True)
+        kwargs["dataloader_config"] = loaders
         build(self, *args, **kwargs)
         if announcement:
             messages.say(announcement)

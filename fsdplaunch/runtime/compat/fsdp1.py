@@ -14,41 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from fsdplaunch.errors import CheckpointError, ShardingError
-from fsdplaunch.probe.torch_version import parse
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives import waits
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
 from fsdplaunch.runtime.patch import wrap
-from fsdplaunch.runtime.torch_internals.fsdp import divided_over, show_unsharded_parameters
-
-_MENDED = (2, 14)
-
-
-def take_out_offload_to_cpu() -> None:
-    """Make `offload_to_cpu=True` mean False in torch's FSDP1, for state dicts and for `summon_full_params`.
-
-    For workers whose device is the CPU, before the script runs. Does nothing with a torch that needs no such care.
-    """
-    if (parse(torch.__version__) or _MENDED) >= _MENDED or hasattr(Wrapper.set_state_dict_type, "__wrapped__"):
-        return
-
-    def set_type_staying(
-        set_type: Any, module: Any, kind: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
-    ) -> Any:
-        return set_type(module, kind, _staying(state_dict_config), _staying(optim_state_dict_config))
-
-    def summon_staying(summon: Any, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(summon).bind(*args, **kwargs)
-        call.arguments["offload_to_cpu"] = False
-        return summon(*call.args, **call.kwargs)
-
-    wrap(Wrapper, "set_state_dict_type", set_type_staying)
-    wrap(Wrapper, "summon_full_params", summon_staying)
-
-
-def _staying(config: Any) -> Any:
-    return dataclasses.replace(config, offload_to_cpu=False) if config is not None else None
+from fsdplaunch.runtime.torch_internals.fsdp import divided_over, mend_flat_parameters
 
 
 @contextmanager
@@ -63,8 +34,8 @@ def _own_memory(model: nn.Module) -> Iterator[None]:
         yield
         return
     now = Wrapper.get_state_dict_type(model)
-    options = now.state_dict_config, _staying(now.optim_state_dict_config)
-    with quiet_torch(), Wrapper.state_dict_type(model, now.state_dict_type, *options):
+    staying = dataclasses.replace(now.optim_state_dict_config, offload_to_cpu=False)
+    with quiet_torch(), Wrapper.state_dict_type(model, now.state_dict_type, now.state_dict_config, staying):
         yield
 
 
@@ -117,18 +88,15 @@ _inside: list[bool] = []  # not empty inside of a call that gathers what FSDP1 h
 
 def gather_with_all_ranks() -> None:
     """Have FSDP1's gathering calls wait for all ranks in a way that knows when some do not come."""
-    if not hasattr(Wrapper, "fsdplaunch_meets"):
-        Wrapper.fsdplaunch_meets = True  # type: ignore[attr-defined]
-        wrap(Wrapper, "state_dict", _state_dict_of_all)
-        for name in _CALLS:
-            wrap(Wrapper, name, _call_of_all)
+    mend_flat_parameters()
+    wrap(Wrapper, "state_dict", _state_dict_of_all)
+    for name in _CALLS:
+        wrap(Wrapper, name, _call_of_all)
 
 
 def _state_dict_of_all(state_dict: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if _inside:
         return state_dict(self, *args, **kwargs)
-    for unit in Wrapper.fsdp_modules(self):
-        show_unsharded_parameters(unit)
     local = Wrapper.get_state_dict_type(self).state_dict_type is StateDictType.LOCAL_STATE_DICT
     with _on_all_ranks(_STATE, [] if local else [self]):
         return state_dict(self, *args, **kwargs)

@@ -47,6 +47,7 @@ def adapt_hugging_face() -> None:
     wrap_once_imported(_TRAINER, "Trainer.save_model", _save_model)
     wrap_once_imported(_TRAINER, "Trainer.evaluation_loop", _evaluate)
     wrap_once_imported(_TRAINER, "Trainer.train", _train)
+    wrap_once_imported(_TRAINER, "unwrap_model", _unwrap_outermost)
 
 
 def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,9 +84,7 @@ def _save_pretrained(save: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 
 def _adapt_hub(serialization: Any) -> None:
-    save = getattr(serialization, "save_torch_state_dict", None)  # which save_torch_model calls, too
-    if save is None:  # before 0.24
-        return
+    save = serialization.save_torch_state_dict  # which save_torch_model calls, too
 
     @functools.wraps(save)
     def save_full_state(state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,3 +173,8 @@ def _train(train: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(self.model, FullyShardedDataParallel):
         self.model_wrapped = self.model
     return train(self, *args, **kwargs)
+
+
+def _unwrap_outermost(unwrap: Any, model: nn.Module, recursive: bool = False) -> Any:
+    """Let the Trainer of transformers 4 keep the wrappers that gather a model's flat shards."""
+    return model if recursive else unwrap(model)

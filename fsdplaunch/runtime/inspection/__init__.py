@@ -3,6 +3,7 @@
 Whatever wrappers stand in between.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -74,6 +75,12 @@ def named_buffers(
     """Yield as `module.named_buffers`, with the names the model had before anything was wrapped in it."""
     for name, buffer in module.named_buffers(prefix, recurse, remove_duplicate):
         yield clean_name(name), buffer
+
+
+def living_modules() -> list[nn.Module]:
+    """Return all modules that there are in this process."""
+    # isinstance would ask proxies, which import what they stand for
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -3,7 +3,6 @@
 What does not is a ShardingError, on all ranks where they compare.
 """
 
-import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -19,20 +18,22 @@ from torch.optim import Optimizer
 
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import ShardingError
+from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import (
     ModelTensor,
     clean_name,
+    living_modules,
     named_parameters,
     parameters_of,
     unwrapped,
 )
-from fsdplaunch.runtime.inspection.units import local_tensor
+from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, is_sharded, local_tensor
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.sharding.mesh import data_mesh, groups_from_first, is_fake, splits_layer, tensor_mesh
-from fsdplaunch.runtime.sharding.registry import ShardedModel
+from fsdplaunch.runtime.sharding.registry import AVERAGED, ShardedModel, fsdp1_units
 from fsdplaunch.runtime.sharding.settings import Settings
-from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter
+from fsdplaunch.runtime.torch_internals.fsdp import is_in_flat_parameter, replica_group, shown_parameters
 from fsdplaunch.runtime.torch_internals.tensors import inner_tensor
 
 
@@ -88,40 +89,70 @@ def unequal(
     return [name for name, differ in zip(tensors, differs, strict=True) if differ]
 
 
-def check_trained(optimizer: Optimizer, *, first: bool) -> None:
-    """Check that ranks hold the same of what an optimizer trains and they do not divide, whoever sharded the rest.
+_Groups = tuple[dist.ProcessGroup | None, ...]
 
-    One without shards may step on one rank alone, and is not looked at. At its first step replicas of shards are
-    compared as well.
+
+def check_trained(optimizer: Optimizer) -> None:
+    """Check that ranks hold the same copies of what an optimizer trains, whoever sharded it.
+
+    One that trains nothing of a sharded model may step on one rank alone, and is not looked at.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    sharded = [param for param in params if isinstance(param, DTensor)]
-    plain = [param for param in params if not isinstance(param, DTensor) and not is_in_flat_parameter(param)]
-    if len(plain) == len(params):
-        return
-    mesh = max((param.device_mesh for param in sharded), key=lambda mesh: mesh.size(), default=None)
-    over: list[tuple[list[Any], list[dist.ProcessGroup | None]]] = [
-        (plain, [None] if mesh is None else groups_from_first(mesh))
+    different = _unequal_copies([param for group in optimizer.param_groups for param in group["params"]])
+    if far := [param for groups, param in different if _is_far(param, groups)]:
+        msg = f"{script_line()}: ranks train different values of {_names(far)}, which is not divided over them"
+        hint = "average its gradients (fsdplaunch.prepare does), or launch with --allow-unsharded"
+        raise ShardingError(msg, hint=hint)
+    if different:
+        messages.say_unequal(f"ranks' copies of {_names([param for _, param in different])} differ by rounding")
+
+
+def _unequal_copies(params: list[Any]) -> list[tuple[_Groups, Any]]:
+    """Return those of some parameters that are not alike on the ranks that hold the same of them."""
+    copies: dict[_Groups, dict[str, Any]] = {}
+    for number, (groups, param) in enumerate(_copies(params)):
+        copies.setdefault(groups, {})[str(number)] = param
+    return [
+        (groups, same[number])
+        for groups, same in copies.items()
+        for number in unequal(same, list(groups), local_tensor(next(iter(same.values()))).device)
     ]
-    if mesh is not None and first:
-        for axis in range(mesh.ndim):
-            replicas = [p for p in sharded if p.device_mesh == mesh and p.placements[axis].is_replicate()]
-            over.append((replicas, [mesh.get_group(axis)]))
-    for same, groups in over:
-        different = unequal(
-            {str(n): param for n, param in enumerate(same)}, groups, local_tensor(params[0]).device
-        )
-        if different:
-            found = []
-            modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-            named = [pair for module in modules for pair in nn.Module.named_parameters(module)]
-            for number in different:
-                longest = max((name for name, param in named if param is same[int(number)]), key=len, default="")
-                found.append(clean_name(longest) or "a parameter")
-            names = listed(found, 3)
-            msg = f"{script_line()}: ranks train different values of {names}, which is not divided over them"
-            hint = "average its gradients (fsdplaunch.prepare does), or launch with --allow-unsharded"
-            raise ShardingError(msg, hint=hint)
+
+
+def _copies(params: list[Any]) -> Iterator[tuple[_Groups, Any]]:
+    """Yield each of some parameters that other ranks hold as well, with the groups of those ranks."""
+    flat = {id(param): replica_group(unit) for unit in fsdp1_units for param in shown_parameters(unit)}
+    held = params
+    if not any(isinstance(param, DTensor) or id(param) in flat or hasattr(param, AVERAGED) for param in params):
+        own = set(map(id, params))
+        models = (list(parameters_of(each)) for each in living_modules() if is_sharded(each))
+        held = [param for each in models if not own.isdisjoint(map(id, each)) for param in each]
+    mesh = max((p.device_mesh for p in held if isinstance(p, DTensor)), key=DeviceMesh.size, default=None)
+    everyone = (None,) if mesh is None else tuple(groups_from_first(mesh))
+    for param in params if held else ():
+        if isinstance(param, DTensor):
+            axes = [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
+            yield from (((param.device_mesh.get_group(axis),), param) for axis in axes)
+        elif not is_in_flat_parameter(param):
+            yield everyone, param
+        elif (group := flat.get(id(param))) is not None:
+            yield (group,), param
+
+
+def _is_far(param: torch.Tensor, groups: _Groups) -> bool:
+    """Return whether copies differ by more than sums in another order bring; a collective may add in any."""
+    low = inner_tensor(local_tensor(param)).float().contiguous()
+    high = low.clone()
+    for group in groups:
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    bound = torch.finfo(param.dtype if param.is_floating_point() else high.dtype).eps ** 0.5
+    return not bool((high - low).max() <= bound * high.abs().max())  # NaN is far from everything
+
+
+def _names(params: list[Any]) -> str:
+    named = [pair for each in living_modules() for pair in nn.Module.named_parameters(each)]
+    found = [max((name for name, one in named if one is param), key=len, default="") for param in params]
+    return listed([clean_name(name) or "a parameter" for name in found], 3)
 
 
 def check_model(model: nn.Module, version: int) -> None:
@@ -194,7 +225,11 @@ def check_sharded_model(model: nn.Module, prepared: ShardedModel, *, total: int)
             msg = f"the ranks hold {found} of {expected} parameters after sharding"
             hint = "this is a defect in sharding this model; try NO_WRAP or the other fsdp_version"
             raise ShardingError(msg, hint=hint)
-        _check_replicas(named, prepared)
+        fsdp1_units.update(fsdp1_wrappers(model))
+        if different := _unequal_copies([param for param in named.values() if not param.is_meta]):
+            msg = f"replicas of {_names([param for _, param in different])} differ between ranks after sharding"
+            hint = "set fsdp_sync_module_states to true, so that all ranks start from rank 0's"
+            raise ShardingError(msg, hint=hint)
     now = {clean_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
     for names in prepared.tied if settings.version != 1 else ():  # flat parameters show one of its names only
         if len({id(now[name]) for name in names if name in now}) > 1:
@@ -213,24 +248,6 @@ def _count_over_ranks(sharded: Iterable[nn.Parameter], prepared: ShardedModel) -
         dist.all_reduce(total, group=axis.get_group())
         total[1] //= axis.size()
     return int(total.sum().item()) // (prepared.mesh.size(prepared.mesh.ndim - 1) if _keeps_full(prepared) else 1)
-
-
-def _check_replicas(named: Mapping[str, nn.Parameter], prepared: ShardedModel) -> None:
-    """Compare what several ranks hold: all shards across replicas, what is left out across all ranks."""
-    data, axis = data_mesh(prepared.mesh), tensor_mesh(prepared.mesh)
-    replicas = [data.get_group(dim) for dim in range(data.ndim - (0 if _keeps_full(prepared) else 1))]
-    stored = {name: param for name, param in named.items() if not param.is_meta}
-    left_out = {name: param for name, param in stored.items() if name in prepared.left_out}
-    different = unequal(left_out, groups_from_first(prepared.mesh), prepared.device)
-    if replicas:
-        across = {name: param for name, param in stored.items() if name not in left_out}
-        different += unequal(across, list(replicas), prepared.device)
-    if axis is not None:
-        alike = {name: param for name, param in stored.items() if not splits_layer(param)}
-        different += unequal(alike, [axis.get_group()], prepared.device)
-    if different:
-        msg = f"replicas of {listed(different, 1)} differ between ranks after sharding"
-        raise ShardingError(msg, hint="set fsdp_sync_module_states to true, so that all ranks start from rank 0's")
 
 
 def _keeps_full(prepared: ShardedModel) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection import named_parameters, unwrapped
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.sharding.mesh import data_mesh
 from fsdplaunch.runtime.sharding.settings import Settings
+
+AVERAGED = "fsdplaunch_averaged"
+"""An attribute of parameters that are not sharded and whose gradients are averaged."""
+
+fsdp1_units: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Every wrapper of FSDP1 that was made in a run, by whomever."""
 
 
 class ReplicatedParams:
@@ -34,6 +41,7 @@ class ReplicatedParams:
             data = data_mesh(mesh)  # ranks that split layers together have equal gradients
             self.groups = [data.get_group(axis) for axis in range(data.ndim)]
         for param in params:
+            setattr(param, AVERAGED, True)
             param.register_post_accumulate_grad_hook(self._average)
 
     def _average(self, param: torch.Tensor) -> None:
@@ -42,6 +50,21 @@ class ReplicatedParams:
         for group in self.groups:
             dist.all_reduce(param.grad, group=group)
             param.grad.div_(dist.get_world_size(group))
+
+
+def keep_equal(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> int:
+    """Send the first rank's values of parameters that nobody shards, and average their gradients from now on.
+
+    Returns:
+        How many elements are in those that were not kept equal before.
+    """
+    new = [param for param in params if not hasattr(param, AVERAGED)]
+    ranks = RankGroup(ReplicatedParams(new, mesh).groups)
+    for param in new:
+        sent = param.data.contiguous()
+        ranks.send(sent)
+        param.data.copy_(sent)
+    return sum(param.numel() for param in new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,27 +19,22 @@ from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.inspection import clean_name, joined, named_parameters
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers, has_shards, is_sharded
 from fsdplaunch.runtime.messages import script_line
-from fsdplaunch.runtime.patch import own_attribute
+from fsdplaunch.runtime.patch import own_attribute, wrap
 from fsdplaunch.runtime.rank import rank
+from fsdplaunch.runtime.sharding.registry import fsdp1_units
 from fsdplaunch.runtime.state_dict.gather import ShardGatherer, gathered, spooled
 from fsdplaunch.runtime.state_dict.state_dict_type import state_dict_type
 from fsdplaunch.runtime.torch_internals.fsdp import flat_parameter
 
 State = dict[str, Any]
 
-_wrappers: "weakref.WeakSet[FullyShardedDataParallel]" = weakref.WeakSet()
-
 
 def remember_wrappers() -> None:
     """Note every FSDP1 wrapper that is made from now on, and let the module inside answer as the wrapper does."""
-    construct = FullyShardedDataParallel.__init__
-    if hasattr(construct, "fsdplaunch_remembers"):
-        return
 
-    @functools.wraps(construct)
-    def construct_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct_and_note(construct: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        _wrappers.add(self)
+        fsdp1_units.add(self)
         own, held = type(self.module).state_dict, weakref.ref(self.module)
 
         def state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -51,8 +46,7 @@ def remember_wrappers() -> None:
 
         self.module.__dict__["state_dict"] = state_dict
 
-    construct_and_note.fsdplaunch_remembers = True  # type: ignore[attr-defined]
-    FullyShardedDataParallel.__init__ = construct_and_note  # type: ignore[method-assign]
+    wrap(FullyShardedDataParallel, "__init__", construct_and_note)
 
 
 def holds_shards(model: nn.Module) -> bool:
@@ -137,17 +131,24 @@ def full_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, unit in owner.named_modules():
         flat = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
         if flat is not None:
-            own = {each: tuple(shape) for each, shape in zip(flat.names, flat.shapes, strict=True)}
-            for shared in flat.shared:  # a tied parameter lies there once and has several names
-                first = joined(shared.prim_module_name, shared.prim_param_name)
-                own[joined(shared.module_name, shared.param_name)] = own[first]
-            shapes |= {joined(clean_name(name), each): shape for each, shape in own.items()}
+            own = zip(flat.names, flat.shapes, strict=True)
+            shapes |= {joined(clean_name(name), each): tuple(shape) for each, shape in own}
+    shapes |= {other: shapes[first] for first, other in tied_in_flat(owner)}
     return below(shapes, model, owner)
+
+
+def tied_in_flat(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the first name of each parameter that FSDP1 holds once for several, with each further name."""
+    for name, unit in model.named_modules():
+        flat = flat_parameter(unit) if isinstance(unit, FullyShardedDataParallel) else None
+        for shared in flat.shared if flat is not None else ():
+            first = clean_name(joined(name, shared.prim_module_name, shared.prim_param_name))
+            yield first, clean_name(joined(name, shared.module_name, shared.param_name))
 
 
 def _owner(model: nn.Module) -> nn.Module:
     """Return the outermost FSDP1 wrapper around a module; the module itself when there is none."""
-    around = [wrapper for wrapper in _wrappers if any(module is model for module in wrapper.modules())]
+    around = [wrapper for wrapper in fsdp1_units if any(module is model for module in wrapper.modules())]
     return max(around, key=lambda wrapper: sum(1 for _ in wrapper.modules()), default=model)
 
 

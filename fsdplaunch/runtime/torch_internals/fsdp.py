@@ -8,7 +8,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,39 @@ def flat_parameter(unit: nn.Module) -> FlatParameter | None:
     )
 
 
-def show_unsharded_parameters(unit: Any) -> None:
-    """Let an FSDP1 unit that is not sharded (NO_SHARD) hold its parameters as such after a pass.
-
-    Torch leaves tensors in their places where all of them are frozen and no input has a gradient.
-    """
+def shown_parameters(unit: Any) -> tuple[torch.Tensor, ...]:
+    """Return what optimizers may have of an FSDP1 unit: its flat parameter, and what `use_orig_params` shows."""
     handle = unit._handle
-    if handle is not None and unit._use_orig_params and not handle.uses_sharded_strategy:
-        handle._use_sharded_views()
+    return () if handle is None else (handle.flat_param, *(handle.flat_param._params or ()))
+
+
+def replica_group(unit: Any) -> Any:
+    """Return the ranks that hold the same as this one of an FSDP1 unit; None where each has its own part."""
+    is_divided = unit._handle is None or unit._handle.uses_sharded_strategy
+    return getattr(unit, "_inter_node_pg", None) if is_divided else unit.process_group
+
+
+@functools.cache
+def mend_flat_parameters() -> None:
+    """Have FSDP1 keep parameters where it loses them: frozen ones of NO_SHARD, and what is in host memory already.
+
+    Where all of a unit that is not sharded are frozen and no input has a gradient, torch takes them for shown
+    after backward and leaves tensors in their places: a state lacks them, and the next pass takes those for what
+    the script has put there. And to 2.13 a state or a summon that is to offload parameters to host memory moves
+    those on a CPU to where they are, and gives their memory back.
+    """
+
+    def reshard_and_show(reshard: Any, unit: Any) -> None:
+        reshard(unit)
+        handle = unit._handle
+        if handle is not None and unit._use_orig_params and not handle.uses_sharded_strategy:
+            handle._use_sharded_views()
+
+    def move_from_gpu(to_cpu: Any, handle: Any) -> Any:
+        return nullcontext() if handle.flat_param.is_cpu else to_cpu(handle)
+
+    wrap(importlib.import_module("torch.distributed.fsdp._runtime_utils"), "_catch_all_reshard", reshard_and_show)
+    wrap(importlib.import_module("torch.distributed.fsdp._flat_param"), "FlatParamHandle.to_cpu", move_from_gpu)
 
 
 def is_flat_parameter(tensor: torch.Tensor) -> bool:

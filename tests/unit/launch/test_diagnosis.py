@@ -149,6 +149,7 @@ def test_block_class_that_another_library_did_not_find(worker):
         ),
         ("OSError: [Errno 98] Address already in use", "a port the run needs is held by another program"),
         ("RuntimeError: bfloat16 is not supported on this GPU", "does not support bf16"),
+        ("ValueError: FSDP is enabled but the parallelism config has no dimension for FSDP to shard", "NO_SHARD"),
         ("RuntimeError: CUDA error: invalid device ordinal", "higher than that of the last visible GPU"),
         ("OSError: [Errno 28] No space left on device: 'ckpt'", "the disk is full"),
         ("SystemExit: 7", "the script itself ended the run: sys.exit(7)"),

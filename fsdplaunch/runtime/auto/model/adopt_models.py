@@ -43,7 +43,7 @@ from fsdplaunch.runtime.sharding.checks import check_kinds
 from fsdplaunch.runtime.sharding.gradients import agree_on_alternatives
 from fsdplaunch.runtime.sharding.mesh import shard_target
 from fsdplaunch.runtime.sharding.optimizers import repoint, sharded_home
-from fsdplaunch.runtime.sharding.registry import ReplicatedParams, known_parameters
+from fsdplaunch.runtime.sharding.registry import AVERAGED, keep_equal, known_parameters
 from fsdplaunch.runtime.sharding.wrap import class_name, find_blocks, misses_most, runs, without_shared
 from fsdplaunch.runtime.state_dict.deepcopy import allow_deepcopy
 from fsdplaunch.runtime.state_dict.gather import await_main_thread
@@ -339,18 +339,12 @@ def _keep_unsharded(bare: list[Any], what: str) -> None:
         msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
         raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
-    fresh = [param for param in bare if not hasattr(param, "fsdplaunch_unsharded")]
-    if not fresh:
-        return
+    fresh = [param for param in bare if not hasattr(param, AVERAGED)]
     _check_no_gradients("a parameter of no module", fresh, what)
-    for param in fresh:
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            torch.distributed.broadcast(param.data, src=torch.distributed.get_global_rank(group, 0), group=group)
-        param.fsdplaunch_unsharded = True
-    ReplicatedParams(fresh, mesh)
-    count = sum(param.numel() for param in fresh)
-    messages.say(f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged")
+    if count := keep_equal(fresh, mesh):
+        messages.say(
+            f"{script_line()}: {count} parameters of no module stay unsharded, their gradients are averaged"
+        )
 
 
 def decide_when_training_begins(hook_context: HookContext) -> None:
