@@ -84,6 +84,9 @@ def of_trl(model, given, options):
         return SFTTrainer(model, args=made, train_dataset=rows, processing_class=tokenizer, **adapters)
     parts = {"prompt": texts, "chosen": texts[1:] + texts[:1], "rejected": texts[2:] + texts[:2]}
     made = DPOConfig(**options, max_length=2 * LENGTH)
+    if not given.lora:  # the model without its adapters otherwise
+        adapters = {"ref_model": LlamaForCausalLM(model.config)}
+        adapters["ref_model"].load_state_dict(model.state_dict())
     return DPOTrainer(
         model, args=made, train_dataset=Dataset.from_dict(parts), processing_class=tokenizer, **adapters
     )
