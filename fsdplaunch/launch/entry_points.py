@@ -21,6 +21,7 @@ PRELOADED = ("fsdplaunch.runtime.measuring", "fsdplaunch.runtime.collectives.glo
 """What every Python worker imports beside the bootstrap, whatever its script is."""
 PRELOADED_TO_SHARD = (
     "fsdplaunch.runtime.api.prepare",
+    "fsdplaunch.runtime.compat",
     "fsdplaunch.runtime.state_dict.full_state",
     "fsdplaunch.runtime.torch_internals.late_imports",
 )
