@@ -156,6 +156,8 @@ def _stays_unless(remove: Callable[[Path], str | None], path: Path) -> str | Non
         return remove(path)
     except OSError as problem:
         return f"{path} stays: {(problem.strerror or 'it cannot be removed').lower()}"
+    except CheckpointError as problem:
+        return f"{path} stays: {problem.message}"
 
 
 def _set_aside(path: Path, known: object) -> str | None:
@@ -165,8 +167,12 @@ def _set_aside(path: Path, known: object) -> str | None:
     if not path.is_symlink() and not all(os.access(folder, os.W_OK) for folder, _, _ in os.walk(path)):
         return f"{path} stays: it is not writable"
     hidden = path.rename(path.with_name(f".{path.name}{_REMOVED}"))
-    if save_id(read_manifest(hidden)) == known:
-        return None
+    try:
+        if save_id(read_manifest(hidden)) == known:
+            return None
+    except CheckpointError:
+        hidden.rename(path)
+        raise
     hidden.rename(path)
     return f"{path} stays: another save has come into its place"
 

@@ -123,6 +123,22 @@ def test_what_has_come_into_the_place_of_an_old_checkpoint_stays(tmp_path, monke
     assert (tmp_path / "checkpoint-1" / "extra.bin").read_text() == "y"
 
 
+def test_old_checkpoint_that_cannot_be_read_any_more_keeps_its_name(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    read = checkpoint_dirs.read_manifest
+
+    def fail_once_hidden(folder: Path) -> object:
+        if folder.name.startswith("."):
+            msg = "fsdplaunch.json cannot be read"
+            raise CheckpointError(msg)
+        return read(folder)
+
+    monkeypatch.setattr(checkpoint_dirs, "read_manifest", fail_once_hidden)
+    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 stays: fsdplaunch.json cannot be read"]
+    assert find_gap(tmp_path / "checkpoint-1") is None
+
+
 @pytest.mark.parametrize("atomic", [True, False])
 def test_folder_of_another_program_is_not_replaced_and_what_comes_late_is_kept(tmp_path, monkeypatch, atomic):
     target, other, keep = save(tmp_path, 1), save(tmp_path, 2), output_folder.keep_entries
