@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsdplaunch
 from fsdplaunch.agent.fork_client import EndedWorker, ForkServer
 from fsdplaunch.agent.fork_server import kill_group, kill_worker
-from fsdplaunch.agent.metrics import MetricsExport
 from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.watchdog import Watchdog
 from fsdplaunch.agent.worker_spec import WorkerSpec, is_shown
@@ -25,6 +24,9 @@ from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, signal_
 from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_tail
 from fsdplaunch.run_secret import worker_store
 from fsdplaunch.step_record import STEPS, read_steps
+
+if TYPE_CHECKING:
+    from fsdplaunch.agent.metrics import MetricsExport
 
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
@@ -212,6 +214,8 @@ class WorkerGroup:
                 worker.send(self.stop.number)
         metrics = self.spec.launch.metrics
         if metrics and self.metrics is None and any(worker.rank == 0 for worker in self.workers):
+            from fsdplaunch.agent.metrics import MetricsExport
+
             self.metrics = MetricsExport(self.spec.run_dir, metrics, self.say)
         self._watchdog.watch({worker.rank: worker.pid for worker in self.workers})
 

@@ -124,7 +124,6 @@ _TIMES = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
 
 
 def _amount(units: Mapping[str, int], metavar: str, expects: str, option: str, text: str) -> Any:
-
     def parse(value: Any) -> int:
         from fsdplaunch.config.schema.kinds import parse_number
 

@@ -33,7 +33,6 @@ from fsdplaunch.launch.plan import (
 )
 from fsdplaunch.launch.preflight import find_obstacles, is_taken
 from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
-from fsdplaunch.launch.step_summary import end_lines
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Hardware, count_tpu_chips
 from fsdplaunch.probe.scheduler import read_cluster
@@ -269,8 +268,11 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
     if result.start is not None:
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result.start.items())
         out.say(f"the last script began after {sum(result.start.values()):.2f} s: {parts}")
-    for line in end_lines(result.summary) if result.summary is not None and not is_part else ():
-        out.say(f"  {line}")
+    if result.summary is not None and not is_part:
+        from fsdplaunch.launch.step_summary import end_lines
+
+        for line in end_lines(result.summary):
+            out.say(f"  {line}")
     if result.failure is None:
         out.say(end_line(result, workers=plan.world_size))
     elif is_part:

@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplaunch.display_text import MOST, counted, shortened
 from fsdplaunch.launch.diagnosis import Diagnosis
 from fsdplaunch.launch.root_cause import Worker, brief, has_failed, own_signal, shell_status, user_frames
-from fsdplaunch.launch.step_summary import Summary
 from fsdplaunch.run_dir import AGENT_LOG, node_folder, rank_folder, rank_log
+
+if TYPE_CHECKING:
+    from fsdplaunch.launch.step_summary import Summary
 
 _SOURCE = re.compile(r"\[\S+\.(cc|cpp|cu):\d+\] ?")
 """Where in torch's C++ code a message comes from, which helps nobody here."""
@@ -55,7 +57,7 @@ class RunResult:
     attempts: Sequence[Mapping[str, Any]] = ()  # every attempt as the agent recorded it
     notes: Sequence[str] = ()  # what the agent said on the way
     start: Mapping[str, float] | None = None  # seconds of each part of the start; None without launch.timing
-    summary: Summary | None = None  # of the last steps; None where no rank has made one
+    summary: "Summary | None" = None  # of the last steps; None where no rank has made one
     unwritten: str | None = None  # why the run's folder does not hold this, as on a full disk; None when it does
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from fsdplaunch.launch.root_cause import shell_status, signal_name
 from fsdplaunch.launch.run_result import RunResult, read_result, read_start
 from fsdplaunch.launch.runs import note_revision, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
-from fsdplaunch.launch.step_summary import read_ranks, summarize
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.run_secret import SECRET
@@ -142,6 +141,9 @@ def run_plan(
         beside = "" if plan.target.is_module else str(Path(plan.target.name).parent)
         found = diagnose_record(record, plan.config, python=plan.argv[0], folder=beside)
         result = replace(result, diagnosis=found)
+    # It costs milliseconds, which the start need not wait for.
+    from fsdplaunch.launch.step_summary import read_ranks, summarize
+
     summary = summarize(read_ranks(plan.run_dir))
     if any(row.step for row in summary.ranks):
         result = replace(result, summary=summary)

@@ -157,6 +157,9 @@ def find_run(folder: Path, name: str = LATEST) -> Run:
 
 def read_run(path: Path) -> Run:
     """Return a run out of its folder; what no launcher could have written of its start is not believed."""
+    # It costs milliseconds, for which a launch, that imports this module, need not wait.
+    from fsdplaunch.launch.step_summary import summarize
+
     job = read_json(path / JOB)
     route = job.get("route")
     if not (isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route])):
@@ -180,7 +183,6 @@ def read_run(path: Path) -> Run:
     said = (_result_of(path) or {}).get("seconds")
     took = [said] if isinstance(said, int | float) else [made.ended - started] if made is not None else []
     took = [time.time() - started] if state[1] else took
-    times = [step.seconds for step in made.recent if step.seconds > 0] if made is not None else []
     workers = plan.get("world_size")
     return Run(
         id=path.name,
@@ -195,7 +197,7 @@ def read_run(path: Path) -> Run:
         seconds=next((one for one in took if 0 <= one < _LONGEST), None),
         workers=workers if type(workers) is int else None,
         steps=made.made if made is not None else None,
-        step_seconds=sorted(times)[len(times) // 2] if times else None,
+        step_seconds=summarize({0: made}).step_seconds if made is not None else None,
     )
 
 

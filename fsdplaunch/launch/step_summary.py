@@ -191,16 +191,21 @@ def _bound(
         return None
     if slowest is not None:
         return "straggler"
-    # What even the last one to come to the collectives spends in them is the network's.
-    parts = {
-        "input": fmean(waiting_parts(rows, "data") or [0.0]),
-        "communication": min(waiting_parts(rows, "peer"), default=0.0),
-    }
+    parts = _parts_lost(rows)
     largest = max(parts, key=parts.__getitem__)
     if parts[largest] >= _LARGE:
         return largest
     peak = max((row.peak_bytes or 0 for row in rows), default=0)
     return "memory" if memory_limit and peak >= _FULL * memory_limit else "compute"
+
+
+def _parts_lost(rows: Sequence[RankSummary]) -> dict[str, float]:
+    """Return the parts of a step that go to the input and to the network."""
+    # What even the last one to come to the collectives spends in them is the network's.
+    return {
+        "input": fmean(waiting_parts(rows, "data") or [0.0]),
+        "communication": min(waiting_parts(rows, "peer"), default=0.0),
+    }
 
 
 def speed_words(found: Summary) -> list[str]:
@@ -231,11 +236,10 @@ def bound_words(found: Summary) -> str:
     if slow is not None:
         by = f"{slow.factor:.1f} times the others' own time" if slow.factor is not None else "it alone takes time"
         return f"rank {slow.rank} is slow ({slow.cause}): {by}, and they wait for it"
-    data = fmean(waiting_parts(found.ranks, "data") or [0])
-    peer = min(waiting_parts(found.ranks, "peer"), default=0)
+    percents = {name: f"{100 * part:.0f} %" for name, part in _parts_lost(found.ranks).items()}
     sentences = {
-        "input": f"input bounds the step: ranks wait {100 * data:.0f} % of it for the next batch",
-        "communication": f"communication bounds the step: it is {100 * peer:.0f} % or more on each rank",
+        "input": f"input bounds the step: ranks wait {percents['input']} of it for the next batch",
+        "communication": f"communication bounds the step: it is {percents['communication']} or more on each rank",
         "memory": "compute bounds the step, and the memory is nearly full",
         "compute": "compute bounds the step",
     }

@@ -146,6 +146,7 @@ class HookContext:
         self._next = itertools.count()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that train the shards
         self._built: list[weakref.ref[Optimizer]] = []  # all of them, in order
+        self.own_names: set[torch.device] = set()  # GPUs that the script names, and that are read as this worker's
         self.when_sharded: list[Callable[[], None]] = []  # to be called when the first model was sharded
         self.printed: set[str] = set()  # messages that are not repeated
         self.undo = ExitStack()  # takes away at the end what hooks have replaced later than at the start

@@ -253,7 +253,8 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
     inside = any(isinstance(each, nn.Module) for each in being_built())
     if inside or not hook_context.module_registry.is_root(unwrapped(module)) or not ownership.claim(what):
         return False
-    if device.index is not None and device.index != own.index:
+    if device.index not in (None, own.index) and device not in hook_context.own_names:
+        hook_context.own_names.add(device)
         hook_context.undo.enter_context(OwnGpu(device, own))
     return True
 
