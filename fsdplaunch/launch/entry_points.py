@@ -26,7 +26,7 @@ PRELOADED_TO_SHARD = (
     "fsdplaunch.runtime.torch_internals.late_imports",
 )
 """The same of a sharded run; the first optimizer alone would import the compiler in each."""
-PRELOADED_HOOKS = "fsdplaunch.runtime.auto.install"
+PRELOADED_HOOKS = ("fsdplaunch.runtime.auto.install",)
 """The same of a script that the bootstrap shards."""
 
 
@@ -50,6 +50,6 @@ def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ..
         then += PRELOADED_TO_SHARD
         then += [LAYERS] if sizes.parallelism_config_tp_size > 1 else []
         then += [SEQUENCES] if sizes.parallelism_config_cp_size > 1 else []
-        then += [PRELOADED_HOOKS] if config.launch.shard in ("auto", "always") else []
+        then += PRELOADED_HOOKS if config.launch.shard in ("auto", "always") else ()
         then += ["fsdplaunch.runtime.auto.batch.divided_pass"] if config.launch.keep_global_batch else []
     return ("torch", "torch.distributed"), (*then, *config.launch.preload)

@@ -108,6 +108,7 @@ def test_host_that_dies_in_training_is_lost_and_the_others_end(sshd: Sshd, folde
     assert code == 3
     assert f"lost host2 ({sshd.lab.address(2)}): no message for 3 s" in err
     wait_until(lambda: not workers(sshd, 1), 5)
+    wait_until(lambda: not workers(sshd, 2), 30)  # which hears nothing of it, and ends by the silence
 
 
 def test_interrupt_reaches_every_host_and_saves(sshd: Sshd, folder: Path):
