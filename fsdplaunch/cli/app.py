@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from fsdplaunch.cli.commands import app, expanded
+from fsdplaunch.cli.options import joined_assignments
 from fsdplaunch.cli.output import Output
 from fsdplaunch.display_text import shortened, text_of
 from fsdplaunch.errors import LaunchError, UsageError
@@ -30,7 +31,8 @@ def run(argv: list[str]) -> int:
     """Run the command line, without the program's name; return the exit status."""
     sys.unraisablehook = _interrupt_again
     try:
-        status = app(args=expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
+        with joined_assignments():
+            status = app(args=expanded(argv), prog_name="fsdplaunch", standalone_mode=False)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except (KeyboardInterrupt, typer.Abort):

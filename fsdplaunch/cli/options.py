@@ -1,6 +1,9 @@
 """Options that several commands take, the numbers and sizes that options are given, and who does a command."""
 
-from collections.abc import Callable, Iterable, Mapping
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -42,7 +45,8 @@ def _assignments() -> Iterable[str]:
     from fsdplaunch.config.schema.config import all_keys
 
     for spec in all_keys():
-        yield from (f"{spec.name}={choice}" for choice in ("", *spec.key.kind.choices))
+        for name in dict.fromkeys((spec.name, ".".join(spec.path))):
+            yield from (f"{name}={choice}" for choice in ("", *spec.key.kind.choices))
 
 
 def keys_and_sections() -> Iterable[str]:
@@ -57,6 +61,30 @@ def presets() -> Iterable[str]:
     from fsdplaunch.config.render import preset_files
 
     return preset_files()
+
+
+@contextmanager
+def joined_assignments() -> Iterator[None]:
+    """Complete the value of KEY=VALUE in bash, which has split it at the '=' and replaces what stands behind."""
+    if os.environ.get("_FSDPLAUNCH_COMPLETE") != "complete_bash":
+        yield
+        return
+    place, joined, is_value = int(os.environ["COMP_CWORD"]), [""], True
+    for word in os.environ["COMP_WORDS"].split("\n")[: place + 1]:
+        if is_value or word == "=":
+            joined[-1] += word
+        else:
+            joined.append(word)
+        is_value = word == "="
+    os.environ.update(COMP_WORDS="\n".join(joined), COMP_CWORD=str(len(joined) - 1))
+    key = "".join(joined[-1].rpartition("=")[:2]) if len(joined) <= place else ""
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            yield
+    finally:
+        found = (line.removeprefix(key) for line in out.getvalue().split("\n"))
+        print("\n".join(filter(None, found)))  # noqa: T201
 
 
 ASSIGNMENTS = completed(_assignments)

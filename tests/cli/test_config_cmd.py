@@ -3,8 +3,10 @@
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from fsdplaunch.cli.app import run
@@ -186,5 +188,27 @@ def test_set_changes_what_follows_a_key_too(config, capsys):
 )
 def test_presets_keys_values_and_runs_are_completed(cli, tmp_path, words, found):
     (tmp_path / "runs" / "2026-run").mkdir(parents=True)
-    done = cli(_FSDPLAUNCH_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+    words = words.replace(" ", "\n")  # as bash hands them over
+    done = cli(_FSDPLAUNCH_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count("\n")))
     assert done.stdout.split() == [found]
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("config set mixed_precision=b", "config set mixed_precision=bf16 "),
+        ("config set mixed_prec", "config set mixed_precision="),
+        ("launch --set fsdp_sharding_strategy=SHARD_", "launch --set fsdp_sharding_strategy=SHARD_GRAD_OP "),
+        ("launch --set launch.shard=alw", "launch --set launch.shard=always "),
+        ("config explain mixed_pr", "config explain mixed_precision "),
+        ("config set mixed_precision=no fsdp_state_dict_type=SHA", "fsdp_state_dict_type=SHARDED_STATE_DICT "),
+    ],
+)
+def test_what_is_typed_is_completed_in_bash(typed, line):
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "dumb"}
+    shell = pexpect.spawn("bash", ["--norc", "--noprofile"], env=environ, encoding="utf-8", timeout=20)
+    shell.sendline("PS1='$ '; bind 'set bell-style none'; eval \"$(fsdplaunch --show-completion)\"; echo R''EADY")
+    shell.expect_exact("READY\r\n$ ")
+    shell.send(f"fsdplaunch {typed}\t")
+    shell.expect_exact(line)
+    shell.close(force=True)
