@@ -101,3 +101,34 @@ def test_an_evaluation_after_training_with_parameters_kept_gathered(forks: Forks
     keys = {"fsdp_config__fsdp_reshard_after_forward": False}
     done = forks.passes(PROGRAMS / "nano_gpt.py", tmp_path / "run", ranks=2, **keys)
     assert "step 3: val loss" in done.out[0]
+
+COUNTED = """
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+class Gathers(TorchDispatchMode):
+    count = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        Gathers.count += "all_gather" in str(func)
+        return func(*args, **(kwargs or {}))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+params = list(model.parameters())
+(1e3 * model(torch.ones(4, 5)).square().mean()).backward()
+average = [param.detach().clone() for param in params]
+with Gathers():
+    print(f"norm: {float(nn.utils.clip_grad_norm_(params, 1.0)):.3f}")
+    torch._foreach_lerp_(average, [param.detach() for param in params], 0.1)
+    nn.utils.clip_grad_value_(params, 0.01)
+    torch._foreach_add_(average, [param.grad for param in params], alpha=-0.1)
+print(f"gathers: {Gathers.count}")
+print(f"after: {params[0].grad.norm().item():.6f} {average[2].norm().item():.6f}")
+"""
+
+
+def test_what_goes_by_element_over_lists_gathers_nothing(forks: Forks, tmp_path: Path) -> None:
+    plain = forks.run(COUNTED, tmp_path / "plain")
+    many = forks.passes(COUNTED, tmp_path / "many", ranks=2)
+    for out in many.out:
+        assert lines(out) == {name: pytest.approx(found, rel=1e-4) for name, found in lines(plain.out[0]).items()}

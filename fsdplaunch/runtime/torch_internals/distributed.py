@@ -89,8 +89,11 @@ def is_elementwise(operator: Any) -> bool:
     packet = getattr(torch.ops.aten, name.removeprefix("_foreach_").removesuffix("_"), None)
     if packet is None or (not for_lists and not hasattr(packet, overload)):
         return False
-    overloads = [each for each in packet.overloads() if "out" not in each] if for_lists else [overload]
-    return all(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+    names = [each for each in packet.overloads() if "out" not in each] if for_lists else [overload]
+    overloads = [getattr(packet, each) for each in names]
+    # TorchScript's, of plain numbers and lists, stand among those of lists, without tags.
+    of_tensors = [each for each in overloads if str(each._schema.arguments[0].type) == "Tensor"]
+    return bool(of_tensors) and all(torch.Tag.pointwise in each.tags for each in of_tensors)
 
 
 __all__ = ["ShardedTensor", "TensorShard"]  # Torch's own, under plain names
