@@ -43,6 +43,7 @@ def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
 
 
 SMALLEST = 1 << 16  # bytes below which a gathered tensor stays in memory: a file of its own is not worth it
+KEPT_BYTES = 1 << 25  # of the first tensors of a save, which stay there as well: most of a small model's
 HINT = (
     "save on all ranks or on rank 0, which can save alone from the first step of the model's optimizer on: decide"
     " by a number equal on all ranks, such as a loss on validation data or one averaged by"
@@ -66,7 +67,7 @@ class ShardGatherer:
         self.together = True  # all ranks make the call; otherwise rank 0 alone does, and fetches what others hold
         self.by_rank = False  # whether each rank writes a file of its own
         self.count = 0  # how many tensors were asked for
-        self._spool = spool
+        self._room = KEPT_BYTES if spool else sys.maxsize  # bytes that may still stay in memory
         self._met = False
         self._full: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -93,8 +94,9 @@ class ShardGatherer:
         key = (storage_identity(local), local.storage_offset(), tuple(tensor.shape), tensor.dtype)
         if key not in self._full:
             full = self.gather(tensor)
+            self._room -= full.nbytes
             # The shard is kept as well: its storage's address must not be given to another while this one counts.
-            self._full[key] = local, spooled(full) if self._spool else full
+            self._full[key] = local, full if self._room >= 0 else spooled(full)
         full = self._full[key][1]
         return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
 
