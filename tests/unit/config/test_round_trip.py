@@ -168,7 +168,7 @@ def test_a_converted_file_shards_the_same_way(config):
         with pytest.raises(UsageError, match="shards nothing"):
             to_fsdp2(render(config))
         return
-    converted = read(to_fsdp2(render(config)).text)
+    converted = read(to_fsdp2(render(config))[0])
     assert converted.fsdp_config.fsdp_version == 2
     kept = ("fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_ignored_modules")
     for name in kept:
