@@ -32,13 +32,6 @@ def test_the_version_of_a_file_that_names_none(text, version):
     assert config(text).fsdp_config.fsdp_version == version
 
 
-@pytest.mark.parametrize("word", ["shard_grad_op", "shard grad op", "2", "'2'"])
-@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
-def test_the_strategy_of_version_1_is_what_either_key_says(key, word):
-    read = config(f"fsdp_config: {{fsdp_version: 1, {key}: {word}}}\n")
-    assert read.fsdp_config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-
-
 @pytest.mark.parametrize(
     ("strategy", "machines", "reshard", "mesh"),
     [

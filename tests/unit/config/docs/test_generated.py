@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from fsdplaunch.config.docs import describe, explain, json_schema, keys_named, list_keys
+from fsdplaunch.config.docs import describe, explain, json_schema, list_keys
 from fsdplaunch.config.load import load_config, stack
 from fsdplaunch.config.render import find_preset, preset_files, preset_summary, render
 from fsdplaunch.config.schema.config import all_keys, keys_by_path
@@ -114,15 +114,3 @@ def test_every_key_can_be_explained():
     for spec in all_keys():
         assert spec.name in explain(spec)
         assert (f"  {spec.name} " in listed) is not spec.key.noise
-
-
-def test_a_key_is_found_by_any_of_its_names_and_what_is_none_gets_the_nearest():
-    for word, name in (("sharding-strategy", "fsdp_sharding_strategy"), ("fsdp_config.version", "fsdp_version")):
-        assert [spec.name for spec in keys_named(word)] == [name]
-    assert {"dir", "keep_last"} <= {spec.name for spec in keys_named("checkpoint")}
-    with pytest.raises(UsageError) as caught:
-        keys_named("fsdp_shading_strategy")
-    assert "fsdp_sharding_strategy" in caught.value.hint
-    with pytest.raises(UsageError) as caught:
-        keys_named("nothing.like.this")
-    assert caught.value.exit_code == 2
