@@ -6,7 +6,7 @@ other models only what is kept and gathered is counted.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -53,9 +53,8 @@ class TensorSize:
 class UnitSize:
     """Tensors that are gathered together, as often as the model repeats them."""
 
-    name: str  # prefix of the tensors' names; empty for the model itself
-    count: int  # how many such units there are
     tensors: tuple[tuple[TensorSize, int], ...]  # the tensors of one of them, and how many there are of each kind
+    count: int = 1  # how many such units there are
 
     @property
     def parameters(self) -> int:
@@ -121,14 +120,11 @@ def model_sizes(tensors: Mapping[str, TensorSize], source: str) -> ModelSizes:
         parents = (".".join(parts[:length]) for length in range(1, len(parts)))
         members.get(next((each for each in parents if each in members), ""), root).append(tensor)
         widths[tensor.itemsize] += tensor.numel
-    blocks: dict[object, UnitSize] = {}
-    for unit in (unit_of(prefix, content) for prefix, content in members.items() if content):
-        known = blocks.setdefault(unit.tensors, replace(unit, count=0))
-        blocks[unit.tensors] = replace(known, count=known.count + 1)
+    blocks = Counter(unit_of(content) for content in members.values() if content)
     return ModelSizes(
         source=source,
-        root=unit_of("", root),
-        blocks=tuple(blocks.values()),
+        root=unit_of(root),
+        blocks=tuple(replace(unit, count=count) for unit, count in blocks.items()),
         itemsize=widths.most_common(1)[0][0] if widths else 4,
         names=dict(tensors),
     )
@@ -158,10 +154,9 @@ def block_names(names: Iterable[str], prefix: str = "") -> Iterator[str]:
                 yield from block_names(inside, f"{block}.")
 
 
-def unit_of(name: str, tensors: Iterable[TensorSize]) -> UnitSize:
+def unit_of(tensors: Iterable[TensorSize]) -> UnitSize:
     """Return the unit that holds some tensors."""
-    content = sorted(Counter(tensors).items(), key=lambda item: (item[0].shape, item[0].itemsize))
-    return UnitSize(name=name, count=1, tensors=tuple(content))
+    return UnitSize(tensors=tuple(sorted(Counter(tensors).items(), key=lambda kind: astuple(kind[0]))))
 
 
 def read_sizes(folder: Path) -> ModelSizes:
