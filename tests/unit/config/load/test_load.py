@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load import find_file, load_config, stack
+from fsdplaunch.config.load import find_file, load_config
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.schema.config import all_keys, keys_by_path
-from fsdplaunch.config.yaml_text import read_text
+from tests.yaml_config import loaded as read
 
 
 def write(folder: Path, text: str, name: str = "fsdp.yaml") -> Path:
@@ -145,10 +145,6 @@ def notes(loaded):
 
 
 CASES = Path(__file__).parents[3] / "cases"
-
-
-def read(text, **more):
-    return stack(read_text(text, "x.yaml"), **more)
 
 
 def test_of_the_guides_example_two_keys_are_named():

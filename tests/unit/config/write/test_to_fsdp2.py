@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.config.convert import to_fsdp2
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.resolve import mesh_sizes
-from fsdplaunch.config.yaml_text import read_text
+from tests.yaml_config import loaded as load
 
 GUIDE = (Path(__file__).parents[3] / "cases" / "transformers_guide.yaml").read_text()
-
-
-def load(text):
-    return stack(read_text(text, "x"))
 
 
 def version_1(strategy, more=""):
