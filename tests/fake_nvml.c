@@ -27,6 +27,9 @@ R nvmlDeviceGetCudaComputeCapability(dev*d,int*a,int*b){ *a=9;*b=0; if(!strcmp(d
 R nvmlDeviceGetUUID(dev*d,char*b,unsigned l){ snprintf(b,l,"%s",d->uuid); return 0;}
 typedef struct{unsigned pid; unsigned long long used; unsigned gi,ci;} proc;
 R nvmlDeviceGetComputeRunningProcesses_v3(dev*d,unsigned*c,proc*p){ const char*b=getenv("FAKE_NVML_BUSY"); int want=b?1:0; if(!want){*c=0;return 0;} if(*c==0){*c=1;return 7;} p[0].pid=atoi(b); p[0].used=3ull<<30; p[0].gi=p[0].ci=-1; *c=1; return 0;}
+typedef struct{unsigned gpu,memory;} rates;
+R nvmlDeviceGetUtilizationRates(dev*d,rates*u){ if(d->idx) return 3; u->gpu=97; u->memory=30; return 0;}
+R nvmlDeviceGetTemperature(dev*d,int sensor,unsigned*t){ *t=61+d->idx; return 0;}
 typedef struct{char legacy[16]; unsigned domain,bus,device,pcid,subs; char busId[32];} pci;
 R nvmlDeviceGetPciInfo_v3(dev*d,pci*p){ memset(p,0,sizeof*p); sprintf(p->legacy,"0000:%02X:00.0",0x1b+d->idx); sprintf(p->busId,"00000000:%02X:00.0",0x1b+d->idx); return 0;}
 R nvmlSystemGetDriverVersion(char*b,unsigned l){ const char*e=getenv("FAKE_NVML_DRIVER"); snprintf(b,l,"%s",e?e:"550.54.15"); return 0;}

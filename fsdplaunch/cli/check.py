@@ -45,8 +45,6 @@ def check(
         compare, arguments = True, arguments[1:]
     script = single_node.check_script(script, "check", is_file=not module)
     comparison = feature(COMPARISON) if compare else None
-    if comparison is not None:
-        comparison.check_tolerance(tolerance)
     loaded = load_config(file, overrides=overrides, noted=option_notes(noted))
     asked = loaded.config
     small, changed = shrunk(asked)

@@ -242,7 +242,9 @@ def check(
     compare: Annotated[
         bool, flag("--compare", "Run it in one process too, and compare losses, gradients, parameters")
     ] = False,
-    tolerance: Annotated[float, number("--tolerance", 0, 1, "Relative difference that counts as equal")] = 1e-4,
+    tolerance: Annotated[
+        float, number("--tolerance", 1e-15, 1, "Relative difference that counts as equal")
+    ] = 1e-4,
     noted: NotedOption = None,
     as_json: JsonOption = False,
 ) -> None:

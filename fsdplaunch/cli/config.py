@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def write_config(
     out.say(describe_facts(facts))
     result = run_wizard(
         facts=facts,
-        out=out,
+        say=out.say,
         path=output or Path(DEFAULT_FILE),
         answers={name.replace("_", "-"): text for name, text in answers.items() if text is not None},
         overrides=overrides,
@@ -230,14 +230,12 @@ def convert(
     if target.exists() and not overwrite:
         msg = f"{target} exists"
         raise UsageError(msg, hint="name another file, or add --overwrite")
-    text = _text_of(source)
-    result = to_fsdp2(text, source=str(source))
-    write_text_atomically(target, result.text)
+    text, changes = to_fsdp2(_text_of(source), source=str(source))
+    write_text_atomically(target, text)
     if as_json:
-        changes = [{"key": c.key, "action": c.action, "message": c.message} for c in result.changes]
-        out.json({"file": str(target), "changes": changes})
+        out.json({"file": str(target), "changes": [asdict(change) for change in changes]})
         return 0
-    for change in result.changes:
+    for change in changes:
         out.say(f"{change.action:<8} {change.key}: {change.message}")
-    out.say(f"wrote {target}" + ("" if result.changes else ", with nothing to change"))
+    out.say(f"wrote {target}" + ("" if changes else ", with nothing to change"))
     return 0

@@ -17,7 +17,7 @@ from fsdplaunch.comparison.causes import Cause, find_cause, is_equal, may_be_rou
 from fsdplaunch.comparison.verdict import RunFacts, Verdict, added_up, compare, read_run
 from fsdplaunch.config.environment import COMPARE_CHANGED, COMPARE_DIR, REHEARSAL_STEPS
 from fsdplaunch.display_text import counted, table
-from fsdplaunch.errors import LaunchError, UsageError
+from fsdplaunch.errors import LaunchError
 from fsdplaunch.launch.entry_points import PLAIN_RUN
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.parent_death import ended_with_us
@@ -26,13 +26,6 @@ from fsdplaunch.run_dir import COMPARED_CHANGED, FOLDER_MODE
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def check_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance that nothing or everything meets."""
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        msg = f"--tolerance must be a number above 0, got {tolerance}"
-        raise UsageError(msg, hint="1e-4 is the default")
 
 
 def prepared(plan: LaunchPlan) -> LaunchPlan:

@@ -24,16 +24,10 @@ class KeyChange:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """The text of a converted file, and what happened to each key that is not simply kept."""
+def to_fsdp2(text: str, *, source: str = "the file") -> tuple[str, list[KeyChange]]:
+    """Return a file for FSDP2, comments and layout kept, and what happened to each key that is not simply kept.
 
-    text: str
-    changes: tuple[KeyChange, ...]
-
-
-def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
-    """Return a file for FSDP2, comments and layout kept; one that is comes back without keys that only FSDP1 has.
+    One that is for FSDP2 comes back without keys that only FSDP1 has.
 
     Raises:
         ConfigError: The file is wrong to begin with.
@@ -58,7 +52,7 @@ def to_fsdp2(text: str, *, source: str = "the file") -> Conversion:
         is_new = path != _VERSION and not _is_set(loaded, path)
         action: Any = "dropped" if value is None else "added" if is_new else "changed"
         changes.append(KeyChange(key=".".join(path), action=action, message=message))
-    return Conversion(text=converted, changes=tuple(changes))
+    return converted, changes
 
 
 _Step = tuple[KeyPath, Any, str]  # a key, its new value (None takes it out), and what that means for a run

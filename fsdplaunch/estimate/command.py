@@ -30,7 +30,6 @@ from fsdplaunch.probe.model_files import (
     hub_folder,
     is_hub_name,
     parse_count,
-    weight_files,
 )
 
 
@@ -159,7 +158,7 @@ def _sized(text: str) -> NamedModel:
 def _read_folder(folder: Path, named: str) -> NamedModel:
     """Return a model folder: sizes from its headers, activations from its config.json; either is enough."""
     path = folder / "config.json"
-    if not weight_files(folder):
+    if next(folder.glob("*.safetensors"), None) is None:
         if not path.is_file():
             msg = f"{folder} holds no *.safetensors file and no config.json"
             raise UsageError(msg, hint="give a model folder")

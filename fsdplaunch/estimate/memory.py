@@ -222,7 +222,7 @@ def memory_need(model: Model, setup: TrainingSetup) -> MemoryNeed:
     sizes, shape = model.sizes, model.shape
     root, blocks = sizes.root, sizes.blocks
     if setup.whole:
-        root, blocks = unit_of("", sizes.names.values()), ()
+        root, blocks = unit_of(sizes.names.values()), ()
     root, blocks = root.split(setup.tensor), tuple(unit.split(setup.tensor) for unit in blocks)
     units, flat = (root, *blocks), setup.version == 1
     master, compute, _ = setup.widths(sizes)

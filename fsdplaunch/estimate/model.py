@@ -4,22 +4,23 @@ What activations depend on is known of the decoders of transformers that are des
 other models only what is kept and gathered is counted.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdplaunch.checkpoint.dtypes import DTYPES
+from fsdplaunch.checkpoint.model_weights import StoredWeight, find_weight_files
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.display_text import quoted, short_count, shortened
-from fsdplaunch.errors import UsageError
+from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.files import JsonError, parse_json
-from fsdplaunch.probe.model_files import file_header, find_blocks, read_index, weight_files
 
 LIMIT = 64 * 1024 * 1024
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8", "F4")
+_MOST_DIGITS = 10  # of a block's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,8 @@ class TensorSize:
 class UnitSize:
     """Tensors that are gathered together, as often as the model repeats them."""
 
-    name: str  # prefix of the tensors' names; empty for the model itself
-    count: int  # how many such units there are
     tensors: tuple[tuple[TensorSize, int], ...]  # the tensors of one of them, and how many there are of each kind
+    count: int = 1  # how many such units there are
 
     @property
     def parameters(self) -> int:
@@ -112,9 +112,7 @@ class ModelSizes:
 
 def model_sizes(tensors: Mapping[str, TensorSize], source: str) -> ModelSizes:
     """Sort tensors into the model's repeated blocks and the rest."""
-    groups = find_blocks({name: tensor.numel for name, tensor in tensors.items()})
-    names = (f"{group.prefix}.{number}" for group in groups for number in range(group.count))
-    members: dict[str, list[TensorSize]] = {name.lstrip("."): [] for name in names}  # a model may be a list itself
+    members: dict[str, list[TensorSize]] = {name: [] for name in block_names(tensors)}
     root: list[TensorSize] = []
     widths: Counter[int] = Counter()
     for name, tensor in tensors.items():
@@ -122,51 +120,61 @@ def model_sizes(tensors: Mapping[str, TensorSize], source: str) -> ModelSizes:
         parents = (".".join(parts[:length]) for length in range(1, len(parts)))
         members.get(next((each for each in parents if each in members), ""), root).append(tensor)
         widths[tensor.itemsize] += tensor.numel
-    blocks: dict[object, UnitSize] = {}
-    for unit in (unit_of(prefix, content) for prefix, content in members.items() if content):
-        known = blocks.setdefault(unit.tensors, replace(unit, count=0))
-        blocks[unit.tensors] = replace(known, count=known.count + 1)
+    blocks = Counter(unit_of(content) for content in members.values() if content)
     return ModelSizes(
         source=source,
-        root=unit_of("", root),
-        blocks=tuple(blocks.values()),
+        root=unit_of(root),
+        blocks=tuple(replace(unit, count=count) for unit, count in blocks.items()),
         itemsize=widths.most_common(1)[0][0] if widths else 4,
         names=dict(tensors),
     )
 
 
-def unit_of(name: str, tensors: Iterable[TensorSize]) -> UnitSize:
+def block_names(names: Iterable[str], prefix: str = "") -> Iterator[str]:
+    """Yield the name of each block of the outermost lists of modules whose members are mostly alike.
+
+    A list counts when its numbers run from 0 and at least half of its members hold the same names. A list of
+    unlike stages (a convolution network's) is looked into instead.
+    """
+    lists: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        parts = name.split(".")
+        numbers = (place for place, part in enumerate(parts[:-1]) if part.isdecimal() and len(part) < _MOST_DIGITS)
+        at = next(numbers, None)
+        if at is not None:
+            lists[".".join(parts[:at])][int(parts[at])].append(".".join(parts[at + 1 :]))
+    for place, members in lists.items():
+        alike = Counter(map(frozenset, members.values())).most_common(1)[0][1]
+        is_run = set(members) == set(range(len(members))) and alike >= max(2, len(members) / 2)
+        for number, inside in members.items():
+            block = f"{prefix}{place}.{number}" if place else f"{prefix}{number}"  # a model may be a list itself
+            if is_run:
+                yield block
+            else:
+                yield from block_names(inside, f"{block}.")
+
+
+def unit_of(tensors: Iterable[TensorSize]) -> UnitSize:
     """Return the unit that holds some tensors."""
-    content = sorted(Counter(tensors).items(), key=lambda item: (item[0].shape, item[0].itemsize))
-    return UnitSize(name=name, count=1, tensors=tuple(content))
+    return UnitSize(tensors=tuple(sorted(Counter(tensors).items(), key=lambda kind: astuple(kind[0]))))
 
 
 def read_sizes(folder: Path) -> ModelSizes:
     """Read the sizes from the headers of a model folder's safetensors files; no tensor is read."""
-    files = weight_files(folder)
-    if not files:
-        msg = f"{folder} holds no *.safetensors file"
-        raise UsageError(msg, hint="give a folder with safetensors weights, or a config.json")
-    tensors: dict[str, TensorSize] = {}
-    homes: dict[str, str] = {}
-    for path in files:
-        header = file_header(path)
-        end = max((entry.last for entry in header.entries.values()), default=header.start)
-        if header.size != end:
-            msg = f"{path} is not a complete safetensors file: it has {header.size} bytes, its header says {end}"
-            raise UsageError(msg, hint="download or copy it again")
-        homes |= dict.fromkeys(header.entries, path.name)
-        for name, entry in header.entries.items():
-            if entry.code.startswith(_FLOATS):
-                if entry.dtype is None:
-                    msg = f"{path}: {name} has the unknown dtype {entry.code}"
-                    raise UsageError(msg)
-                tensors[name] = TensorSize(entry.shape, entry.dtype.size)
-    for name, file in read_index(folder).items():
-        if homes.get(name) != file:
-            msg = f"the index of {folder} says that {file} holds {name}, and it does not"
-            raise UsageError(msg, hint="download or copy the folder again")
-    return model_sizes(tensors, f"headers of {len(files)} file{'s' if len(files) > 1 else ''} in {folder}")
+    try:
+        files = find_weight_files(folder)
+    except CheckpointError as error:
+        raise UsageError(error.message, hint=error.hint) from None
+    stored: dict[tuple[Any, ...], StoredWeight] = {}  # a tensor with two names counts once
+    for weight in files.weights.values():
+        if weight.code.startswith(_FLOATS):
+            stored.setdefault((weight.file, weight.start, weight.shape), weight)
+    # Elements of other dtypes than a copy knows are of a byte or less.
+    tensors = {
+        one.name: TensorSize(one.shape, 1 if one.dtype is None else one.dtype.size) for one in stored.values()
+    }
+    count = len(files.paths)
+    return model_sizes(tensors, f"headers of {count} file{'s' if count > 1 else ''} in {folder}")
 
 
 def read_json_file(path: Path) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fsdplaunch.display_text import GIB, counted
@@ -155,11 +156,11 @@ class Report:
     memory_from: str = ""  # where that number comes from
     host_memory: int | None = None  # of this machine, in bytes; None when unknown or when the run is elsewhere
     said_first: Sequence[str] = ()  # notes
-    needs: Sequence[MemoryNeed] = field(init=False)  # of the ways to shard, the configured one first
 
-    def __post_init__(self) -> None:
-        needs = [memory_need(self.model, setup) for setup in (self.setup, *alternatives(self.setup))]
-        object.__setattr__(self, "needs", needs)
+    @cached_property
+    def needs(self) -> Sequence[MemoryNeed]:
+        """Return what each way to shard needs, the configured one first."""
+        return [memory_need(self.model, setup) for setup in (self.setup, *alternatives(self.setup))]
 
     @property
     def verdict(self) -> Verdict:

@@ -166,7 +166,7 @@ def read_driver(gpus: Sequence[Gpu]) -> Driver:
                 first, second = (nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in (one, other))
                 status = nvml.nvmlDeviceGetP2PStatus(first, second, read)
                 peers[one.visible_name, other.visible_name] = status == nvml.NVML_P2P_STATUS_OK
-        version = _text(nvml.nvmlSystemGetDriverVersion())
+        version = nvml.nvmlSystemGetDriverVersion()
         return Driver(version=version, cuda=(newest // 1000, newest % 1000 // 10), peers=peers)
 
 
@@ -244,10 +244,7 @@ def _read_all(nvml: Any) -> tuple[list[Gpu], list[Gpu], list[str]]:
         for number in range(most if mode and mode[0] else 0):
             part = _asked(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
             if part is not None:  # fewer have been made than there may be
-                memory, uuid = (
-                    _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part),
-                    _text(nvml.nvmlDeviceGetUUID(part)),
-                )
+                memory, uuid = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, part), nvml.nvmlDeviceGetUUID(part)
                 size = int(memory.total) if memory else 0
                 slices.append(replace(gpus[-1], uuid=uuid, memory_bytes=size, is_slice=True))
     return gpus, slices, notes
@@ -258,14 +255,14 @@ def _read_gpu(nvml: Any, handle: Any) -> Gpu:
     memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     place = _asked(nvml, getattr(nvml, "nvmlDeviceGetPciInfo", None), handle)
-    domain, _, rest = _text(place.busId).lower().partition(":") if place else ("", "", "")
+    domain, _, rest = place.busId.lower().partition(":") if place else ("", "", "")
     processes = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Gpu(
         index=int(nvml.nvmlDeviceGetIndex(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        name=nvml.nvmlDeviceGetName(handle),
         memory_bytes=int(memory.total) if memory else 0,
         compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
         busy=tuple((int(entry.pid), int(entry.usedGpuMemory or 0)) for entry in processes),
         bus_id=f"{domain[-4:]}:{rest}" if rest else "",  # as the kernel writes it: the domain in four digits
         bad_memory=int(_asked(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, kind, since) or 0),
@@ -277,10 +274,6 @@ def _asked(nvml: Any, question: Any, *args: Any) -> Any:
     with suppress(nvml.NVMLError):
         return question(*args) if question is not None else None
     return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _select(gpus: Sequence[Gpu], slices: Sequence[Gpu], wanted: str) -> tuple[list[Gpu], str | None]:

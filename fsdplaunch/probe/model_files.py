@@ -4,58 +4,14 @@ import json
 import logging
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from fsdplaunch.checkpoint.safetensors_format import INDEX_NAME, FileHeader, read_header, read_weight_map
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError
-from fsdplaunch.errors import UsageError
+from fsdplaunch.checkpoint.model_weights import find_weight_files
+from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.private_dir import make_process_dir
-
-_MOST_DIGITS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedBlocks:
-    """One run of repeated blocks."""
-
-    prefix: str  # name of the list, without the number: `model.layers`
-    count: int  # how many there are
-    parameters: int  # parameters of all
-
-
-def find_blocks(counts: Mapping[str, int]) -> tuple[RepeatedBlocks, ...]:
-    """Return the outermost lists of named tensors whose members are mostly alike, largest share first.
-
-    A list counts when its numbers run from 0 and at least half of its members hold the same names. A list of
-    unlike stages (a convolution network's) is looked into instead.
-    """
-    found = _search(counts, "")
-    return tuple(sorted(found, key=lambda group: (-group.parameters, group.prefix)))
-
-
-def _search(counts: Mapping[str, int], prefix: str) -> Iterator[RepeatedBlocks]:
-    lists: dict[str, dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
-    for name, count in counts.items():
-        parts = name.split(".")
-        numbers = (place for place, part in enumerate(parts[:-1]) if part.isdecimal() and len(part) < _MOST_DIGITS)
-        at = next(numbers, None)
-        if at is not None:
-            lists[".".join(parts[:at])][int(parts[at])][".".join(parts[at + 1 :])] = count
-    for place, members in lists.items():
-        full = f"{prefix}{place}" if place else prefix.rstrip(".")
-        alike = Counter(map(frozenset, members.values())).most_common(1)[0][1]
-        if set(members) == set(range(len(members))) and alike >= max(2, len(members) / 2):
-            size = sum(sum(member.values()) for member in members.values())
-            yield RepeatedBlocks(prefix=full, count=len(members), parameters=size)
-        else:
-            for number, member in members.items():
-                yield from _search(member, f"{full}.{number}.")
-
 
 FEWEST_PARAMETERS = 1_000_000
 """A smaller model is a size whose unit was forgotten: 8 is not a model of 8 parameters."""
@@ -76,41 +32,6 @@ def find_model(folder: Path) -> Path | None:
     found = [path for path in folder.glob("*/*.safetensors") if path.is_file()]
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     return newest.parent if newest else None
-
-
-def file_header(path: Path) -> FileHeader:
-    """Return the header of a safetensors file."""
-    try:
-        return read_header(path)
-    except (OSError, InvalidFileError) as error:
-        msg = f"{path} is not a complete safetensors file: {error}"
-        raise UsageError(msg, hint="download or copy it again") from None
-
-
-def read_index(folder: Path) -> dict[str, str]:
-    """Return which file holds which tensor, as a model folder's index says; empty where there is no index."""
-    try:
-        listed = read_weight_map(folder / INDEX_NAME)
-    except InvalidFileError:
-        return {}
-    files = {file: Path(file).name for file in set(listed.values())}
-    return {name: files[file] for name, file in listed.items()}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that a model folder's index names, or every safetensors file."""
-    listed = read_index(folder)
-    if not listed:
-        return sorted(folder.glob("*.safetensors"))
-    names = sorted(set(listed.values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UsageError(
-            f"{folder / INDEX_NAME} names {missing[0]}, which is not there"
-            + (f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""),
-            hint="finish the download, or give another folder",
-        )
-    return [folder / name for name in names]
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -154,8 +75,8 @@ def _cached(name: str) -> Path | None:
 
 def _is_complete(folder: Path) -> bool:
     try:
-        return (folder / "config.json").is_file() and bool(weight_files(folder))
-    except UsageError:
+        return (folder / "config.json").is_file() and bool(find_weight_files(folder).weights)
+    except CheckpointError:
         return False  # a weight file is not there
 
 

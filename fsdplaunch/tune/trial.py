@@ -116,8 +116,6 @@ class TrialRunner:
     def run(self, config: Config, number: int, steps: int) -> Outcome:
         """Launch the script as trial `number`, to measure so many steps after the first ones."""
         place, work = self.folder / "trials" / f"{number:03d}", self.folder / "work"
-        for left in (place, work):  # of an interrupted search that goes on
-            shutil.rmtree(left, ignore_errors=True)
         make_scratch(self.source, work, leave_out=(self.folder, self.folder.parent))
         launch = replace(
             config.launch,

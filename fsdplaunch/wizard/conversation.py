@@ -44,7 +44,7 @@ from fsdplaunch.wizard.answers import (
     read_source,
     remarks,
 )
-from fsdplaunch.wizard.questions import KEEP, MODEL, QUESTIONS, TYPE_IT, Choice, Question, UserMessages
+from fsdplaunch.wizard.questions import KEEP, MODEL, QUESTIONS, TYPE_IT, Choice, Question
 from fsdplaunch.wizard.state import WizardState
 
 HOW_TO = "(Shift-Tab: back, ?: explain)"
@@ -188,7 +188,7 @@ class Conversation:
     given: Mapping[str, str]  # answers that options gave, as typed; these are not asked
     path: FilePath  # the file to be written
     overwrite: bool  # whether to start over when it exists, without asking
-    out: UserMessages  # where words go that are not a prompt
+    say: Callable[[str], None]  # prints words that are not a prompt
     prompts: Prompts = field(default_factory=Prompts)  # who asks; a terminal when left out
     edited: str | None = None  # the text that is changed in place, or None for a new text
 
@@ -212,7 +212,7 @@ class Conversation:
         return conclude(self.state, path=self.path, overwrite=self.path.exists(), edited=self.edited)
 
     def _say(self, text: str) -> None:
-        self.out.say(self.prompts.wrapped(text))
+        self.say(self.prompts.wrapped(text))
 
     def _ask_about_file(self) -> None:
         try:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, Protocol
+from typing import Any
 
 from fsdplaunch.config.resolve import CPU_WORKERS, strategy_named, uses_xla
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path, value_at
@@ -22,13 +22,6 @@ from fsdplaunch.wizard.state import WizardState, named_model
 
 KEEP = "keep"  # the answer that leaves a question's keys as the existing file says them
 TYPE_IT = "..."  # the choice that opens a line to type an answer in
-
-
-class UserMessages(Protocol):
-    """Where words go that are not a prompt: `fsdplaunch.cli.output.Output`, or a list in a test."""
-
-    def say(self, text: str) -> None:
-        """Print something, on stderr."""
 
 
 @dataclass(frozen=True, slots=True)

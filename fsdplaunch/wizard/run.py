@@ -1,6 +1,6 @@
 """Run the wizard: facts and answers -> the text of a file. The caller writes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 
 from fsdplaunch.config.layers import read_assignments
@@ -11,14 +11,13 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import count_tpu_chips, describe_hardware, read_hardware
 from fsdplaunch.probe.scheduler import describe_cluster, read_cluster
 from fsdplaunch.wizard.answers import WizardResult, answer_all, compose, conclude, read_source
-from fsdplaunch.wizard.questions import UserMessages
 from fsdplaunch.wizard.state import SuggestionFacts, WizardState
 
 
 def run_wizard(
     *,
     facts: SuggestionFacts,
-    out: UserMessages,
+    say: Callable[[str], None],
     path: FilePath = FilePath(DEFAULT_FILE),
     answers: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
@@ -27,7 +26,7 @@ def run_wizard(
     yes: bool = False,
     overwrite: bool = False,
 ) -> WizardResult:
-    """Find out what the file at `path` shall say. Writes nothing; words that are not a prompt go to `out`.
+    """Find out what the file at `path` shall say. Writes nothing; `say` prints words that are not a prompt.
 
     Options gave `answers` by question name, and `overrides` win over every answer; `start_from` is a file whose
     values are the first offers. Where not `interactive`, nothing ever prompts, and `yes` takes every suggestion.
@@ -45,7 +44,7 @@ def run_wizard(
     if interactive and not yes:
         from fsdplaunch.wizard.conversation import Conversation  # imports questionary, 100 ms
 
-        return Conversation(state=state, given=given, path=path, overwrite=overwrite, out=out).run()
+        return Conversation(state=state, given=given, path=path, overwrite=overwrite, say=say).run()
     if path.exists() and not overwrite:
         msg = f"{path} exists"
         raise UsageError(msg, hint="--overwrite replaces it, --output FILE writes another one")

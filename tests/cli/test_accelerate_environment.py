@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,9 @@ EIGHT = (
 )
 """The keys of the example files that accelerate and TRL publish for meshes."""
 FILES = {
+    "the example of transformers' guide": (
+        Path(__file__).parents[1] / "cases/transformers_guide.yaml"
+    ).read_text(),
     "FSDP1": FSDP
     + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
     "  fsdp_backward_prefetch: BACKWARD_POST\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"

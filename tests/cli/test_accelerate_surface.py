@@ -10,10 +10,9 @@ import pytest
 from fsdplaunch.cli.app import run
 from fsdplaunch.cli.commands import own_options
 from fsdplaunch.cli.key_options import expand, option_notes
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.problems import ConfigError
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
+from tests.yaml_config import loaded
 
 NO_ANSWER = {"unknown-key", "misplaced-key", "wrong-value"}
 SAMPLES = {
@@ -74,11 +73,11 @@ def answer_to(written):
         return option_notes([given[given.index("--noted") + 1]])[0].message
     overrides = [given[i + 1] for i, word in enumerate(given) if word == "--set"]
     try:
-        loaded = stack(read_text("", "x"), overrides=overrides)
+        found = loaded(overrides=overrides)
     except ConfigError as error:
         assert not {problem.id for problem in error.problems} & NO_ANSWER, error
         return str(error)
-    return "noted" if loaded.notes else "taken"
+    return "noted" if found.notes else "taken"
 
 
 def test_every_option_and_choice_of_accelerate_launch_has_an_answer():
@@ -118,7 +117,7 @@ def test_what_only_newer_versions_take_has_an_answer():
 def answer_to_file(text):
     """The notes of a file, or the sentence of its refusal; fails where accelerate's key or value is not known."""
     try:
-        return [note.message for note in stack(read_text(text, "x")).notes]
+        return [note.message for note in loaded(text).notes]
     except ConfigError as error:
         assert not {problem.id for problem in error.problems} & NO_ANSWER, error
         return str(error)
@@ -238,7 +237,7 @@ def test_an_address_that_is_left_empty_says_nothing():
     notes = answer_to_file("main_process_ip: ''\nmain_process_port: ''\n")
     assert notes == ["says nothing: it is empty"] * 2
     with pytest.raises(ConfigError, match="must be all, or GPU numbers"):
-        stack(read_text("gpu_ids: ''\n", "x"))  # accelerate hides every GPU then
+        loaded("gpu_ids: ''\n")  # accelerate hides every GPU then
 
 
 MANY_NOTES = (

@@ -1,37 +1,21 @@
 """Machines whose GPUs a driver library made up for the tests shows: plan, checks, doctor, and workers."""
 
 import json
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "fake_nvml.c"
 VISIBLE = "import os\nopen('seen', 'w').write(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))\n"
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory) -> str:
-    """The folder with a driver's library."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    command = [compiler, "-shared", "-fPIC", "-w", "-o", str(folder / "libnvidia-ml.so.1"), str(SOURCE)]
-    subprocess.run(command, check=True)
-    return str(folder)
-
-
 @pytest.fixture
-def on(cli, library, tmp_path):
+def on(cli, gpu_driver, tmp_path):
     """Return a function that runs a command on a machine with such GPUs."""
     (tmp_path / "t.py").write_text(VISIBLE)
 
     def run(gpus: str, *words: str, visible: str | None = None, **more: str):
         hidden = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         unset = ("env", "-u", "CUDA_VISIBLE_DEVICES") if visible is None else ()
-        return cli(*words, LD_LIBRARY_PATH=library, FAKE_NVML=gpus, before=unset, **hidden, **more)
+        return cli(*words, LD_LIBRARY_PATH=gpu_driver, FAKE_NVML=gpus, before=unset, **hidden, **more)
 
     return run
 

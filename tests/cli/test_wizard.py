@@ -28,17 +28,6 @@ CTRL_C, CTRL_D, CLEAR = "\x03", "\x04", "\x15"
 EIGHT = MACHINES["eight_h100"]
 
 
-class Words(list):
-    """What was told beside the prompts."""
-
-    def say(self, text):
-        self.append(text)
-
-    @property
-    def text(self):
-        return "\n".join(self)
-
-
 class Talked:
     """A conversation that has ended: its result or the exception, what was drawn and what was said."""
 
@@ -47,11 +36,12 @@ class Talked:
         plain = re.sub(r"\x1b\[[0-9;?]*m", "", drawn)
         self.drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", plain)
         self.words = words
+        self.said = "\n".join(words)
 
 
 def talk(*keys, facts=EIGHT, columns=100, answers=None, path="fsdp.yaml", settings=None, overwrite=False):
     """Hold a conversation; each text after the first is typed when the screen has come to rest."""
-    drawn, words = io.StringIO(), Words()
+    drawn, words = io.StringIO(), []
     output = Vt100_Output(drawn, lambda: Size(rows=60, columns=columns))
     with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=output):
         keyboard.send_text(keys[0])
@@ -63,7 +53,7 @@ def talk(*keys, facts=EIGHT, columns=100, answers=None, path="fsdp.yaml", settin
             given=answers or {},
             path=Path(path),
             overwrite=overwrite,
-            out=words,
+            say=words.append,
             prompts=Prompts(output),
         )
         try:
@@ -93,12 +83,12 @@ def waits_for_input(thread):
 
 def test_wizard_enter_through_everything_is_what_yes_writes():
     talked = talk(ENTER * 9)
-    unasked = run_wizard(facts=EIGHT, out=Words(), interactive=False, yes=True)
+    unasked = run_wizard(facts=EIGHT, say=pytest.fail, interactive=False, yes=True)
     assert talked.result.text == unasked.text
     assert talked.result.command == unasked.command
     assert list(Path().iterdir()) == []
-    assert "fsdp.yaml (new)" in talked.words.text
-    assert all(line in talked.words.text for line in talked.result.text.splitlines())
+    assert "fsdp.yaml (new)" in talked.said
+    assert all(line in talked.said for line in talked.result.text.splitlines())
 
 
 def test_wizard_tpus_are_asked_about_no_workers():
@@ -117,7 +107,7 @@ def test_wizard_going_back_over_a_condition_drops_the_stale_answers():
     assert config.fsdp_config.fsdp_sharding_strategy == "FULL_SHARD"
     assert config.parallelism_config.parallelism_config_dp_replicate_size in (None, 1)
     assert {"nodes", "rendezvous"}.isdisjoint(talked.result.answers)
-    assert "n1" not in talked.words.text
+    assert "n1" not in talked.said
 
 
 @pytest.mark.parametrize("answered", [0, 4, 7])
@@ -144,9 +134,9 @@ def test_wizard_line_against_a_rule_is_refused_under_the_prompt():
 
 def test_wizard_question_mark_explains_with_the_schemas_words_and_asks_again():
     talked = talk("?" + ENTER + "" + CLEAR + "?" + ENTER + ENTER * 8)
-    assert "Run on CPU with gloo even where there are GPUs" in talked.words.text
-    assert "--where here|machines|slurm|cpu" in talked.words.text
-    assert "launch.workers_per_node: Worker processes per node" in talked.words.text
+    assert "Run on CPU with gloo even where there are GPUs" in talked.said
+    assert "--where here|machines|slurm|cpu" in talked.said
+    assert "launch.workers_per_node: Worker processes per node" in talked.said
     assert talked.result.config.num_processes == 8
 
 
@@ -157,9 +147,9 @@ def test_wizard_model_size_puts_memory_beside_each_choice_and_an_estimate_at_the
     assert float(balanced[1]) < float(fastest[1]) < 80
     assert (
         f"Estimate: {balanced[1]} of 80 GiB per GPU, before activations; fsdplaunch estimate 8b says more."
-        in talked.words.text
+        in talked.said
     )
-    assert re.search(r"[78][.\d]* B parameters, \d+ blocks \(a llama of 8b\)", talked.words.text)
+    assert re.search(r"[78][.\d]* B parameters, \d+ blocks \(a llama of 8b\)", talked.said)
 
 
 def test_wizard_class_names_can_be_typed():
@@ -171,9 +161,7 @@ def test_wizard_further_keys_are_explained_checked_and_set():
     """A wrong value stays on its line; a key alone is explained; empty is the end."""
     more = "fsdp_state_dict_type" + ENTER + "max_restarts=x" + ENTER
     talked = talk(ENTER * 6 + more, CLEAR + "max_restarts=3" + ENTER + "state_dict_type=1" + ENTER * 3)
-    assert "fsdp_config.fsdp_state_dict_type: How checkpoints hold the model" in " ".join(
-        talked.words.text.split()
-    )
+    assert "fsdp_config.fsdp_state_dict_type: How checkpoints hold the model" in " ".join(talked.said.split())
     assert "launch.max_restarts: must be a whole number, at least 0, got x" in talked.drawn
     assert talked.result.config.launch.max_restarts == 3
     assert talked.result.config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"
@@ -196,7 +184,7 @@ def test_wizard_review_changing_the_place_asks_what_it_brings_up():
 
 def test_wizard_option_that_the_answers_leave_no_meaning_is_said_and_the_rest_goes_on():
     talked = talk(ENTER * 9, answers={"goal": "hybrid"})
-    assert "--goal must be one of balanced, fastest, biggest" in talked.words.text
+    assert "--goal must be one of balanced, fastest, biggest" in talked.said
     assert talked.result.answers["goal"] == "balanced"
 
 
@@ -210,7 +198,7 @@ def test_wizard_sixty_columns_keep_every_line_whole():
         "Biggest model: host memory helps",
     }
     assert re.search(r"Description: [\d.]+ of 80 GiB per GPU\. FULL_SHARD:", talked.drawn)
-    assert max(map(len, talked.words.text.splitlines())) <= 60
+    assert max(map(len, talked.said.splitlines())) <= 60
 
 
 def test_wizard_sixty_columns_show_all_of_a_problem_and_what_was_chosen():
@@ -238,8 +226,8 @@ def test_wizard_existing_file_edit_keeps_its_values_and_comments():
     Path("fsdp.yaml").write_text(EXISTING)
     talked = talk(ENTER + ENTER + CLEAR + "6" + ENTER + ENTER * 7)
     assert talked.result.text == EXISTING.replace("num_processes: 4 ", "num_processes: 6 ")
-    assert "-num_processes: 4        # half of it" in talked.words.text
-    assert "+num_processes: 6        # half of it" in talked.words.text
+    assert "-num_processes: 4        # half of it" in talked.said
+    assert "+num_processes: 6        # half of it" in talked.said
     assert Path("fsdp.yaml").read_text() == EXISTING
 
 
@@ -255,14 +243,14 @@ def test_wizard_existing_file_start_over_shows_the_difference():
     Path("fsdp.yaml").write_text(EXISTING)
     talked = talk(DOWN + ENTER + ENTER * 9)
     assert talked.result.config.num_processes == 8
-    assert "-num_processes: 4        # half of it" in talked.words.text
+    assert "-num_processes: 4        # half of it" in talked.said
     assert talked.result.command.endswith("--overwrite --yes")
 
 
 def test_wizard_existing_file_that_is_broken_cannot_be_edited():
     Path("fsdp.yaml").write_text("num_proceses: 4\n")
     talked = talk(ENTER + ENTER * 9)
-    assert "num_proceses" in talked.words.text
+    assert "num_proceses" in talked.said
     assert "it cannot be read" in talked.drawn
     assert talked.result.config.num_processes == 8
 
@@ -274,7 +262,7 @@ def test_wizard_answer_against_an_earlier_one_is_refused_when_it_is_given():
     """The file's mesh of two copies does not fit three workers; splitting over all of them does."""
     Path("fsdp.yaml").write_text(COPIES)
     talked = talk(ENTER * 2 + CLEAR + "3" + ENTER * 2 + ENTER + DOWN + ENTER + ENTER * 5)
-    assert "a mesh of 2 does not fit 3 workers" in talked.words.text
+    assert "a mesh of 2 does not fit 3 workers" in talked.said
     assert talked.result.answers["goal"] == "balanced"
     assert talked.result.config.num_processes == 3
 
@@ -285,7 +273,7 @@ def test_wizard_review_of_a_contradiction_cannot_be_written_until_changed():
     talked = talk(
         ENTER * 8 + DOWN + ENTER + change + CLEAR + "3" + ENTER, ENTER + change + CLEAR + "6" + ENTER * 2
     )
-    assert "does not fit 3 workers" in talked.words.text
+    assert "does not fit 3 workers" in talked.said
     assert "Write fsdp.yaml (1 problem)" in talked.drawn
     assert talked.result.config.num_processes == 6
     assert talked.result.text == COPIES.replace("num_processes: 4 ", "num_processes: 6 ")

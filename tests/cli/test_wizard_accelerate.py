@@ -33,7 +33,9 @@ def test_wizard_file_gives_accelerate_the_environment_it_gives_us(answers, versi
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     overrides = [f"fsdp_version={version}"]
-    result = run_wizard(facts=EIGHT, out=None, answers=answers, overrides=overrides, interactive=False, yes=True)
+    result = run_wizard(
+        facts=EIGHT, say=pytest.fail, answers=answers, overrides=overrides, interactive=False, yes=True
+    )
     Path("fsdp.yaml").write_text(result.text)
     arguments = launch_command_parser().parse_args(["--config_file", "fsdp.yaml", "train.py"])
     arguments, _, _ = _validate_launch_command(arguments)

@@ -11,14 +11,13 @@ import torch
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.errors import UsageError
 from fsdplaunch.estimate.build import build, built_sizes
 from fsdplaunch.estimate.memory import MemoryNeed, memory_need, training_setup
 from fsdplaunch.estimate.model import FAMILIES, describe, read_json_file
 from tests.distributed.pool import RankPool
 from tests.needs import has
+from tests.yaml_config import config_of
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -71,10 +70,6 @@ def test_parameters_of_every_family_are_those_transformers_builds(kind: str) -> 
         assert expected == built, type(model).__name__
         tried += 1
     assert tried >= 2
-
-
-def config_of(*overrides: str) -> Any:
-    return stack(YamlText("test"), overrides=overrides).config
 
 
 def needed(path: Path, *overrides: str) -> MemoryNeed:

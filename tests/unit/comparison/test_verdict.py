@@ -1,4 +1,4 @@
-"""Two records: equal, or where they part; put together from what each process wrote."""
+"""Two records, each put together from what processes wrote: equal, or where they part, and why."""
 
 import json
 import math
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.comparison.causes import find_cause
-from fsdplaunch.comparison.verdict import RunFacts, StepFacts, compare, read_run
+from fsdplaunch.comparison.causes import Cause, find_cause, may_be_rounding, rounding
+from fsdplaunch.comparison.verdict import Difference, RunFacts, StepFacts, compare, read_run
 from fsdplaunch.errors import LaunchError
 
 STEP = StepFacts(
@@ -142,3 +142,51 @@ def test_shards_add_up_replicas_count_once_and_losses_are_averaged(tmp_path):
     (tmp_path / "rank1.json").write_text(json.dumps(record))
     with pytest.raises(LaunchError, match=r"different numbers of optimizer steps: \[1, 2\]"):
         read_run(tmp_path, 2)
+
+
+def going(*by: float, end: float = 0.0) -> RunFacts:
+    """Return a run whose losses are so far from 1, and whose parameter is so far from the plain one."""
+    steps = [replace(ONE, losses=(1.0 - far,), totals=(2.0,)) for far in by]
+    return RunFacts(steps=steps, start={"a": 1.0}, layers=[], parameters={"a": end})
+
+
+EXACT = going(0, 0, 0)
+
+
+def explained(sharded: RunFacts, changed: RunFacts) -> Cause | None:
+    first = compare(EXACT, sharded, 1e-4).first
+    assert first is not None
+    return rounding(first, EXACT, sharded, changed)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "changed"),
+    [
+        (going(1e-7, 1e-5, 2e-4), going(1e-7, 3e-6, 1e-5)),  # farther than its own reach
+        (going(6e-5, 6e-5, 2e-4), going(1e-7, 3e-6, 1e-4)),  # early: a part is wrong from the beginning
+        (going(1e-7, 1e-7, 1e-7, end=1e-2), going(1e-7, 1e-7, 1e-7, end=1e-6)),  # in a parameter alone
+        (going(1e-7, 1e-5, 2e-4), going(1e-7)),  # it ended earlier
+        (going(1e-7, 1e-5, float("nan")), going(1e-7, 1e-5, 1e-4)),
+    ],
+)
+def test_what_goes_farther_than_rounding_is_something_else(sharded, changed):
+    assert explained(sharded, changed) is None
+
+
+def test_final_parameters_are_measured_by_their_own_reach():
+    assert explained(going(1e-7, 1e-7, 1e-7, end=2e-4), going(1e-7, 1e-7, 1e-7, end=1e-4)) is not None
+
+
+@pytest.mark.parametrize(
+    ("step", "by", "id_", "open_"),
+    [
+        (2, 1e-3, "gradients", True),
+        (0, 1e-3, "gradients", False),
+        (2, float("inf"), "unequal-means", False),
+        (1, 0.5, "loss-is-a-sum", False),
+        (1, 0.5, "randomness", True),
+    ],
+)
+def test_proven_causes_and_other_beginnings_are_not_asked_for_rounding(step, by, id_, open_):
+    first = Difference(step=step, what="loss", plain=1.0, sharded=1.0, by=by)
+    assert may_be_rounding(first, Cause(id=id_, text="", hint="")) is open_

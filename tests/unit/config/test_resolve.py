@@ -4,14 +4,9 @@ import pytest
 
 from fsdplaunch.config import environment
 from fsdplaunch.config.environment import encode
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.resolve import mesh_sizes, with_mesh, workers_per_node, world_size
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
-
-
-def config(text):
-    return stack(read_text(text, "x")).config
+from tests.yaml_config import config_of
 
 
 @pytest.mark.parametrize(
@@ -29,14 +24,7 @@ def config(text):
     ],
 )
 def test_the_version_of_a_file_that_names_none(text, version):
-    assert config(text).fsdp_config.fsdp_version == version
-
-
-@pytest.mark.parametrize("word", ["shard_grad_op", "shard grad op", "2", "'2'"])
-@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
-def test_the_strategy_of_version_1_is_what_either_key_says(key, word):
-    read = config(f"fsdp_config: {{fsdp_version: 1, {key}: {word}}}\n")
-    assert read.fsdp_config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+    assert config_of(text=text).fsdp_config.fsdp_version == version
 
 
 @pytest.mark.parametrize(
@@ -50,16 +38,16 @@ def test_the_strategy_of_version_1_is_what_either_key_says(key, word):
 )
 def test_a_strategy_becomes_reshard_and_mesh_under_version_2(strategy, machines, reshard, mesh):
     text = f"num_processes: 8\nnum_machines: {machines}\n"
-    read = config(text + f"fsdp_config: {{fsdp_version: 2, fsdp_sharding_strategy: {strategy}}}\n")
+    read = config_of(text=text + f"fsdp_config: {{fsdp_version: 2, fsdp_sharding_strategy: {strategy}}}\n")
     assert read.fsdp_config.fsdp_reshard_after_forward is reshard
     assert mesh_sizes(read, 8) == (*mesh, 1, 1)
 
 
 def test_a_mesh_becomes_numbers_when_the_world_is_known():
-    read = config("fsdp_config: {fsdp_version: 2}\nparallelism_config: {dp_replicate_size: 2}\n")
+    read = config_of(text="fsdp_config: {fsdp_version: 2}\nparallelism_config: {dp_replicate_size: 2}\n")
     sizes = with_mesh(read, 8).parallelism_config
     assert (sizes.parallelism_config_dp_replicate_size, sizes.parallelism_config_dp_shard_size) == (2, 4)
-    flat = config("fsdp_config: {fsdp_version: 2}\n")
+    flat = config_of(text="fsdp_config: {fsdp_version: 2}\n")
     assert with_mesh(flat, 8) == flat
     with pytest.raises(UsageError, match="does not fit 7 workers"):
         with_mesh(read, 7)
@@ -75,7 +63,7 @@ def test_a_mesh_becomes_numbers_when_the_world_is_known():
     ],
 )
 def test_the_number_of_workers_as_far_as_the_file_tells(text, per_node, world):
-    assert (workers_per_node(config(text)), world_size(config(text))) == (per_node, world)
+    assert (workers_per_node(config_of(text=text)), world_size(config_of(text=text))) == (per_node, world)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +77,7 @@ def test_the_number_of_workers_as_far_as_the_file_tells(text, per_node, world):
     ],
 )
 def test_formats_follow_mixed_precision_unless_said(text, param, reduce, master):
-    said = config(text).precision
+    said = config_of(text=text).precision
     assert (said.param, said.reduce, said.master) == (param, reduce, master)
 
 
@@ -104,7 +92,7 @@ def test_formats_follow_mixed_precision_unless_said(text, param, reduce, master)
     ],
 )
 def test_all_axes_become_numbers(text, axes):
-    read = config(f"fsdp_config: {{fsdp_version: 2}}\nparallelism_config: {{{text}}}\n")
+    read = config_of(text=f"fsdp_config: {{fsdp_version: 2}}\nparallelism_config: {{{text}}}\n")
     assert mesh_sizes(read, 8) == axes
     env = encode(with_mesh(read, 8))
     names = ("DP_REPLICATE", "DP_SHARD", "CP", "TP")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdplaunch.config.convert import to_fsdp2
 from fsdplaunch.config.environment import decode, encode
-from fsdplaunch.config.load import check, stack
+from fsdplaunch.config.load import check
 from fsdplaunch.config.render import render, set_keys, values_to_write
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.rules.base import NOTES, RULES, find, rule_context
@@ -24,8 +24,9 @@ from fsdplaunch.config.schema.config import (
 )
 from fsdplaunch.config.schema.kinds import MOST_SECONDS
 from fsdplaunch.config.schema.sharding_sections import XLA_SETTINGS
-from fsdplaunch.config.yaml_text import flow_text, plain_value, read_text
+from fsdplaunch.config.yaml_text import flow_text, plain_value
 from fsdplaunch.errors import UsageError
+from tests.yaml_config import config_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
     str.strip
@@ -35,6 +36,7 @@ MODULES = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8)
 JSON = st.recursive(
     st.booleans() | st.integers(-9, 9) | TEXT, lambda inner: st.lists(inner, max_size=2), max_leaves=4
 )
+
 RANKS = st.lists(st.integers(0, 20), min_size=1, max_size=4).map(lambda ranks: ",".join(map(str, ranks)))
 
 BY_KIND = {
@@ -110,19 +112,15 @@ SLOW = settings(
 )
 
 
-def read(text):
-    return stack(read_text(text, "x.yaml"), environ={}).config
-
-
 @SLOW
 @given(config=configs())
 def test_a_rendered_file_reads_as_the_same_configuration(config):
     assert check(config) == ()
     resolved = resolve(config)
     assert resolve(resolved) == resolved
-    assert read(render(config)) == resolved
-    assert read(render(config, full=True)) == resolved
-    assert read(render(config, comments=False)) == resolved
+    assert config_of(text=render(config)) == resolved
+    assert config_of(text=render(config, full=True)) == resolved
+    assert config_of(text=render(config, comments=False)) == resolved
 
 
 @SLOW
@@ -146,7 +144,7 @@ def test_keys_set_one_by_one_give_the_same_file(config):
     for path, value in values_to_write(resolved).items():
         text = set_keys(text, [(keys_by_path()[path], value)])
     assert text.startswith("# mine\n")
-    assert read(text) == resolved
+    assert config_of(text=text) == resolved
 
 
 @SLOW
@@ -157,7 +155,7 @@ def test_overrides_say_what_a_file_says(config):
         f"{'.'.join(path)}={flow_text(plain_value(keys_by_path()[path], value))}"
         for path, value in values_to_write(resolved).items()
     ]
-    assert stack(read_text("", "x"), overrides=overrides).config == resolved
+    assert config_of(*overrides) == resolved
 
 
 @SLOW
@@ -168,7 +166,7 @@ def test_a_converted_file_shards_the_same_way(config):
         with pytest.raises(UsageError, match="shards nothing"):
             to_fsdp2(render(config))
         return
-    converted = read(to_fsdp2(render(config)).text)
+    converted = config_of(text=to_fsdp2(render(config))[0])
     assert converted.fsdp_config.fsdp_version == 2
     kept = ("fsdp_offload_params", "fsdp_auto_wrap_policy", "fsdp_min_num_params", "fsdp_ignored_modules")
     for name in kept:
@@ -190,4 +188,4 @@ def test_a_number_format_of_version_1_needs_no_sharding_key_where_nothing_is_sha
     config = resolve(Config(distributed_type="NO", precision=PrecisionSection(buffer="fp32")))
     written = {path[0] for path in values_to_write(config)}
     assert written == {"distributed_type", "num_processes", "mixed_precision", "precision"}
-    assert read(render(config)) == config
+    assert config_of(text=render(config)) == config

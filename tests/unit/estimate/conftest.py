@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ def llama() -> dict[str, Any]:
     return dict(LLAMA)
 
 
-def write_shard(path: Path, tensors: Mapping[str, tuple[int, ...]], code: str = "BF16", width: int = 2) -> None:
+def write_shard(path: Path, tensors: Mapping[str, tuple[int, ...]], **more: Any) -> None:
     """Write a safetensors file whose data is a hole: headers only take space."""
-    header, end = {}, 0
+    header, end = {f"__{name}__": value for name, value in more.items()}, 0
     for name, shape in tensors.items():
-        size = width
-        for length in shape:
-            size *= length
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
+        size = 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with path.open("wb") as file:

@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.yaml_text import YamlText
 from fsdplaunch.estimate.memory import (
     STATES,
     TrainingSetup,
@@ -19,6 +17,7 @@ from fsdplaunch.estimate.memory import (
 )
 from fsdplaunch.estimate.model import Model, describe
 from fsdplaunch.estimate.report import Report, changes, fewest_ranks, largest_batch, name_of
+from tests.yaml_config import config_of
 
 GIB = 1024**3
 
@@ -146,8 +145,9 @@ def test_strategies_of_the_table_differ_from_yours_and_each_other():
     ]
 
 
-def loaded(*overrides):
-    return stack(YamlText("test"), overrides=overrides).config
+def setup_of(*overrides, world=2, per_node=2):
+    run = {"batch_size": 1, "length": 8, "optimizer": "adamw", "on_gpu": True}
+    return training_setup(config_of(*overrides), world=world, per_node=per_node, **run)
 
 
 @pytest.mark.parametrize(
@@ -162,20 +162,13 @@ def loaded(*overrides):
     ],
 )
 def test_setup_follows_the_configuration(overrides, expected):
-    fixed = [item.replace("config.dp", "config.parallelism_config_dp") for item in overrides]
-    setup = training_setup(
-        loaded(*fixed), world=16, per_node=8, batch_size=1, length=8, optimizer="adamw", on_gpu=True
-    )
+    setup = setup_of(*overrides, world=16, per_node=8)
     assert (setup.shards, setup.keeps) == expected
 
 
 def test_mixed_precision_decides_the_widths():
-    setup = training_setup(
-        loaded("mixed_precision=bf16"), world=2, per_node=2, batch_size=1, length=8, optimizer="adamw", on_gpu=True
-    )
-    assert setup.widths(case_of().sizes) == (4, 2, 4)
-    plain = training_setup(loaded(), world=2, per_node=2, batch_size=1, length=8, optimizer="adamw", on_gpu=True)
-    assert plain.widths(case_of().sizes) == (2, 2, 2)
+    assert setup_of("mixed_precision=bf16").widths(case_of().sizes) == (4, 2, 4)
+    assert setup_of().widths(case_of().sizes) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +176,7 @@ def test_mixed_precision_decides_the_widths():
     [(None, 8, (8, 8)), (64, 8, (64, 8)), (None, 0, (2, 2)), (12, 8, (12, 6)), (6, 0, (6, 6))],
 )
 def test_ranks_come_from_the_command_line_then_the_file_then_the_machine(given, gpus, expected):
-    assert ranks_of(loaded(), gpus=gpus, given=given) == expected
+    assert ranks_of(config_of(), gpus=gpus, given=given) == expected
 
 
 def test_ranks_that_split_layers_and_sequences_need_less_for_each() -> None:

@@ -1,11 +1,10 @@
 """Sizes read from headers: what is counted, and what a broken folder says."""
 
-import json
-
 import pytest
 
 from fsdplaunch.errors import UsageError
-from fsdplaunch.estimate.model import TensorSize, describe, read_sizes
+from fsdplaunch.estimate.model import TensorSize, block_names, describe, read_sizes
+from tests.unit.estimate.conftest import write_shard
 
 
 def test_folder_of_shards_holds_what_its_config_describes(model_folder, llama):
@@ -32,21 +31,33 @@ def test_first_ranks_share_is_whole_rows_rounded_up():
     assert TensorSize((10, 3), 4).share(1) == 30
 
 
-def test_shard_that_was_cut_short_is_named_with_both_lengths(model_folder):
+def test_weight_files_that_do_not_fit_are_refused_and_a_tensor_with_two_names_counts_once(model_folder, tmp_path):
     folder = model_folder()
-    path = folder / "model-00001-of-00003.safetensors"
-    whole = path.stat().st_size
-    with path.open("r+b") as file:
-        file.truncate(whole - 1)
-    with pytest.raises(UsageError, match=f"00001-of-00003.*has {whole - 1} bytes, its header says {whole}"):
+    write_shard(tmp_path / "tied.safetensors", {"embed": (10, 3)}, metadata={"head": "embed"})
+    (folder / "model-00001-of-00003.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"model-00001-of-00003\.safetensors cannot be read"):
         read_sizes(folder)
+    assert read_sizes(tmp_path).parameters == 30
 
 
-def test_tensor_that_its_file_lacks_is_named(model_folder):
-    folder = model_folder()
-    index = folder / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())
-    listed["weight_map"]["model.extra"] = "model-00001-of-00003.safetensors"
-    index.write_text(json.dumps(listed))
-    with pytest.raises(UsageError, match=r"says that model-00001-of-00003\.safetensors holds model\.extra"):
-        read_sizes(folder)
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            [f"{side}.layer.{i}.w" for side in ("encoder", "decoder") for i in range(2)],
+            ["decoder.layer.0", "decoder.layer.1", "encoder.layer.0", "encoder.layer.1"],
+        ),
+        (["layers.0.dense.w", "layers.1.moe.w", "layers.2.moe.w"], ["layers.0", "layers.1", "layers.2"]),
+        (
+            ["stages.0.a", "stages.1.b", *(f"stages.{s}.blocks.{b}.w" for s in range(2) for b in range(2))],
+            ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"],
+        ),
+        (["net.0.weight", "net.2.weight", "net.4.weight"], []),
+        (["0.weight", "1.weight"], ["0", "1"]),
+        (["weight", "a.weight", "0"], []),
+        ([f"layers.{i}.mlp.experts.{j}.w" for i in range(2) for j in range(4)], ["layers.0", "layers.1"]),
+    ],
+    ids=["two towers", "an unlike first", "unlike stages", "gaps", "a list itself", "plain names", "experts"],
+)
+def test_blocks_are_found_by_their_names(names, expected):
+    assert sorted(block_names(names)) == expected

@@ -1,80 +1,106 @@
-import importlib
+"""GPUs as NVIDIA's own bindings read them from a driver's library that was made up for the tests."""
+
+import json
+import os
+import subprocess
 import sys
 
 import pytest
 
 from fsdplaunch.probe import hardware
-from fsdplaunch.probe.hardware import Gpu, GpuUse, read_gpu_use, read_gpus
+from fsdplaunch.probe.hardware import Gpu, read_gpus
 
 GIB = 1024**3
+READ = """
+import json, os, sys
+from dataclasses import asdict
+from fsdplaunch.probe.hardware import read_gpu_use, read_gpus
+for name, environ in json.loads(sys.argv[1]).items():
+    for old in [old for old in os.environ if old.startswith("FAKE_NVML")]:
+        del os.environ[old]
+    os.environ.update(environ)
+    gpus, notes = read_gpus(environ)
+    print(json.dumps([name, [asdict(gpu) for gpu in gpus], notes, read_gpu_use()]))
+"""
+VISIBLE = {
+    "2,0": ([2, 0], None),
+    "": ([], None),
+    "-1": ([], None),
+    "1,-1,0": ([1], None),
+    " 3 , 1 ": ([3, 1], None),
+    "GPU-1a2b2002-1111-2222-3333-444444440002": ([2], None),
+    "GPU-1a2b2,GPU-1a2b1": ([2, 1], None),
+    "0,9,1": ([0], "'9'"),
+    "0,GPU-,1": ([0], "'GPU-'"),
+    "1,1": ([1], "second time"),
+    "banana": ([], "'banana'"),
+    "0,MIG-5,1": ([0], "'MIG-5'"),
+}
+SLICES = ("MIG-7a2b0", "MIG-7a2b0,MIG-7a2b1", "1", None)
+MACHINES = {
+    "two in use": {"FAKE_NVML": "h100:2", "FAKE_NVML_BUSY": "4711"},
+    "memory that is not said": {"FAKE_NVML": "gb10:1"},
+    "a lost one": {"FAKE_NVML": "h100:3", "FAKE_NVML_LOST": "2"},
+    "no driver loaded": {"FAKE_NVML_INIT": "9", "CUDA_VISIBLE_DEVICES": "0,1"},
+    "no library": {"FAKE_NVML_INIT": "12", "CUDA_VISIBLE_DEVICES": "0,1"},
+    "updated without a reboot": {"FAKE_NVML_INIT": "18", "CUDA_VISIBLE_DEVICES": "0,1"},
+    **{f"four, {visible}": {"FAKE_NVML": "h100:4", "CUDA_VISIBLE_DEVICES": visible} for visible in VISIBLE},
+    **{
+        f"slices, {visible}": {"FAKE_NVML": "h100:1,h100mig:1"}
+        | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        for visible in SLICES
+    },
+}
 
 
-def cards(count, **remarks):
-    name = remarks.get("name", "NVIDIA H100 80GB HBM3")
-    capability = remarks.get("capability", (9, 0))
-    processes = remarks.get("processes", ())
-    return [(name, 80 * GIB, capability, f"GPU-{i:04x}aaaa-11", processes) for i in range(count)]
-
-
-def test_read_gpus_two_cards_reports_each_and_closes_the_library(install_driver):
-    nvml = install_driver(cards(2, processes=[(4711, 3 * GIB)]))
-    found, notes = read_gpus({})
-    assert [gpu.index for gpu in found] == [0, 1]
-    assert found[0] == Gpu(
-        index=0,
-        name="NVIDIA H100 80GB HBM3",
-        memory_bytes=80 * GIB,
-        compute_capability=(9, 0),
-        uuid="GPU-0000aaaa-11",
-        busy=((4711, 3 * GIB),),
+@pytest.fixture(scope="module")
+def seen(gpu_driver):
+    """What is read on each machine: GPUs, notes, and what each GPU is doing."""
+    command = [sys.executable, "-c", READ, json.dumps(MACHINES)]
+    environ = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        command, env=environ | {"LD_LIBRARY_PATH": gpu_driver}, capture_output=True, text=True, check=True
     )
-    assert notes == ()
-    assert nvml.calls == ["init", "shutdown"]
+    return {name: answers for name, *answers in map(json.loads, done.stdout.splitlines())}
 
 
-def test_read_gpus_old_library_giving_bytes_reports_text(install_driver):
-    install_driver([(b"Tesla T4", 15 * GIB, (7, 5), b"GPU-77", None)])
-    found, _ = read_gpus({})
-    assert (found[0].name, found[0].uuid, found[0].busy) == ("Tesla T4", "GPU-77", ())
+def test_each_gpu_is_read_with_what_it_is_doing(seen):
+    gpus, notes, use = seen["two in use"]
+    assert gpus[0] == {
+        "index": 0,
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory_bytes": 85520809984,
+        "compute_capability": [9, 0],
+        "uuid": "GPU-1a2b0000-1111-2222-3333-444444440000",
+        "busy": [[4711, 3 * GIB]],
+        "bus_id": "0000:1b:00.0",
+        "bad_memory": 0,
+        "is_slice": False,
+    }
+    assert ([gpu["index"] for gpu in gpus], notes) == ([0, 1], [])
+    assert use == {"0": [97, 61, 85520809984], "1": [None, 62, 85520809984]}
+    assert list(seen["a lost one"][2]) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("number", "notes"),
-    [
-        (9, ()),  # the driver is not loaded
-        (12, ()),  # there is no library
-        (18, ("the NVIDIA driver does not answer: Driver/library version mismatch",)),  # updated without a reboot
-    ],
-)
-def test_read_gpus_without_a_driver_that_answers_reports_none(install_driver, number, notes):
-    install_driver(cards(2), driver=number)
-    assert read_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ((), notes)
+def test_memory_that_is_not_said_does_not_hide_the_gpu(seen):
+    (gpu,), notes, _ = seen["memory that is not said"]
+    assert (gpu["name"], gpu["memory_bytes"], notes) == ("NVIDIA GB10", 0, [])
 
 
-def test_read_gpus_memory_that_is_not_told_does_not_hide_the_gpu(install_driver):
-    install_driver([("NVIDIA GB10", None, (12, 1), "GPU-1", ())])
-    found, notes = read_gpus({})
-    assert (found[0].name, found[0].memory_bytes, notes) == ("NVIDIA GB10", 0, ())
+def test_without_a_driver_that_answers_there_are_none(seen):
+    assert seen["no driver loaded"] == seen["no library"] == [[], [], {}]
+    gpus, (note,), use = seen["updated without a reboot"]
+    assert (gpus, use) == ([], {})
+    assert note.startswith("the NVIDIA driver does not answer: ")
 
 
-def test_read_gpus_calls_exist_in_the_real_library(install_driver):
-    fake = install_driver(cards(1))
-    del sys.modules["pynvml"]
-    real = importlib.import_module("pynvml")
-    names = [name for name in dir(type(fake)) if name.startswith(("nvml", "NVML_"))]
-    assert len(names) > 10
-    assert [name for name in names if not hasattr(real, name)] == []
-    assert real.NVML_ERROR_DRIVER_NOT_LOADED == fake.NVML_ERROR_DRIVER_NOT_LOADED
-    assert real.NVML_ERROR_LIBRARY_NOT_FOUND == fake.NVML_ERROR_LIBRARY_NOT_FOUND
-
-
-def test_read_gpus_without_bindings_reports_none(monkeypatch):
+def test_without_bindings_there_are_none(monkeypatch):
     monkeypatch.setattr(hardware, "driver_is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_gpus({}) == ((), ())
 
 
-def test_read_gpus_without_driver_library_does_not_load_the_bindings(monkeypatch):
+def test_without_a_library_the_bindings_are_not_loaded(monkeypatch):
     def no_library(name):
         raise OSError(name)
 
@@ -84,40 +110,22 @@ def test_read_gpus_without_driver_library_does_not_load_the_bindings(monkeypatch
     assert "pynvml" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected", "said"),
-    [
-        ("2,0", [2, 0], None),
-        ("", [], None),
-        ("-1", [], None),
-        ("1,-1,0", [1], None),
-        (" 3 , 1 ", [3, 1], None),
-        ("GPU-0002aaaa-11", [2], None),
-        ("GPU-0002,GPU-0001", [2, 1], None),
-        ("0,9,1", [0], "'9'"),
-        ("0,GPU-,1", [0], "'GPU-'"),
-        ("1,1", [1], "second time"),
-        ("banana", [], "'banana'"),
-        ("0,MIG-5,1", [0], "'MIG-5'"),
-    ],
-)
-def test_read_gpus_visible_devices_are_read_as_cuda_reads_them(install_driver, visible, expected, said):
-    install_driver(cards(4))
-    found, notes = read_gpus({"CUDA_VISIBLE_DEVICES": visible})
-    assert [gpu.index for gpu in found] == expected
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_visible_devices_are_read_as_cuda_reads_them(seen, visible):
+    expected, said = VISIBLE[visible]
+    gpus, notes, _ = seen[f"four, {visible}"]
+    assert [gpu["index"] for gpu in gpus] == expected
     assert notes[0] == f"CUDA_VISIBLE_DEVICES={visible} shows {len(expected)} of this machine's 4 GPUs"
     assert len(notes) == (1 if said is None else 2)
     assert said is None or said in notes[1]
 
 
-@pytest.mark.parametrize("visible", ["MIG-5", "MIG-5,MIG-6", "1", None])
-def test_read_gpus_process_sees_one_slice_with_its_own_memory_and_its_gpus_ability(install_driver, visible):
-    install_driver(cards(2), {"MIG-5": (1, 10 * GIB), "MIG-6": (1, 10 * GIB)})
-    found, notes = read_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert [(gpu.index, gpu.memory_bytes, gpu.compute_capability, gpu.visible_name) for gpu in found] == [
-        (1, 10 * GIB, (9, 0), "MIG-5")
-    ]
-    assert any("one MIG slice, here MIG-5" in note for note in notes) is (visible in (None, "MIG-5,MIG-6"))
+@pytest.mark.parametrize("visible", SLICES)
+def test_a_process_sees_one_slice_with_its_own_memory_and_its_gpus_ability(seen, visible):
+    (gpu,), notes, _ = seen[f"slices, {visible}"]
+    assert (gpu["index"], gpu["memory_bytes"], gpu["compute_capability"]) == (1, 42140172288, [9, 0])
+    assert gpu["uuid"].startswith("MIG-7a2b0000")
+    assert any("one MIG slice, here MIG-7a2b0000" in note for note in notes) is (visible in SLICES[1::2])
 
 
 @pytest.mark.parametrize(
@@ -127,14 +135,3 @@ def test_read_gpus_process_sees_one_slice_with_its_own_memory_and_its_gpus_abili
 def test_gpu_formats_follow_the_compute_capability(capability, bf16, fp8):
     gpu = Gpu(index=0, name="x", memory_bytes=1, compute_capability=capability)
     assert (gpu.has_bf16, gpu.has_fp8) == (bf16, fp8)
-
-
-def test_use_of_each_gpu_as_far_as_the_driver_says_it(install_driver):
-    nvml = install_driver([*cards(2), None])
-    assert read_gpu_use() == {
-        "0": GpuUse(percent=97, celsius=61, memory_bytes=80 * GIB),
-        "1": GpuUse(percent=None, celsius=62, memory_bytes=80 * GIB),
-    }
-    assert nvml.calls == ["init", "shutdown"]
-    install_driver(cards(1), driver=9)
-    assert read_gpu_use() == {}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load import load_config, stack
-from fsdplaunch.config.yaml_text import read_text
+from fsdplaunch.config.load import load_config
 from fsdplaunch.tune.result import TuneResult, table_lines, winner_text
 from fsdplaunch.tune.search import Duel, Row
 from fsdplaunch.tune.space import Candidate
 from fsdplaunch.tune.trial import Outcome
+from tests.yaml_config import config_of
 
 MIB = 1024**2
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
@@ -65,7 +65,7 @@ def test_written_file_keeps_the_users_text_and_says_what_was_gained(result, tmp_
     text = winner_text(result, config, load_config(file, overrides=()))
     assert text.startswith("# measured by fsdplaunch tune train.py: 140.0 ms per step on 2 workers, 1.33 times")
     assert "# mine" in text
-    assert stack(read_text(text, "new.yaml")).config == config
+    assert config_of(text=text) == config
     file.write_text(text)
     assert winner_text(result, config, load_config(file, overrides=())) == text
 

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from fsdplaunch.config.load import stack
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.tune.search import MOST_ROUNDS, CannotMeasureError, Search, contenders, decide
 from fsdplaunch.tune.space import Candidate, Space, read_tries
 from fsdplaunch.tune.trial import Outcome
+from tests.yaml_config import config_of
 
 GIB = 1024**3
 TRIES = ["fsdp_reshard_after_forward=false", "fsdp_activation_checkpointing=true", "fsdp_forward_prefetch=true"]
@@ -79,7 +78,7 @@ def set_of(candidate):
 
 def searching(trial, *, limit=None, tries=TRIES, **values):
     space = Space(
-        read=lambda overrides: stack(read_text("", "fsdp.yaml"), overrides=overrides).config,
+        read=lambda overrides: config_of(*overrides),
         world=2,
         on_gpu=False,
         tries=read_tries(tries),

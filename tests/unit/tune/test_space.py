@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.schema.config import all_keys, keys_by_path
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
 from fsdplaunch.tune.space import Candidate, Space, identity, read_tries
+from tests.yaml_config import config_of
 
 RESHARD = ("fsdp_config", "fsdp_reshard_after_forward")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")
 
 
 def space_of(text="", **values):
-    def read(overrides):
-        return stack(read_text(text, "fsdp.yaml"), overrides=overrides).config
-
-    return Space(**{"read": read, "world": 2, "on_gpu": False, **values})
+    return Space(
+        **{"read": lambda overrides: config_of(*overrides, text=text), "world": 2, "on_gpu": False, **values}
+    )
 
 
 def labels(space):

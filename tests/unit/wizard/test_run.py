@@ -16,11 +16,6 @@ from fsdplaunch.wizard.run import run_wizard
 from fsdplaunch.wizard.state import SuggestionFacts
 
 
-class Silent:
-    def say(self, text):
-        raise AssertionError(text)
-
-
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -28,7 +23,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 def write(facts, answers=None, **remarks):
     remarks = {"interactive": False, "yes": True} | remarks
-    return run_wizard(facts=facts, out=Silent(), answers=answers or {}, **remarks)
+    return run_wizard(facts=facts, say=pytest.fail, answers=answers or {}, **remarks)
 
 
 def said(result):
@@ -43,10 +38,15 @@ def said(result):
     }
 
 
+BF16 = {"mixed_precision": "bf16", "param": "bf16", "reduce": "fp32", "master": "fp32"}
+
+
 @pytest.mark.parametrize(
     ("machine", "answers", "expected"),
     [
         ("laptop", {}, {"use_cpu": True, "num_processes": 2}),
+        ("eight_h100", {}, {"num_processes": 8, **BF16}),
+        ("slurm_2x8", {}, {"num_processes": 16, "num_machines": 2, **BF16}),
         ("laptop", {"workers-per-node": "4"}, {"use_cpu": True, "num_processes": 4}),
         ("laptop", {"where": "here"}, {"workers_per_node": "auto"}),
         ("eight_h100", {"where": "cpu"}, {"use_cpu": True, "num_processes": 2}),
@@ -68,13 +68,10 @@ def said(result):
                 "num_processes": 16,
                 "main_process_ip": "fe80::1",
                 "main_process_port": 29400,
-                "mixed_precision": "bf16",
                 "fsdp_sharding_strategy": "HYBRID_SHARD",
                 "parallelism_config_dp_replicate_size": 2,
                 "parallelism_config_dp_shard_size": 8,
-                "param": "bf16",
-                "reduce": "fp32",
-                "master": "fp32",
+                **BF16,
             },
         ),
         (
@@ -109,7 +106,9 @@ def said(result):
     ],
 )
 def test_run_wizard_answers_write_exactly_these_keys(machines, machine, answers, expected):
-    assert said(write(machines[machine], answers)) == expected
+    result = write(machines[machine], answers)
+    assert said(result) == expected
+    assert any("one GPU" in note for note in result.notes) is (machine == "one_t4")
 
 
 CASES = [

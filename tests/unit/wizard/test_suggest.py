@@ -1,46 +1,14 @@
-import pytest
-
-from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.display_text import GIB
 from fsdplaunch.probe.hardware import Gpu, Hardware
 from fsdplaunch.probe.scheduler import Cluster
 from fsdplaunch.wizard.state import SuggestionFacts, named_model, suggest_for
 
 LLAMA_8B = named_model("8b")
-SHARDED = {
-    "fsdp_config.fsdp_version": 2,
-    "fsdp_config.fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
-}
 ONE_H100 = Gpu(index=0, name="H100", memory_bytes=80 * GIB, compute_capability=(9, 0))
-
-
-def said(config):
-    """Every key whose value differs from the schema's default."""
-    return {
-        key.dotted: value_at(config, key.path) for key in all_keys() if value_at(config, key.path) != key.default
-    }
 
 
 def suggest(hardware, cluster, model=None):
     return suggest_for(SuggestionFacts(hardware=hardware, cluster=cluster, model=model))
-
-
-@pytest.mark.parametrize(
-    ("machine", "expected"),
-    [
-        ("laptop", {"use_cpu": True, "num_processes": 2}),
-        ("one_t4", {"num_processes": 1}),
-        ("eight_h100", {"num_processes": 8, "mixed_precision": "bf16"}),
-        ("slurm_2x8", {"num_processes": 16, "num_machines": 2, "mixed_precision": "bf16"}),
-        ("small_container", {"num_processes": 8, "mixed_precision": "bf16"}),
-    ],
-)
-def test_suggest_machine_gives_exactly_these_keys(machines, machine, expected):
-    found = suggest_for(machines[machine])
-    assert said(found.config) == SHARDED | expected
-    assert {".".join(path) for path in found.values} == set(found.reasons)
-    assert any("one GPU" in note for note in found.notes) is (machine == "one_t4")
 
 
 def test_suggest_model_too_big_for_the_gpu_is_offloaded_and_host_memory_is_checked():

@@ -7,12 +7,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from fsdplaunch.config.docs import describe, explain, json_schema, keys_named, list_keys
-from fsdplaunch.config.load import load_config, stack
+from fsdplaunch.config.docs import describe, explain, json_schema, list_keys
+from fsdplaunch.config.load import load_config
 from fsdplaunch.config.render import find_preset, preset_files, preset_summary, render
 from fsdplaunch.config.schema.config import all_keys, keys_by_path
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
+from tests.yaml_config import loaded
 
 ROOT = Path(__file__).parents[4]
 
@@ -73,12 +74,12 @@ def test_the_json_schema_refuses_what_the_loader_refuses(wrong):
 
 @pytest.mark.parametrize("preset", preset_files().values(), ids=lambda preset: preset.stem)
 def test_a_preset_is_valid_and_says_what_it_is(preset):
-    loaded = stack(read_text(preset.read_text(), preset.name))
-    assert loaded.notes == ()
+    found = loaded(preset.read_text())
+    assert found.notes == ()
     assert errors(data(preset.read_text())) == []
-    assert loaded.origins["fsdp_config", "fsdp_version"].layer == "file"
+    assert found.origins["fsdp_config", "fsdp_version"].layer == "file"
     assert preset_summary(preset).endswith(".")
-    assert stack(read_text(render(loaded.config), "x")).config == loaded.config
+    assert loaded(render(found.config)).config == found.config
 
 
 def test_presets_are_found_by_name_and_near_misses_are_named():
@@ -114,15 +115,3 @@ def test_every_key_can_be_explained():
     for spec in all_keys():
         assert spec.name in explain(spec)
         assert (f"  {spec.name} " in listed) is not spec.key.noise
-
-
-def test_a_key_is_found_by_any_of_its_names_and_what_is_none_gets_the_nearest():
-    for word, name in (("sharding-strategy", "fsdp_sharding_strategy"), ("fsdp_config.version", "fsdp_version")):
-        assert [spec.name for spec in keys_named(word)] == [name]
-    assert {"dir", "keep_last"} <= {spec.name for spec in keys_named("checkpoint")}
-    with pytest.raises(UsageError) as caught:
-        keys_named("fsdp_shading_strategy")
-    assert "fsdp_sharding_strategy" in caught.value.hint
-    with pytest.raises(UsageError) as caught:
-        keys_named("nothing.like.this")
-    assert caught.value.exit_code == 2

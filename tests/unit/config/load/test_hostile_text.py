@@ -5,12 +5,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render, set_keys
 from fsdplaunch.config.schema.config import keys_by_path
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import UsageError
+from tests.yaml_config import loaded as read
 
 WORDS = ["fsdp_config:", "launch:", "num_processes: 2", "  fsdp_version: 1", "  env: {A: b}", "fsdp_version"]
 MARKS = ["  ", "\n", "\n", "\n", "\t", "- ", ": ", *"[]{},'\"|", "# c", "? ", ">-", "---"]
@@ -31,10 +30,6 @@ ODDITIES = [
 ]
 FRAGMENTS = [*WORDS, *MARKS, *ODDITIES]
 OVERRIDES = ["version=", "env={", "launch.env.=x", "launch.env", "a.b.c=1"]
-
-
-def read(text, **more):
-    return stack(read_text(text, "x.yaml"), **more)
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,19 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.config.load import check, load_config, stack
+from fsdplaunch.config.load import check, load_config
 from fsdplaunch.config.problems import TEXT_NOTES, TEXT_PROBLEMS, ConfigError
 from fsdplaunch.config.rules.base import NOTES, RULES
 from fsdplaunch.config.schema.config import build_config
-from fsdplaunch.config.yaml_text import read_text
+from tests.yaml_config import loaded as read
 
 CASES = Path(__file__).parents[3] / "cases"
 NAMES = sorted(path.name.removesuffix(".expected.txt") for path in CASES.glob("*.expected.txt"))
 NOT_IN_FILES = {"unread-variable", "option-without-effect", "follows", "variable-of-accelerate"}
-
-
-def read(text):
-    return stack(read_text(text, "x.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from fsdplaunch.config.convert import to_fsdp2
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.resolve import mesh_sizes
-from fsdplaunch.config.yaml_text import read_text
+from tests.yaml_config import loaded as load
 
 GUIDE = (Path(__file__).parents[3] / "cases" / "transformers_guide.yaml").read_text()
-
-
-def load(text):
-    return stack(read_text(text, "x"))
 
 
 def version_1(strategy, more=""):
@@ -35,13 +30,13 @@ def version_1(strategy, more=""):
 )
 @pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
 def test_a_strategy_becomes_reshard_and_mesh(strategy, reshard, mesh, key):
-    converted = to_fsdp2(version_1(strategy).replace("fsdp_sharding_strategy", key))
-    config = load(converted.text).config
+    text, _ = to_fsdp2(version_1(strategy).replace("fsdp_sharding_strategy", key))
+    config = load(text).config
     assert config.fsdp_config.fsdp_version == 2
     assert config.fsdp_config.fsdp_reshard_after_forward is reshard
     assert config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"  # version 1's default
     assert mesh_sizes(config, 8)[:2] == mesh
-    assert "fsdp_sharding_strategy:" not in converted.text
+    assert "fsdp_sharding_strategy:" not in text
 
 
 def test_every_key_of_version_1_is_named_with_its_consequence():
@@ -50,8 +45,8 @@ def test_every_key_of_version_1_is_named_with_its_consequence():
         "  fsdp_backward_prefetch_policy: NO_PREFETCH\n  use_orig_params: false\n"
         "  fsdp_state_dict_type: LOCAL_STATE_DICT\nprecision:\n  buffer: bf16\n",
     )
-    converted = to_fsdp2(text)
-    told = {change.key: (change.action, change.message) for change in converted.changes}
+    converted, changes = to_fsdp2(text)
+    told = {change.key: (change.action, change.message) for change in changes}
     assert told["fsdp_config.fsdp_backward_prefetch"][0] == "dropped"
     assert told["fsdp_config.fsdp_backward_prefetch"][1].startswith("NO_PREFETCH; FSDP2 gathers the next unit")
     assert told["fsdp_config.fsdp_use_orig_params"][1].startswith("false; FSDP2 always shows")
@@ -59,12 +54,12 @@ def test_every_key_of_version_1_is_named_with_its_consequence():
     assert told["precision.buffer"][0] == "dropped"
     assert told["fsdp_config.fsdp_version"] == ("changed", "2")
     for gone in ("prefetch", "orig_params", "buffer", "LOCAL"):
-        assert gone not in converted.text
-    assert load(converted.text).notes == ()
+        assert gone not in converted
+    assert load(converted).notes == ()
 
 
 def test_comments_and_order_stay():
-    converted = to_fsdp2(
+    converted, _ = to_fsdp2(
         "# top\n" + GUIDE.replace("  fsdp_offload_params: true", "  fsdp_offload_params: true  # slow")
     )
     kept = [
@@ -72,26 +67,25 @@ def test_comments_and_order_stay():
         for line in GUIDE.splitlines()
         if not any(word in line for word in ("prefetch", "strategy", "orig", "sync_module_states"))
     ]
-    lines = [line.replace("  # slow", "") for line in converted.text.splitlines()]
+    lines = [line.replace("  # slow", "") for line in converted.splitlines()]
     assert lines[0] == "# top"
     assert [line for line in lines if line in kept] == kept
     assert set(lines) - set(kept) == {"# top", "  fsdp_version: 2", "  fsdp_reshard_after_forward: true"}
-    assert "fsdp_offload_params: true  # slow\n" in converted.text
+    assert "fsdp_offload_params: true  # slow\n" in converted
 
 
 def test_a_file_for_version_2_comes_back_as_it_is_and_so_do_mesh_sizes():
     said = version_1("HYBRID_SHARD", "parallelism_config:\n  parallelism_config_dp_replicate_size: 4\n")
-    assert mesh_sizes(load(to_fsdp2(said).text).config, 8)[:2] == (4, 2)
+    assert mesh_sizes(load(to_fsdp2(said)[0]).config, 8)[:2] == (4, 2)
     text = "# mine\nfsdp_config: {fsdp_version: 2}\n"
-    assert to_fsdp2(text).text == text
-    assert to_fsdp2(text).changes == ()
+    assert to_fsdp2(text) == (text, [])
     dead = "fsdp_config:\n  fsdp_version: 2\n  fsdp_use_orig_params: false\n"
-    assert "use_orig_params" not in to_fsdp2(dead).text
+    assert "use_orig_params" not in to_fsdp2(dead)[0]
 
 
 def test_a_converted_json_file_is_json():
     text = '{\n  "fsdp_config": {\n    "fsdp_version": 1,\n    "fsdp_sharding_strategy": 2\n  }\n}\n'
-    assert json.loads(to_fsdp2(text).text)["fsdp_config"] == {
+    assert json.loads(to_fsdp2(text)[0])["fsdp_config"] == {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": False,
         "fsdp_state_dict_type": "FULL_STATE_DICT",

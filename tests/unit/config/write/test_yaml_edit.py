@@ -2,12 +2,11 @@
 
 import pytest
 
-from fsdplaunch.config.load import stack
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import set_keys, write_text_atomically
 from fsdplaunch.config.schema.config import keys_by_path, value_at
-from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import LaunchError, UsageError
+from tests.yaml_config import config_of
 
 VERSION = ("fsdp_config", "fsdp_version")
 OFFLOAD = ("fsdp_config", "fsdp_offload_params")
@@ -110,7 +109,7 @@ CASES = {
 def test_set_keys(case):
     before, changes, after = CASES[case]
     assert edit(before, *changes) == after
-    config = stack(read_text(after, "x")).config
+    config = config_of(text=after)
     for path, value in changes:
         assert value_at(config, path) == (keys_by_path()[path].default if value is None else value)
 

@@ -1,6 +1,8 @@
-"""Reading this machine, and files laid out like another's."""
+"""Reading this machine, and files laid out like another's; a block for a bug report tells no secrets."""
 
-from fsdplaunch.doctor.facts import file_system, probe_torch, read_interfaces
+import pytest
+
+from fsdplaunch.doctor.facts import file_system, probe_torch, read_interfaces, redact
 
 
 def test_interfaces_that_are_down_are_left_out(tmp_path):
@@ -25,3 +27,19 @@ def test_interpreter_that_cannot_import_torch_says_why(tmp_path):
     fake.chmod(0o755)
     assert probe_torch(str(fake)).error == "ModuleNotFoundError: No module named torch"
     assert "cannot be started" in probe_torch(str(tmp_path / "absent")).error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HF_TOKEN=hf_abcdefghij", "HF_TOKEN=***"),
+        ('{"WANDB_API_KEY": "abc def", "X": "1"}', '{"WANDB_API_KEY": ***, "X": "1"}'),
+        ("git clone https://bob:pw@host/x", "git clone https://***@host/x"),
+        ("saw ghp_0123456789abcdef there", "saw *** there"),
+        ("/home/alice/run and /Users/bob/x", "/home/USER/run and /Users/USER/x"),
+        ("alice on gpu-01 at 10.1.2.3, alice2", "USER on HOST at ADDRESS, alice2"),
+        ("127.0.0.1 and torch 2.13.0", "127.0.0.1 and torch 2.13.0"),
+    ],
+)
+def test_what_tells_too_much_is_replaced(text, expected):
+    assert redact(text, users=["alice"], hosts=["gpu-01"]) == expected
