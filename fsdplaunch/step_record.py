@@ -21,9 +21,10 @@ RING = 256
 """Steps that are kept one by one."""
 HISTORY = 512
 """Parts of the whole run."""
-_MAGIC = b"fsdpstp1"
-_HEAD = struct.Struct("<8sQQdQQ")
-"""Magic, process id, steps made, time of the last one (seconds since 1970), parts kept, steps of a part."""
+_MAGIC = b"fsdpstp2"
+_HEAD = struct.Struct("<8sQQdQQQQ")
+"""Magic, process id, steps made, time of the last one (seconds since 1970), parts kept, steps of a part, steps
+that the run makes, bytes of the GPU: 0 where these are not known."""
 _STEP = struct.Struct("<11d")
 _MOST = 1e15
 _SIZE = _HEAD.size + (RING + HISTORY) * _STEP.size
@@ -53,6 +54,8 @@ class RankSteps(NamedTuple):
     ended: float  # when the last step ended, in seconds since 1970; 0 before the first
     recent: Sequence[Step]  # the last of them, oldest first
     history: Sequence[Step]  # the whole run in parts, oldest first
+    total: int = 0  # steps that the run makes; 0 where nothing says so
+    memory_limit: int = 0  # bytes of its GPU; 0 without one
 
 
 class StepWriter:
@@ -67,6 +70,7 @@ class StepWriter:
         finally:
             os.close(descriptor)
         self._pid, self.made, self._ended = os.getpid(), 0, 0.0
+        self.total = self.memory_limit = 0  # of what is said of the run and of its GPU, once they are known
         self._parts, self._stride = 0, 1
         self._open: list[Step] = []  # of the part that is not full yet
         self._write_head()
@@ -101,7 +105,8 @@ class StepWriter:
         _STEP.pack_into(self._map, _HEAD.size + place * _STEP.size, *step)
 
     def _write_head(self) -> None:
-        _HEAD.pack_into(self._map, 0, _MAGIC, self._pid, self.made, self._ended, self._parts, self._stride)
+        parts = (self._parts, self._stride, self.total, self.memory_limit)
+        _HEAD.pack_into(self._map, 0, _MAGIC, self._pid, self.made, self._ended, *parts)
 
 
 def mean_step(steps: Sequence[Step]) -> Step:
@@ -125,15 +130,15 @@ def read_steps(folder: Path, *, only_head: bool = False) -> RankSteps | None:
     """Read a rank's file from its folder, or only its head; None when there is none, or it is not one of ours."""
     with suppress(OSError, struct.error), open_file(folder / STEPS) as file:
         data = file.read(_HEAD.size if only_head else _SIZE)
-        magic, pid, made, ended, parts, _ = _HEAD.unpack_from(data)
+        magic, pid, made, ended, parts, _, *known = _HEAD.unpack_from(data)
         if magic != _MAGIC or parts > HISTORY:
             return None
         if only_head:
-            return RankSteps(pid, made, ended, [], [])
+            return RankSteps(pid, made, ended, [], [], *known)
         if len(data) != _SIZE:
             return None
         read = [_sound(_STEP.unpack_from(data, _HEAD.size + place * _STEP.size)) for place in range(RING + parts)]
         # Not the places that no step has reached yet, or that were written again after the head was read.
         recent = sorted(step for step in read[:RING] if max(0, made - RING) < step.number <= made)
-        return RankSteps(pid, made, ended, recent, read[RING:])
+        return RankSteps(pid, made, ended, recent, read[RING:], *known)
     return None

@@ -27,7 +27,9 @@ def _is_step(value: Any) -> bool:
 
 
 ROW = {
-    **dict.fromkeys(("rank", "pid", "made"), lambda value: type(value) is int and 0 <= value < 2**64),
+    **dict.fromkeys(
+        ("rank", "pid", "made", "total", "memory_limit"), lambda value: type(value) is int and 0 <= value < 2**64
+    ),
     **{"ended": _amount, "steps": lambda value: isinstance(value, list) and all(map(_is_step, value[:_SENT]))},
 }
 """What is said of a rank; None where something is not known."""
@@ -37,13 +39,13 @@ def packed(ranks: Mapping[int, RankSteps]) -> list[dict[str, Any]]:
     """Return what to send: of short steps every second, fourth or so, by their numbers alike on all ranks."""
     rows = []
     for rank, record in ranks.items():
-        known = [step for step in record.recent if _amount(step.number) and _amount(step.seconds)]
-        apart = min(len(known), _WINDOW_SECONDS / max(known[-1].seconds, _SHORTEST)) / _SENT if known else 1.0
-        chosen = [step for step in known if step.number % 2 ** max(0, floor(log2(apart))) == 0][-_SENT:]
+        timed = [step for step in record.recent if _amount(step.number) and _amount(step.seconds)]
+        apart = min(len(timed), _WINDOW_SECONDS / max(timed[-1].seconds, _SHORTEST)) / _SENT if timed else 1.0
+        chosen = [step for step in timed if step.number % 2 ** max(0, floor(log2(apart))) == 0][-_SENT:]
         told = [step[: _ALL if step is chosen[-1] else _TIMES] for step in chosen]
         steps = [[None if isnan(value) else round(value, 6) for value in step] for step in told]
-        about = {"rank": rank, "pid": record.pid, "made": record.made, "ended": record.ended}
-        rows.append({**about, "steps": steps})
+        known = {name: getattr(record, name) for name in ("pid", "made", "ended", "total", "memory_limit")}
+        rows.append({"rank": rank, **known, "steps": steps})
     return [row for row in rows if matches(row, ROW)]  # whatever a script has done to its record
 
 
@@ -52,5 +54,6 @@ def unpacked(rows: Sequence[Mapping[str, Any]]) -> dict[int, RankSteps]:
     found = {}
     for row in rows:
         steps = [Step(*(nan if value is None else value for value in step)) for step in row["steps"][:_SENT]]
-        found[row["rank"]] = RankSteps(row["pid"], row["made"], row["ended"], steps, [])
+        known = row["total"], row["memory_limit"]
+        found[row["rank"]] = RankSteps(row["pid"], row["made"], row["ended"], steps, [], *known)
     return found

@@ -5,7 +5,7 @@ the rest of a step: what it did not spend waiting for others. The slow rank is t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isnan
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -60,25 +60,23 @@ class Summary:
     """What a run's ranks do, by their last steps."""
 
     step: int  # that all ranks have made
+    steps_total: int | None  # that the run makes, where its Trainer says so
     step_seconds: float | None  # median
     steps_per_second: float | None  # of that median
     samples_per_second: float | None  # over all ranks
     tokens_per_second: float | None
     bound_by: str | None  # input, straggler, communication, compute or memory; None with too few steps
     slowest: SlowRank | None
+    memory_limit: int | None  # bytes of the smallest GPU
     ranks: Sequence[RankSummary]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as plain data."""
         slowest = self.slowest
         names = ("rank", "step", "step_seconds", "data_seconds", "peer_seconds", "memory_bytes", "peak_bytes")
+        own = [each.name for each in fields(self) if each.name not in ("slowest", "ranks")]
         return {
-            "step": self.step,
-            "step_seconds": self.step_seconds,
-            "steps_per_second": self.steps_per_second,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "bound_by": self.bound_by,
+            **{name: getattr(self, name) for name in own},
             "slowest": slowest and {"rank": slowest.rank, "cause": slowest.cause, "factor": slowest.factor},
             "ranks": [{name: getattr(one, name) for name in names} for one in self.ranks],
         }
@@ -97,21 +95,24 @@ def read_ranks(run_dir: Path) -> dict[int, RankSteps]:
     return dict(sorted(found.items()))
 
 
-def summarize(ranks: Mapping[int, RankSteps], *, memory_limit: int | None = None) -> Summary:
-    """Say what the last steps of a run took, what bounds them, and who is slow; `memory_limit` is one rank's."""
+def summarize(ranks: Mapping[int, RankSteps]) -> Summary:
+    """Say what the last steps of a run took, what bounds them, and who is slow."""
     last = {rank: _last_steps(steps.recent) for rank, steps in ranks.items()}
     rows = [_summarize_rank(rank, ranks[rank].made, last[rank]) for rank in sorted(ranks)]
     known = [row.step_seconds for row in rows if row.step_seconds is not None]
     seconds = median(known) if known else None
     slowest = _slow_rank(last) if len(last) > 1 else None
+    limit = min((steps.memory_limit for steps in ranks.values() if steps.memory_limit), default=None)
     return Summary(
         step=min((row.step for row in rows), default=0),
+        steps_total=max((steps.total for steps in ranks.values()), default=0) or None,
         step_seconds=seconds,
         steps_per_second=1 / seconds if seconds else None,
         samples_per_second=_rate(last, seconds, lambda step: step.samples),
         tokens_per_second=_rate(last, seconds, lambda step: step.tokens),
-        bound_by=_bound(last, rows, slowest, memory_limit),
+        bound_by=_bound(last, rows, slowest, limit),
         slowest=slowest,
+        memory_limit=limit,
         ranks=rows,
     )
 
@@ -213,7 +214,8 @@ def speed_words(found: Summary) -> list[str]:
     if found.step_seconds is None:
         return [f"step {found.step}" if found.ranks else "no rank has made a step yet"]
     rates = {name: getattr(found, f"{name}_per_second") for name in ("steps", "samples", "tokens")}
-    words = [f"step {found.step}", f"{step_time(found.step_seconds)} a step"]
+    of_all = f" of {found.steps_total}" if found.steps_total else ""
+    words = [f"step {found.step}{of_all}", f"{step_time(found.step_seconds)} a step"]
     digits = ((f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", name) for name, rate in rates.items() if rate)  # noqa: PLR2004
     return words + [f"{text} {name}/s" for text, name in digits]
 

@@ -26,7 +26,7 @@ from fsdplaunch.config.schema.config import Config
 from fsdplaunch.files import PROCESS, read_size
 from fsdplaunch.runtime.patch import once_imported, replace, wrap, wrap_once_imported
 from fsdplaunch.runtime.rank import configured_data_ranks, rank, world_size
-from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH, WAITS, call_after_backward
+from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH, STATE_BEGUN, WAITS, call_after_backward
 from fsdplaunch.step_record import Step, StepWriter
 
 _MEMORY_SECONDS = 1.0
@@ -118,7 +118,7 @@ class Measuring:
         self.clock: Any = HostClock()
         self._writer, self._share, self._only_counts = writer, share, only_counts
         self._round: set[int] = set()
-        self._calls = 0
+        self._calls, self._trains = 0, True
         self._begin: Any = None
         self._pending: deque[_Made] = deque(maxlen=_MOST_PENDING)
         self._memory, self._memory_time = (nan, nan), 0.0
@@ -132,6 +132,8 @@ class Measuring:
 
     def note_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that an optimizer has stepped."""
+        if not self._trains:
+            return
         self._calls += 1
         key = id(optimizer)
         if self._round and key not in self._round:
@@ -145,10 +147,25 @@ class Measuring:
         if not self._only_counts:
             self._end_step(now)
 
+    def begin_state(self, original: Callable[..., Any], *args: Any) -> None:
+        """Stand for what steps an optimizer only to give it its state: no step of the training."""
+        self._trains = False
+        try:
+            original(*args)
+        finally:
+            self._trains = True
+
+    def begin_training(self, original: Callable[..., Any], called: Any, args: Any, state: Any, *rest: Any) -> Any:
+        """Stand for the first of what a Trainer calls, which knows how many steps it will make."""
+        self._writer.total = self._writer.made + max(0, state.max_steps - state.global_step)
+        return original(called, args, state, *rest)
+
     def _choose_clock(self, optimizer: Optimizer) -> None:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(param.is_cuda for param in params):
+        gpu = next((param.device for param in params if param.is_cuda), None)
+        if gpu is not None:
             self.clock = GpuClock()
+            self._writer.memory_limit = torch.cuda.get_device_properties(gpu).total_memory
             self._waits.clear()
             replace(torch.cuda, "Stream.wait_event", self.timed_event)
 
@@ -292,6 +309,9 @@ def measure(writer: StepWriter, config: Config) -> None:
     only_counts = not config.launch.measure or uses_xla(config)
     measuring = Measuring(writer, share=readers / size, only_counts=only_counts)
     register_optimizer_step_post_hook(measuring.note_step)
+    wrap_once_imported(*STATE_BEGUN, measuring.begin_state)
+    trainer = "transformers.trainer_callback", "CallbackHandler.on_train_begin"
+    wrap_once_imported(*trainer, measuring.begin_training)
     if only_counts:
         return
     _running.append(measuring)

@@ -25,12 +25,17 @@ class Snapshot:
     run: Run
     summary: Summary
     ranks: Mapping[int, RankSteps]
-    memory_limit: int | None  # bytes of the smallest GPU; None where none is seen
     gpus: Mapping[int, GpuUse]  # of ranks on this machine
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return how long the run will still take; None where nothing says how many steps it makes."""
+        seconds, total = self.summary.step_seconds, self.summary.steps_total
+        return seconds * max(0, total - self.summary.step) if self.run.unfinished and seconds and total else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
-        found = {**self.run.to_dict(), **self.summary.to_dict(), "memory_limit": self.memory_limit}
+        found = {**self.run.to_dict(), **self.summary.to_dict(), "seconds_left": self.seconds_left}
         for row in found["ranks"]:
             if (use := self.gpus.get(row["rank"])) is not None:
                 row |= {"gpu_percent": use.percent, "gpu_celsius": use.celsius}
@@ -55,9 +60,7 @@ class RunWatcher:
         ranks, names = read_ranks(self.run.part), _gpus_here(self.run)
         use = read_gpu_use() if names else {}
         gpus = {rank: use[name] for rank, name in names.items() if name in use}
-        limit = min((one.memory_bytes for one in gpus.values() if one.memory_bytes), default=None)
-        summary = summarize(ranks, memory_limit=limit)
-        return Snapshot(run=self.run, summary=summary, ranks=ranks, memory_limit=limit, gpus=gpus)
+        return Snapshot(run=self.run, summary=summarize(ranks), ranks=ranks, gpus=gpus)
 
     def last_line(self, rank: int) -> str:
         """Return the last line that a rank printed."""

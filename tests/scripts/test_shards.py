@@ -102,6 +102,7 @@ def test_an_evaluation_after_training_with_parameters_kept_gathered(forks: Forks
     done = forks.passes(PROGRAMS / "nano_gpt.py", tmp_path / "run", ranks=2, **keys)
     assert "step 3: val loss" in done.out[0]
 
+
 COUNTED = """
 import torch
 from torch import nn

@@ -234,8 +234,13 @@ def _parse_metrics(value: Any) -> dict[str, str]:
     if unknown := set(found) - {"jsonl", "tensorboard", "prometheus"}:
         msg = f"must name jsonl, tensorboard or prometheus, and names {min(unknown)}"
         raise NotedValueError(msg)
-    if not 1 <= _parse_whole(found.get("prometheus", 1)) <= MAX_PORT or not all(found.values()):
-        raise ValueError(value)
+    if empty := [name for name, place in found.items() if not place]:
+        msg = f"must say where {empty[0]} goes"
+        raise NotedValueError(msg)
+    port = found.get("prometheus", "1")
+    if not (port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        msg = f"prometheus must be a port, from 1 to {MAX_PORT}, got {port}"
+        raise NotedValueError(msg)
     return found
 
 

@@ -349,6 +349,8 @@ WAITS = (
 Every collective of `torch.distributed` ends in the first, that of gloo blocks there; DistributedDataParallel sends
 buffers by the second; DTensors wait in the third.
 """
+STATE_BEGUN = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+"""What steps an optimizer without gradients, so that it has the state that is to be saved or loaded."""
 NEXT_BATCH = (dataloader, "_BaseDataLoaderIter.__next__")
 """What every DataLoader's iterator has, with worker processes or without."""
 

@@ -110,8 +110,8 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_goes_on(tmp_path, expo
     ("value", "wrong"),
     [
         ("{wandb: x}", "must name jsonl, tensorboard or prometheus, and names wandb"),
-        ("{prometheus: 70000}", "must be jsonl: FILE, tensorboard: FOLDER and prometheus: PORT"),
-        ("{jsonl: ''}", "must be jsonl: FILE"),
+        ("{prometheus: 70000}", "prometheus must be a port, from 1 to 65535, got 70000"),
+        ("{jsonl: ''}", "must say where jsonl goes"),
     ],
 )
 def test_what_nobody_writes_is_refused(value, wrong):

@@ -35,10 +35,12 @@ def sent(ranks: dict[int, RankSteps]) -> list[dict]:
 def test_node_0_sees_the_other_nodes_ranks_as_its_own(tmp_path, times, seconds):
     """Medians to five digits, and the slow rank wherever it is."""
     own = node(tmp_path / "own", range(2), times)
-    write_json_of(tmp_path / "own", node(tmp_path / "other", range(2, 4), times))
+    others = node(tmp_path / "other", range(2, 4), times)
+    write_json_of(tmp_path / "own", {rank: one._replace(total=90, memory_limit=2**40) for rank, one in others.items()})
     found, whole = read_ranks(tmp_path / "own"), {**own, **read_ranks(tmp_path / "other")}
     assert list(found) == [0, 1, 2, 3]
     seen, true = summarize(found).to_dict(), summarize(whole).to_dict()
+    assert (seen["steps_total"], seen["memory_limit"]) == (90, 2**40)
     assert seen["step_seconds"] == pytest.approx(seconds, rel=1e-4)
     assert (seen["step"], seen["bound_by"]) == (60, true["bound_by"])
     assert seen["samples_per_second"] == pytest.approx(true["samples_per_second"], rel=1e-4)

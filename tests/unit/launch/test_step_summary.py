@@ -63,8 +63,10 @@ def test_what_bounds_a_run_without_a_slow_rank() -> None:
     assert summarize(training([0.01] * 2, data=[0.006] * 2)).bound_by == "input"
     assert summarize(training([0.01] * 2, network=0.02)).bound_by == "communication"
     assert summarize(training([0.01] * 2)).bound_by == "compute"
-    assert summarize(training([0.01] * 2), memory_limit=7_000_000).bound_by == "memory"
-    assert summarize(training([0.01] * 2), memory_limit=70_000_000).bound_by == "compute"
+    ranks = training([0.01] * 2)
+    for limit, bound in ((7_000_000, "memory"), (70_000_000, "compute")):
+        found = summarize(ranks | {1: ranks[1]._replace(memory_limit=limit)})
+        assert (found.bound_by, found.to_dict()["memory_limit"]) == (bound, limit)
     assert summarize(training([0.01, 0.02], steps=5)).bound_by is None
 
 
@@ -102,7 +104,7 @@ def test_a_run_without_records_or_steps(tmp_path: Path) -> None:
     assert summarize(read_ranks(tmp_path)).to_dict() == {
         "step": 0,
         **dict.fromkeys(["step_seconds", "steps_per_second", "samples_per_second", "tokens_per_second"]),
-        "bound_by": None,
+        **dict.fromkeys(["steps_total", "memory_limit", "bound_by"]),
         "slowest": None,
         "ranks": [],
     }

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from fsdplaunch.runtime import measuring
 from fsdplaunch.runtime.measuring import GpuClock, Measuring
-from fsdplaunch.runtime.patch import wrap
-from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH
+from fsdplaunch.runtime.patch import wrap, wrap_once_imported
+from fsdplaunch.runtime.torch_internals.tensors import NEXT_BATCH, STATE_BEGUN
 from fsdplaunch.step_record import RankSteps, StepWriter, read_steps
 
 
@@ -220,6 +221,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
         Stream=Stream,
         current_stream=lambda: stream,
         is_current_stream_capturing=lambda: stream.capturing,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=80 if device == "cuda:3" else 0),
         memory_allocated=lambda: 5,
         max_memory_allocated=lambda: 7,
     )
@@ -229,7 +231,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def on_gpu() -> Any:
-    return SimpleNamespace(param_groups=[{"params": [SimpleNamespace(is_cuda=True)]}])
+    return SimpleNamespace(param_groups=[{"params": [SimpleNamespace(is_cuda=True, device="cuda:3")]}])
 
 
 def test_a_gpu_is_asked_when_it_has_come_so_far(gpu, tmp_path):
@@ -252,6 +254,7 @@ def test_a_gpu_is_asked_when_it_has_come_so_far(gpu, tmp_path):
     gpu.done = 6.0
     found.write()
     assert record(tmp_path).recent[-1].seconds == 1.0
+    assert record(tmp_path).memory_limit == 80
 
 
 def test_a_graph_that_is_captured_has_no_events_of_ours(gpu, tmp_path):
@@ -274,3 +277,26 @@ def test_no_step_costs_more_memory_than_a_gpu_can_be_behind(gpu, tmp_path):
         gpu.time += random.Random(1).random()
         found.note_step(stepping)
     assert len(found._pending) == measuring._MOST_PENDING
+
+
+def test_a_step_that_only_begins_an_optimizers_state_is_none(measured, tmp_path, monkeypatch):
+    """Plain SGD has no state that would say that it has stepped: each save would count a step."""
+    monkeypatch.setattr(state_dict, "_init_optim_state", state_dict._init_optim_state)
+    wrap_once_imported(*STATE_BEGUN, measured.begin_state)
+    model = torch.nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        plain.step()
+        plain.zero_grad()
+        state_dict.get_optimizer_state_dict(model, plain)
+    assert record(tmp_path).made == 3
+
+
+def test_a_trainer_says_how_many_steps_there_will_be(measured, tmp_path):
+    stepping = optimizer()
+    stepping.step()
+    state = SimpleNamespace(max_steps=50, global_step=10)
+    assert measured.begin_training(lambda *given: given, "handler", "args", state, "control")[-1] == "control"
+    stepping.step()
+    assert record(tmp_path).total == 41
