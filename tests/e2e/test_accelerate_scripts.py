@@ -1,5 +1,6 @@
 """Scripts written for accelerate and for the transformers Trainer run as they are, and shard on a CPU too."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,5 @@ def test_trainer_script_with_the_guides_file_shards_on_cpu_and_saves_whole_weigh
     assert (tmp_path / "out" / "checkpoint-1" / "pytorch_model_fsdp_0" / ".metadata").is_file()
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert "bert.encoder.layer.1.output.dense.weight" in weights
+    summary = json.loads((tmp_path / "runs" / "latest" / "result.json").read_text())["summary"]
+    assert (summary["step"], summary["steps_total"]) == (2, 2)

@@ -36,7 +36,9 @@ def test_node_0_sees_the_other_nodes_ranks_as_its_own(tmp_path, times, seconds):
     """Medians to five digits, and the slow rank wherever it is."""
     own = node(tmp_path / "own", range(2), times)
     others = node(tmp_path / "other", range(2, 4), times)
-    write_json_of(tmp_path / "own", {rank: one._replace(total=90, memory_limit=2**40) for rank, one in others.items()})
+    write_json_of(
+        tmp_path / "own", {rank: one._replace(total=90, memory_limit=2**40) for rank, one in others.items()}
+    )
     found, whole = read_ranks(tmp_path / "own"), {**own, **read_ranks(tmp_path / "other")}
     assert list(found) == [0, 1, 2, 3]
     seen, true = summarize(found).to_dict(), summarize(whole).to_dict()
