@@ -209,7 +209,6 @@ def prepare(opened: OpenCheckpoint, target: Path | None, options: MergeOptions) 
     selection = select_weights(
         opened.index,
         where=str(source),
-        strip_wrappers=options.strip_wrappers,
         only=options.only,
         exclude=options.exclude,
         renames=options.rename,
