@@ -81,7 +81,7 @@ class SafeReader(FileSystemReader):
 def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
     try:
         item = parse_item(files.window(place))[0]
-    except (InvalidFileError, UnicodeDecodeError) as problem:
+    except InvalidFileError as problem:
         raise _unreadable(files, place, str(problem)) from None
     data = bytearray(files.read(place, item.data_offset, item.data_length))
     if item.crc is not None and crc32(data, 0) != item.crc:
