@@ -224,7 +224,7 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
             if DATA_FILE.fullmatch(name) and name not in index.files:
                 files[name] = identity_of(os.stat(name, dir_fd=descriptor))
         with DataFiles(folder, index.files) as sources:
-            check_save(sources, index.places)
+            check_save(sources, index.places.values())
             yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
     finally:
         with suppress(OSError):

@@ -9,7 +9,7 @@ import pytest
 
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.checkpoint.merge.merge import merge
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_index
 from fsdplaunch.checkpoint.safetensors_format import read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.errors import CheckpointError, LaunchError
@@ -54,7 +54,7 @@ def test_readers_of_single_files_name_what_stands_there(kind, tmp_path):
             read(path)
     KINDS[kind](tmp_path / ".metadata")
     with pytest.raises(CheckpointError, match=f"is not a regular file but {kind}"):
-        read_metadata(tmp_path)
+        read_index(tmp_path)
 
 
 @pytest.mark.parametrize(
