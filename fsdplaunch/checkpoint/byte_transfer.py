@@ -29,6 +29,16 @@ def write_all(target: int, data: bytes | bytearray | memoryview, offset: int) ->
         offset += written
 
 
+def read_all(source: int, offset: int, count: int) -> bytes:
+    """Return `count` bytes from `offset` on, or what the file has of them."""
+    parts = []
+    while count and (part := os.pread(source, count, offset)):
+        parts.append(part)
+        offset += len(part)
+        count -= len(part)
+    return b"".join(parts) if len(parts) != 1 else parts[0]
+
+
 class Copier:
     """Copies runs inside the kernel, as `cp` does; once that proves unsupported here, through a buffer."""
 

@@ -39,14 +39,6 @@ def model_entry(folder: Path, number: int) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def read_json(path: Path) -> Any:
-    """Return what a file of reasonable size holds; None when it cannot be read."""
-    try:
-        return parse_json(read_regular(path, MAX_JSON))
-    except ValueError:
-        return None
-
-
 _ITEM_END = 2048
 _FILE_END = 2**20
 

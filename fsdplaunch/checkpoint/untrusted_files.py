@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdplaunch.checkpoint.byte_transfer import read_all
+
 COPY_AGAIN = "copy the checkpoint again, or use an older one"
 """What to do about a damaged file; a hint of errors."""
 
@@ -130,7 +132,7 @@ def read_exactly(fd: int, offset: int, count: int) -> bytes:
     Raises:
         InvalidFileError: The file ends before.
     """
-    data = os.pread(fd, count, offset)
+    data = read_all(fd, offset, count)
     if len(data) != count:
         refuse(f"it ends at {offset + len(data)} bytes")
     return data

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdplaunch
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_index
 from fsdplaunch.errors import CheckpointError
 from tests.distributed.pool import RankError, RankPool
 from tests.distributed.tiny import (
@@ -133,9 +133,9 @@ def test_files_have_the_names_accelerate_gives_them(saved: Any, form: str) -> No
 
 @pytest.mark.parametrize("form", ["2 sharded, checkpointed blocks", "1 sharded"])
 def test_tensors_have_the_names_of_the_users_model(saved: Any, form: str) -> None:
-    stored = read_metadata(saved(form)[0] / "pytorch_model_fsdp_0").entries
+    stored = read_index(saved(form)[0] / "pytorch_model_fsdp_0").tensors
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in build().state_dict().items()}
-    assert {name: entry.shape for name, entry in stored.items()} == expected
+    assert {tensor.name: tensor.shape for tensor in stored} == expected
 
 
 def test_full_checkpoint_is_the_plain_models_state_dict(saved: Any) -> None:
@@ -415,7 +415,7 @@ def compiled(folder: str, how: str, fields: dict[str, Any]) -> tuple[list[float]
     model, optimizer = make(9)
     fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer)
     sharded = path / "pytorch_model_fsdp_0"
-    names = list(read_metadata(sharded).entries) if sharded.exists() else []
+    names = [entry.name for entry in read_index(sharded).entries] if sharded.exists() else []
     return kept_on, train_sharded(model, optimizer, 2, first=1), names
 
 

@@ -225,6 +225,9 @@ for _ in range(500):
     step()
     time.sleep(0.01)
 """
+QUEUE = "import contextlib, queue\n" + THREAD.replace(  # where a main thread that trains may wait as well
+    "    time.sleep(0.01)", "    with contextlib.suppress(queue.Empty):\n        queue.Queue().get(timeout=0.5)"
+)
 STATE = THREAD.replace("state.values()", "model.module.state_dict().values()")
 SEVERAL = """
 threads = [threading.Thread(target=torch.save, args=(model.state_dict(), f"{n}.pt")) for n in range(4)]
@@ -241,10 +244,11 @@ step()
     [
         (GRADIENT, "is neither a parameter nor", "have every rank make this call"),
         (THREAD, "gathers shards in another thread, while the main thread goes on", "join the thread"),
+        (QUEUE, "gathers shards in another thread, while the main thread goes on", "join the thread"),
         (STATE, "state_dict() at train.py:", "copy what it writes before it starts"),
         (SEVERAL, "on all ranks in several threads at once", "save on rank 0 alone"),
     ],
-    ids=["gradient before the step", "thread of rank 0", "state in a thread", "threads at once"],
+    ids=["gradient", "thread of rank 0", "thread beside a queue", "state in a thread", "threads at once"],
 )
 def test_what_cannot_be_gathered_ends_the_run_with_what_to_do(
     forks: Forks, tmp_path: Path, body: str, says: str, hint: str

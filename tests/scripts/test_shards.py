@@ -50,6 +50,21 @@ def test_gradients_of_shards_outside_of_passes_are_the_mean_of_all_ranks(forks: 
             assert found[name] == pytest.approx(numbers, abs=1e-5), name
 
 
+FUNCTIONAL = """
+import torch
+model = torch.nn.Linear(4, 1).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+halved = {name: value * 0.5 for name, value in model.named_parameters()}
+print(torch.func.functional_call(model, halved, (torch.ones(2, 4),)).dtype)
+"""
+
+
+def test_a_functional_call_computes_in_the_dtype_of_mixed_precision(forks: Forks, tmp_path: Path) -> None:
+    assert (
+        forks.passes(FUNCTIONAL, tmp_path / "run", ranks=2, mixed_precision="bf16").out == ["torch.bfloat16\n"] * 2
+    )
+
+
 TRANSFORMED = """
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
 """Files that a script for one process writes itself are, over ranks, those of one process."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def own_file():
 """
 
 BYTES = """
-import pickle, sys, tempfile, zipfile
+import os, pathlib, pickle, sys, tempfile, zipfile
 import torch
 sys.path.insert(0, "site-packages")
 import library
@@ -99,6 +100,20 @@ for number in range(4):
         file.flush()
     with open("values.pkl", "rb") as file:
         assert len(pickle.load(file)) == 20000 + number
+rank = os.environ["RANK"]
+for everybodys in (f"../outside-{rank}.txt", f".cache/{rank}.txt"):
+    path = pathlib.Path(everybodys)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("of each rank")
+os.makedirs("../saves", exist_ok=True)
+torch.save([1], "../saves/one.pt")  # whose folder is rank 0's from then on
+pathlib.Path("../saves/log.txt").write_text(rank)
+for refused in (lambda: os.symlink("values.pkl", "latest"), lambda: os.truncate("values.pkl", 0)):
+    try:
+        if rank == "1":
+            refused()
+    except OSError as error:
+        print(error)
 print(library.cache(tempfile.mkdtemp()).decode(), library.own_file().decode())
 """
 
@@ -113,6 +128,11 @@ def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_pa
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
         *("before.zip", "model.zip", "values.pkl", "state-0.bin"),
     }
+    refused = re.findall(r"train\.py:\d+: os\.(\w+) of .* on rank 1: rank 0 has the files", done.out[1])
+    assert refused == ["symlink", "truncate"]
+    assert sorted(path.name for path in tmp_path.glob("outside-*")) == ["outside-0.txt", "outside-1.txt"]
+    assert sorted(path.name for path in (folder / ".cache").iterdir()) == ["0.txt", "1.txt"]
+    assert (tmp_path / "saves" / "log.txt").read_text() == "0"
     assert "only this rank writes " in done.err[1]
     assert "state-1.bin: not kept" in done.err[1]
 

@@ -22,8 +22,6 @@ class MergeOptions:
     overwrite: bool = False  # replace the weights in an existing output folder; its other files stay
     verify: bool = False  # read the result back and compare every byte with the source and its checksums
     checksums: bool = True  # compare what is taken with the checksums that the checkpoint stores of it
-    # Take the names of training wrappers (`_orig_mod`, a leading `module`, ...) out of names.
-    strip_wrappers: bool = True
     remove_checkpoint_dir: bool = False  # delete the checkpoint after the result was verified
     # Convert floating-point weights to `bf16`, `fp16` or `fp32`; None keeps what is stored.
     dtype: str | None = None

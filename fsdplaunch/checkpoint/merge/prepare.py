@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplaunch.checkpoint.chunks import ItemLocation
-from fsdplaunch.checkpoint.manifest import model_entry, read_json
+from fsdplaunch.checkpoint.manifest import model_entry
 from fsdplaunch.checkpoint.merge import MergeOptions
 from fsdplaunch.checkpoint.merge.plan import MergePlan, build_plan, plan_alone
 from fsdplaunch.checkpoint.merge.weight_names import Selection, select_weights
@@ -23,6 +23,7 @@ from fsdplaunch.checkpoint.readers.torch_zip import TorchZipItem
 from fsdplaunch.checkpoint.untrusted_files import real_path, short
 from fsdplaunch.errors import CheckpointError, UsageError
 from fsdplaunch.files import durable_file
+from fsdplaunch.run_dir import read_json
 
 CONFIG_NAME = "config.json"
 # What transformers' and sentence-transformers' savers write, apart from weights and training state.
@@ -80,8 +81,7 @@ def _known_ties(folder: Path, model: Path | None, names: Sequence[str]) -> list[
     """
     number = _MODEL_FOLDER.fullmatch(folder.name)
     tied = model_entry(folder, int(number[1]) if number else 0).get("tied")
-    config = None if model is None else read_json(model / CONFIG_NAME)
-    config = config if isinstance(config, dict) else {}
+    config = {} if model is None else read_json(model / CONFIG_NAME)
     inner = config.get("text_config")
     if isinstance(tied, list):  # what our own save noted
         listed = [tuple(map(str, group)) for group in tied if isinstance(group, list)]
@@ -209,7 +209,6 @@ def prepare(opened: OpenCheckpoint, target: Path | None, options: MergeOptions) 
     selection = select_weights(
         opened.index,
         where=str(source),
-        strip_wrappers=options.strip_wrappers,
         only=options.only,
         exclude=options.exclude,
         renames=options.rename,

@@ -39,7 +39,7 @@ def merge_to_torch(
     needed = nbytes + sum(value.place.length for value in index.values)
     check_space(target, needed)
     check_memory(needed)
-    paths, state = _torch_paths(index, strip_wrappers=options.strip_wrappers), dict[Any, Any]()
+    paths, state = _torch_paths(index), dict[Any, Any]()
     meter = ProgressMeter("copy", nbytes, progress)
     with atomic_output(target, overwrite=options.overwrite) as partial:
         with ChecksumCheck(opened.sources, wanted=options.checksums) as check:
@@ -72,13 +72,13 @@ def merge_to_torch(
     )
 
 
-def _torch_paths(index: CheckpointIndex, *, strip_wrappers: bool) -> dict[str, NamePath]:
+def _torch_paths(index: CheckpointIndex) -> dict[str, NamePath]:
     """Return where each entry goes in the saved object: below a sole outer key, flat names without wrappers."""
     paths = {entry.name: entry.path for entry in index.entries}
     if len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values()):
         paths = {name: path[1:] for name, path in paths.items()}
     if all(len(path) == 1 for path in paths.values()):
-        flat = final_names(list(paths.values()), strip_wrappers=strip_wrappers)
+        flat = final_names(list(paths.values()))
         paths = {name: (final,) for name, final in zip(paths, flat, strict=True)}
     return paths
 

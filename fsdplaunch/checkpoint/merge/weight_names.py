@@ -39,7 +39,6 @@ def select_weights(
     index: CheckpointIndex,
     *,
     where: str,  # the checkpoint, for messages
-    strip_wrappers: bool = True,
     only: Sequence[str] = (),  # patterns of the names to merge; none means all
     exclude: Sequence[str] = (),  # patterns of the names to leave out
     renames: Sequence[tuple[str, str]] = (),  # OLD and NEW leading parts of names, applied last
@@ -59,7 +58,7 @@ def select_weights(
     if not tensors:
         msg = f"{where} holds no tensor"
         raise CheckpointError(msg, hint="give the folder of the model's own checkpoint")
-    names = final_names([tensor.path[depth:] for tensor in tensors], strip_wrappers=strip_wrappers)
+    names = final_names([tensor.path[depth:] for tensor in tensors])
     wanted = _pick(names, only, exclude)
     plain = [name for name, keep in zip(names, wanted, strict=True) if keep]
     kept = [tensor for tensor, keep in zip(tensors, wanted, strict=True) if keep]
@@ -72,8 +71,8 @@ def select_weights(
         if name in named:
             both = f"{short(named[name].name)} and {short(tensor.name)}"
             msg = f"{where}: {both} would both be called {short(name)}"
-            kept_hint = "merge with the names kept as they are (strip_wrappers=False)"
-            raise CheckpointError(msg, hint="rename to names that no other weight has" if renames else kept_hint)
+            hint = "rename to names that no other weight has" if renames else "save the model without its wrappers"
+            raise CheckpointError(msg, hint=hint)
         named[name] = tensor
     chosen = {tensor.name for tensor in tensors}
     return Selection(
@@ -115,16 +114,14 @@ def _find_root(paths: Sequence[NamePath], where: str) -> NamePath:
             return root
 
 
-def final_names(paths: Sequence[NamePath], *, strip_wrappers: bool = True) -> list[str]:
+def final_names(paths: Sequence[NamePath]) -> list[str]:
     """Return each weight's name without the wrappers that training puts around modules.
 
     A leading `module.` goes only when every weight has it: DDP and FSDP put it in front of all.
     """
-    parts = [[part for key in path for part in str(key).split(".")] for path in paths]
-    if strip_wrappers:
-        parts = [[part for part in name if part not in _WRAPPERS] for name in parts]
-        while parts and all(len(name) > 1 and name[0] == _OUTER for name in parts):
-            parts = [name[1:] for name in parts]
+    parts = [[part for key in path for part in str(key).split(".") if part not in _WRAPPERS] for path in paths]
+    while parts and all(len(name) > 1 and name[0] == _OUTER for name in parts):
+        parts = [name[1:] for name in parts]
     return [".".join(name) for name in parts]
 
 

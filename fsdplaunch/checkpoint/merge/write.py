@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 from zlib import crc32
 
-from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, write_all
+from fsdplaunch.checkpoint.byte_transfer import Copier, Writeback, read_all, write_all
 from fsdplaunch.checkpoint.chunks import Piece, Region, flat_offset, intersect, row_major
 from fsdplaunch.checkpoint.dtypes import convert
 from fsdplaunch.checkpoint.merge import ProgressMeter
@@ -244,7 +244,7 @@ def verify_merge(plan: MergePlan, sources: DataFiles, folder: Path, meter: Progr
         try:
             # From the disk, not from the pages just written.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            if os.fstat(fd).st_size != file.nbytes or _read(fd, 0, len(file.header)) != file.header:
+            if os.fstat(fd).st_size != file.nbytes or read_all(fd, 0, len(file.header)) != file.header:
                 _differs(f"{folder / file.name} has another size or header than planned")
             for tensor in file.tensors:
                 meter.tensor, position, in_runs = tensor.name, tensor.offset, tensor.in_runs
@@ -275,18 +275,9 @@ def _check_piece(
 
 
 def _compare(tensor: PlannedTensor, data: bytes | bytearray, fd: int, position: int, meter: ProgressMeter) -> None:
-    if _read(fd, position, len(data)) != data:
+    if read_all(fd, position, len(data)) != data:
         _differs(f"the merged {short(tensor.name)} differs from the checkpoint")
     meter.tick(len(data))
-
-
-def _read(fd: int, offset: int, count: int) -> bytes:
-    parts = []
-    while count and (part := os.pread(fd, count, offset)):
-        parts.append(part)
-        offset += len(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 def _differs(what: str) -> NoReturn:

@@ -17,6 +17,7 @@ from struct import Struct
 from types import TracebackType
 from typing import Self
 
+from fsdplaunch.checkpoint.byte_transfer import read_all
 from fsdplaunch.checkpoint.chunks import ItemLocation, Piece
 from fsdplaunch.checkpoint.manifest import crc_of_items, known_crcs
 from fsdplaunch.checkpoint.readers.dcp_index import StoredChunk, StoredTensor
@@ -103,16 +104,12 @@ class DataFiles:
 
     def read(self, place: ItemLocation, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset` of the item at `place`."""
-        fd, parts, position = self.descriptor(place.file), [], place.offset + offset
-        while count:
-            part = os.pread(fd, count, position)
-            if not part:
-                msg = f"{self.folder / place.file} ends at {position} bytes"
-                raise CheckpointError(msg, hint="the file is incomplete; copy the checkpoint again")
-            parts.append(part)
-            count -= len(part)
-            position += len(part)
-        return b"".join(parts) if len(parts) != 1 else parts[0]
+        position = place.offset + offset
+        data = read_all(self.descriptor(place.file), position, count)
+        if len(data) != count:
+            msg = f"{self.folder / place.file} ends at {position + len(data)} bytes"
+            raise CheckpointError(msg, hint="the file is incomplete; copy the checkpoint again")
+        return data
 
     def read_piece(self, piece: Piece, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset` of a chunk's data."""
@@ -248,9 +245,8 @@ def _parse_checked(
         window = sources.window(place)
         item, built = parse_item(window)
         form = make_form(item, built, window)
-    except (InvalidFileError, UnicodeDecodeError) as problem:
-        reason = problem if isinstance(problem, InvalidFileError) else "damaged text"
-        msg = f"{where} cannot be read: {reason}"
+    except InvalidFileError as problem:
+        msg = f"{where} cannot be read: {problem}"
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
     found = item.description
     if found.dtype.name != tensor.dtype.name or found.shape != chunk.region.sizes:

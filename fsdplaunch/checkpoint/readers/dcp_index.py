@@ -81,7 +81,7 @@ class CheckpointIndex:
     # Every data file it refers to, with the end of the last item in it.
     files: Mapping[str, int] = field(default_factory=dict)
     # Where each item of a sharded checkpoint stands, those of empty chunks as well.
-    places: tuple[ItemLocation, ...] = ()
+    places: Places = field(default_factory=dict)
 
     @property
     def entries(self) -> tuple[StoredTensor | StoredValue, ...]:
@@ -95,30 +95,17 @@ def read_index(folder: Path) -> CheckpointIndex:
     Raises:
         CheckpointError: When it is damaged, hostile, or contradicts itself.
     """
-    return _checked_index(read_metadata(folder), str(folder / INDEX_NAME))
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Return the records of `folder/.metadata` before they are compared with each other.
-
-    Raises:
-        CheckpointError: When it is damaged, hostile, or too large.
-    """
     path = folder / INDEX_NAME
     try:
         data = read_regular(path, MAX_INDEX_BYTES)
     except InvalidFileError as problem:
         msg = f"{path} {str(problem).removeprefix('it ')}"
         raise CheckpointError(msg, hint=_COPY_AGAIN) from None
-    return _parse_metadata(data, str(path))
+    return parse_index(data, where=str(path))
 
 
 def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
     """Return the index that the bytes of a `.metadata` file hold."""
-    return _checked_index(_parse_metadata(data, where), where)
-
-
-def _parse_metadata(data: bytes, where: str) -> Metadata:
     try:
         meta = read_records(data, where)
     except InvalidFileError as problem:
@@ -132,40 +119,21 @@ def _parse_metadata(data: bytes, where: str) -> Metadata:
         if name in {"", ".", ".."} or {*"/\\"} & {*name} or not name.isprintable() or len(name) > 255:  # noqa: PLR2004
             msg = f"{where} refers to {short(name)}, which is not the name of a file in the checkpoint's folder"
             raise CheckpointError(msg, hint="the checkpoint was altered; nothing was read from there")
-    return meta
-
-
-def _checked_index(meta: Metadata, where: str) -> CheckpointIndex:
-    places = meta.places
-    files = _file_ends(places, where)
+    ends = _file_ends(meta.places, where)
     tilings: Tilings = {}
     tensors, values = [], []
     for name, entry in meta.entries.items():
         path = _path_of(name, meta, where)
         if entry is None:
-            values.append(StoredValue(name, path, _place_of(name, None, places, where)))
+            values.append(StoredValue(name, path, _place_of(name, None, meta.places, where)))
             continue
         if entry.layout != "strided":
             msg = f"{where}: {short(name)} is a {short(entry.layout)} tensor"
-            raise CheckpointError(msg, hint="only dense tensors can be merged")
+            raise CheckpointError(msg, hint="only dense tensors can be read")
         regions = _regions_of(name, entry, tilings, where)
-        chunks = tuple([StoredChunk(region, _place_of(name, region[0], places, where)) for region in regions])
+        chunks = tuple([StoredChunk(region, _place_of(name, region[0], meta.places, where)) for region in regions])
         tensors.append(StoredTensor(name, path, entry.dtype, entry.shape, chunks))
-    listed = tuple(places.values())
-    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=files, places=listed)
-
-
-def check_places(meta: Metadata, where: str) -> None:
-    """Check that all chunks of an index are there, each in bytes of its own, and tile their tensors.
-
-    Raises:
-        CheckpointError: They do not.
-    """
-    _file_ends(meta.places, where)
-    tilings: Tilings = {}
-    for name, entry in meta.entries.items():
-        for offsets in [None] if entry is None else [one[0] for one in _regions_of(name, entry, tilings, where)]:
-            _place_of(name, offsets, meta.places, where)
+    return CheckpointIndex(tensors=tuple(tensors), values=tuple(values), files=ends, places=meta.places)
 
 
 def _file_ends(places: Places, where: str) -> dict[str, int]:

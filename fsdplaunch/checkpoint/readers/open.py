@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdplaunch.checkpoint.chunks import ItemLocation
 from fsdplaunch.checkpoint.manifest import INDEX_NAME, find_gap, manifest_path
 from fsdplaunch.checkpoint.model_weights import SHARD_FILE, SHARDS_ARE, SHARDS_HINT
+from fsdplaunch.checkpoint.output_folder import WEIGHTS
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, Identity, check_save, identity_of, read_items
 from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, StoredTensor, gc_pause, read_index
 from fsdplaunch.checkpoint.readers.rank_files import RANK_FILE, read_rank_files
@@ -34,11 +35,7 @@ _OTHER_FORMATS = (
     ),
     (DATA_FILE, f"has data files but no {INDEX_NAME}: the save did not finish", "use an older checkpoint"),
     (SHARD_FILE, SHARDS_ARE, SHARDS_HINT),
-    (
-        re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"),
-        "is merged already",
-        "load it as it is",
-    ),
+    (WEIGHTS, "is merged already", "load it as it is"),
     (
         re.compile(r".*rank[-_]?\d+.*\.(pt|pth|bin)"),
         "holds one pickled file per rank",
@@ -224,7 +221,7 @@ def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
             if DATA_FILE.fullmatch(name) and name not in index.files:
                 files[name] = identity_of(os.stat(name, dir_fd=descriptor))
         with DataFiles(folder, index.files) as sources:
-            check_save(sources, index.places)
+            check_save(sources, index.places.values())
             yield OpenCheckpoint(folder, index, sources, known, descriptor, files | sources.identity)
     finally:
         with suppress(OSError):

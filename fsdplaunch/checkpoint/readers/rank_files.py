@@ -21,16 +21,15 @@ from fsdplaunch.checkpoint.readers.torch_zip import (
     ReadWindow,
     TorchZipItem,
     ZipDirectory,
+    file_window,
     locate_data,
-    member_bytes,
-    read_zip,
+    read_whole,
 )
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import ListedShards, MeshShard, TensorDescription, read_state
 from fsdplaunch.checkpoint.untrusted_files import (
     COPY_AGAIN,
     InvalidFileError,
     open_regular,
-    read_exactly,
     refuse,
     short,
 )
@@ -41,8 +40,6 @@ RANK_FILE = re.compile(
     r"|(?P<verl>model_world_size_(?P<world>\d+))_rank_(?P<number>\d+)\.pt"
 )
 _MAX_RANKS = 100_000
-_MAX_DIRECTORY = 64 * 2**20
-_MAX_STATE = 256 * 2**20
 _MAX_DEPTH = 16
 # Characters of all full names together, for each byte of the description and to begin with.
 _MOST_OF_NAMES = 4
@@ -87,14 +84,12 @@ def reading(path: Path) -> Iterator[RankFile]:
     fd = -1
     try:
         fd = open_regular(path)
-        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
-        built = read_zip(window, _MAX_DIRECTORY)
-        raw = member_bytes(window, f"{built.prefix}/data.pkl", built, _MAX_STATE)
+        window = file_window(fd)
+        built, raw = read_whole(window)
         state = read_state(raw, f"{path}: its data.pkl")
         yield RankFile(path.name, window, built, state, _MOST_OF_NAMES * len(raw) + _SMALL_NAMES)
-    except (InvalidFileError, UnicodeDecodeError) as problem:
-        reason = problem if isinstance(problem, InvalidFileError) else "a text in it is damaged"
-        msg = f"{path} cannot be read: {reason}"
+    except InvalidFileError as problem:
+        msg = f"{path} cannot be read: {problem}"
         raise CheckpointError(msg, hint=COPY_AGAIN) from None
     finally:
         if fd >= 0:

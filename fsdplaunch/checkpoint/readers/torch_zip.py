@@ -4,14 +4,15 @@ Every number in it is checked against the others and against the file's length b
 """
 
 import math
+import os
 import struct
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import TensorDescription, read_description
-from fsdplaunch.checkpoint.untrusted_files import refuse, short
+from fsdplaunch.checkpoint.untrusted_files import read_exactly, refuse, short
 
 Read = Callable[[int, int], bytes]
 """Takes an offset in the item and a number of bytes, and returns exactly those."""
@@ -109,8 +110,8 @@ def _entries(table: bytes, count: int, start: int) -> dict[str, ZipMember]:
         magic, flags, method, crc = fields[0], fields[3], fields[4], fields[7]
         name_end = position + _ENTRY.size + fields[10]
         end = name_end + fields[11] + fields[12]
-        name = table[position + _ENTRY.size : name_end].decode()
-        if magic != b"PK\1\2" or end > len(table) or name in members:
+        name = table[position + _ENTRY.size : name_end].decode(errors="replace")
+        if magic != b"PK\1\2" or end > len(table) or name in members or "\ufffd" in name:
             refuse("its table of contents is damaged")
         stored, size, header = _sizes(fields, table[name_end : name_end + fields[11]])
         if method or flags & _ENCRYPTED or stored != size:
@@ -161,6 +162,25 @@ def member_bytes(window: ReadWindow, name: str, built: ZipDirectory, limit: int)
     if member.crc and zlib.crc32(raw) != member.crc:
         refuse(f"{short(name)} does not match its checksum")
     return raw
+
+
+MAX_FILE_DIRECTORY = 64 * 2**20
+MAX_FILE_DESCRIPTION = 256 * 2**20
+
+
+def file_window(fd: int) -> ReadWindow:
+    """Return a view of an open file."""
+    return ReadWindow(partial(read_exactly, fd), os.fstat(fd).st_size)
+
+
+def read_whole(window: ReadWindow) -> tuple[ZipDirectory, bytes]:
+    """Return how a file of torch.save is built, not an item in one, and its description.
+
+    Raises:
+        InvalidFileError: When it is something else.
+    """
+    built = read_zip(window, MAX_FILE_DIRECTORY)
+    return built, member_bytes(window, f"{built.prefix}/data.pkl", built, MAX_FILE_DESCRIPTION)
 
 
 _read_description = lru_cache(maxsize=4096)(read_description)

@@ -5,7 +5,7 @@ this rank's loss: the gradients of all ranks are averaged, as a pass does.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -189,25 +189,32 @@ def functional_call(
         own = dict(module.named_parameters(remove_duplicate=False))
         shards = any(isinstance(param, DTensor) for param in own.values())
         if shards and any(value is not own[name] for name, value in merged.items() if name in own):
-            return _call_unsharded(original, module, own, merged, args, kwargs)
+            if is_in_transform():
+                msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
+                raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
+            return call_unsharded(original, module, {**own, **merged}, own, *args, **kwargs)
     return original(module, given, *args, **kwargs)
 
 
-def _call_unsharded(
-    original: Any, module: nn.Module, own: dict[str, Any], given: Mapping[str, Any], args: Any, kwargs: Any
+def call_unsharded(
+    call: Any, module: nn.Module, tensors: Mapping[str, Any], names: Iterable[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module without the hooks of sharding, with full parameters that have gradients. Collective."""
-    if is_in_transform():
-        msg = f"{calling_lines()}: torch.func for the parameters of a sharded model would lose gradients"
-        raise ShardingError(msg, hint="run this script in one process: --num-processes 1 --shard off")
+    """Call a module by `functional_call`, without the hooks of sharding. Collective.
+
+    Of the tensors that it is to have, those of these names are its parameters: full ones, with gradients of any
+    order, in the dtype of the mixed precision, as is what it is given.
+    """
     units = (part for part in module.modules() if is_unit(part))
     dtype = next((root_mixed_precision(unit).param_dtype for unit in units), None)
-    tensors = {**own, **given}
-    full: dict[int, torch.Tensor] = {}
-    for tensor in (tensors[name] for name in own):
-        given_full = gathered(tensor) if isinstance(tensor, DTensor) else tensor
-        full[id(tensor)] = given_full.to(dtype) if dtype and given_full.is_floating_point() else given_full
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if dtype is not None and floating else value
+
+    once = {id(tensors[name]): tensors[name] for name in names}
+    full = {key: cast(gathered(each) if isinstance(each, DTensor) else each) for key, each in once.items()}
+    args, kwargs = tree_map(cast, (args, kwargs))
     with ExitStack() as stack:
         for part in list(module.modules()):
             stack.enter_context(as_before(part))
-        return original(module, {**tensors, **{name: full[id(tensors[name])] for name in own}}, *args, **kwargs)
+        return call(module, {**tensors, **{name: full[id(tensors[name])] for name in names}}, *args, **kwargs)

@@ -260,7 +260,8 @@ def _save_full(
                 failure = error
                 traceback.clear_frames(error.__traceback__)  # they hold copies of modules, and so their shards
         if not gathering.keep or (failure is not None and gathering.together):
-            _Walk().dump(obj)
+            with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+                _Walk(nowhere, protocol=2).dump(obj)
     finally:
         _open.gatherer = before
     if gathering.count:
@@ -361,19 +362,11 @@ def _safe_full(
 
 
 class _Walk(pickle.Pickler):
-    """Goes through an object in torch.save's order and writes nothing: to take part in gathering."""
-
-    def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=2)
+    """Goes through an object in torch.save's order, to take part in gathering."""
 
     def persistent_id(self, obj: Any) -> Any:
         """Pass over storages, as torch.save does."""
         return "storage" if isinstance(obj, _STORAGES) else None
-
-
-class _Nowhere(io.RawIOBase):
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 def _write_complete(write: Callable[[Any], None], f: Any) -> None:

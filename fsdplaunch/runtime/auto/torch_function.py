@@ -172,7 +172,6 @@ _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
 _READS = frozenset({"__repr__", "__format__", "numpy", "__array__", "tolist", "item"})
 """What reads values, which tensors without values have a way for."""
 _DATA, _SET_DATA = _Tensor.data.__get__, _Tensor.data.__set__
-_SET_GRADIENT = _Tensor.grad.__set__
 
 
 class ShardFunctions:

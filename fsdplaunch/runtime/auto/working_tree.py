@@ -11,7 +11,6 @@ Files that are opened by C code (a database, HDF5) or that are not ordinary ones
 import atexit
 import builtins
 import errno
-import functools
 import io
 import itertools
 import os
@@ -23,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -85,28 +85,23 @@ class WorkingTree:
         finally:
             self._looking = False
 
-    def open(self, original: Any) -> Any:
-        """Return what stands for `open`."""
-
-        @functools.wraps(original)
-        def open_file(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            place = self._place(file) if kwargs.get("opener") is None and isinstance(mode, str) else None
-            if place is None:
-                return original(file, mode, *args, **kwargs)
-            if set(mode).isdisjoint("wax+"):
-                if place not in self._own:
-                    self._await_writer(place)
-                return original(self._own.get(place, file), mode, *args, **kwargs)
-            if place in self._own and "x" in mode:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
-            if place not in self._own and not self._begin(place, mode, original):
-                return original(file, mode, *args, **kwargs)
-            opened = original(self._own[place], mode.replace("x", "w"), *args, **kwargs)
-            buffer = getattr(opened, "buffer", opened)
-            getattr(buffer, "raw", buffer).name = os.fspath(file)
-            return opened
-
-        return open_file
+    def open(self, original: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        """Stand for `open`."""
+        place = self._place(file) if kwargs.get("opener") is None and isinstance(mode, str) else None
+        if place is None:
+            return original(file, mode, *args, **kwargs)
+        if set(mode).isdisjoint("wax+"):
+            if place not in self._own:
+                self._await_writer(place)
+            return original(self._own.get(place, file), mode, *args, **kwargs)
+        if place in self._own and "x" in mode:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
+        if place not in self._own and not self._begin(place, mode, original):
+            return original(file, mode, *args, **kwargs)
+        opened = original(self._own[place], mode.replace("x", "w"), *args, **kwargs)
+        buffer = getattr(opened, "buffer", opened)
+        getattr(buffer, "raw", buffer).name = os.fspath(file)
+        return opened
 
     def _begin(self, place: str, mode: str, original: Any) -> bool:
         """Give this rank a file of its own for a name; False where one process would find nothing to open."""
@@ -126,60 +121,45 @@ class WorkingTree:
         self._own[place] = own
         return True
 
-    def mkdir(self, original: Any) -> Any:
-        """Return what stands for `os.mkdir`: rank 0 makes the folder, or this rank where the name is its own."""
-
-        @functools.wraps(original)
-        def make(path: Any, *args: Any, **kwargs: Any) -> None:
-            place = None if kwargs.get("dir_fd") is not None else self._place(path, folder=True)
-            if place is None:
+    def mkdir(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Stand for `os.mkdir`: rank 0 makes the folder, or this rank where the name is its own."""
+        place = None if kwargs.get("dir_fd") is not None else self._place(path, folder=True)
+        if place is None:
+            original(path, *args, **kwargs)
+        elif not os.path.isdir(place) and not self._await(place):  # noqa: PTH112
+            self._apart.add(place)
+            with suppress(FileExistsError):  # of a rank that came at the same time
                 original(path, *args, **kwargs)
-            elif not os.path.isdir(place) and not self._await(place):  # noqa: PTH112
-                self._apart.add(place)
-                with suppress(FileExistsError):  # of a rank that came at the same time
-                    original(path, *args, **kwargs)
 
-        return make
+    def rename(self, original: Any, src: Any, dst: Any, **kwargs: Any) -> None:
+        """Stand for `os.rename` and `os.replace`."""
+        inside = not any(value is not None for value in kwargs.values())
+        source, target = (self._place(each, folder=True) if inside else None for each in (src, dst))
+        own = [each for each in self._own if source is not None and is_below(each, source)]
+        if source is None and target is None:
+            original(src, dst, **kwargs)
+        elif own and target is not None and source is not None:
+            self._forget(target)
+            for each in own:
+                self._own[target + each.removeprefix(source)] = self._own.pop(each)
+        elif own and source is not None:
+            original(self._own.pop(source, src), dst)
+        elif source is None and target is not None:
+            self._take(src, target)
+        elif source is not None and not os.path.lexists(source) and not os.path.lexists(target or dst):
+            original(src, dst, **kwargs)  # raises what one process would
+        elif source is not None:
+            self._wait_until(lambda: not os.path.lexists(source), PATIENCE_SECONDS)
+            self._removed.add(source)
 
-    def rename(self, original: Any) -> Any:
-        """Return what stands for `os.rename` and `os.replace`."""
-
-        @functools.wraps(original)
-        def move(src: Any, dst: Any, **kwargs: Any) -> None:
-            inside = not any(value is not None for value in kwargs.values())
-            source, target = (self._place(each, folder=True) if inside else None for each in (src, dst))
-            own = [each for each in self._own if source is not None and is_below(each, source)]
-            if source is None and target is None:
-                original(src, dst, **kwargs)
-            elif own and target is not None and source is not None:
-                self._forget(target)
-                for each in own:
-                    self._own[target + each.removeprefix(source)] = self._own.pop(each)
-            elif own and source is not None:
-                original(self._own.pop(source, src), dst)
-            elif source is None and target is not None:
-                self._take(src, target)
-            elif source is not None and not os.path.lexists(source) and not os.path.lexists(target or dst):
-                original(src, dst, **kwargs)  # raises what one process would
-            elif source is not None:
-                self._wait_until(lambda: not os.path.lexists(source), PATIENCE_SECONDS)
-                self._removed.add(source)
-
-        return move
-
-    def remove(self, original: Any) -> Any:
-        """Return what stands for `os.remove`, `os.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
-
-        @functools.wraps(original)
-        def remove(path: Any, *args: Any, **kwargs: Any) -> None:
-            place = None if kwargs.get("dir_fd") is not None else self._place(path, folder=True)
-            if place is None:
-                original(path, *args, **kwargs)
-            else:
-                self._forget(place)
-                self._removed.add(place)
-
-        return remove
+    def remove(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Stand for `os.remove`, `os.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
+        place = None if kwargs.get("dir_fd") is not None else self._place(path, folder=True)
+        if place is None:
+            original(path, *args, **kwargs)
+        else:
+            self._forget(place)
+            self._removed.add(place)
 
     def adopt(self, path: str | os.PathLike[str]) -> None:
         """Count the folder of a file that the script saves to the tree, wherever it is."""
@@ -314,7 +294,7 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
         stack.callback(_trees.remove, files)
         if files.rank:
             sys.addaudithook(files.see)
-            for owner, name, make in (
+            for owner, name, method in (
                 (builtins, "open", files.open),
                 (io, "open", files.open),
                 (os, "mkdir", files.mkdir),
@@ -324,8 +304,16 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
                 (os, "unlink", files.remove),
                 (shutil, "rmtree", files.remove),
             ):
-                stack.enter_context(replaced(owner, name, make))
+                stack.enter_context(replaced(owner, name, partial(_standing, method)))
         yield
+
+
+def _standing(method: Any, original: Any) -> Any:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)
+
+    return call
 
 
 def is_below(path: str, folder: str) -> bool:

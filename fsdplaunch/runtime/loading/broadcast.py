@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.model_weights import StoredWeight
 from fsdplaunch.checkpoint.untrusted_files import short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.collectives.rank_group import RankGroup
-from fsdplaunch.runtime.loading.read_shards import LocalShard, Rectangle
+from fsdplaunch.runtime.loading.read_shards import LocalShard
 from fsdplaunch.runtime.saving.plain_files import read_plain
 
 PIECE = 32 * 1024 * 1024
@@ -22,25 +22,16 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")
 
 def _keep(piece: torch.Tensor, first: int, count: int, held: LocalShard) -> None:
     """Copy what this rank holds of rows `first` to `first + count` of the full tensor."""
-    region, shape, local = held.region, held.shape, held.local
+    region, shape, local = held.region, held.cut_shape, held.local
     if not region.numel:
         return
-    if isinstance(region, Rectangle):
-        if not shape:
-            local.copy_(piece.view(()))
-            return
-        begin, end = max(first, region.offsets[0]), min(first + count, region.offsets[0] + region.sizes[0])
-        if begin < end:
-            inner = tuple(
-                slice(at, at + size) for at, size in zip(region.offsets[1:], region.sizes[1:], strict=True)
-            )
-            values = piece.view(count, *shape[1:])[(slice(begin - first, end - first), *inner)]
-            local[begin - region.offsets[0] : end - region.offsets[0]].copy_(values)
+    if not shape:
+        local.copy_(piece.view(()))
         return
-    row = math.prod(shape[1:])
-    begin, end = max(first * row, region.start), min((first + count) * row, region.stop)
+    begin, end = max(first, region.offsets[0]), min(first + count, region.offsets[0] + region.sizes[0])
     if begin < end:
-        local[begin - region.start : end - region.start].copy_(piece[begin - first * row : end - first * row])
+        values = piece.view(count, *shape[1:])[(slice(begin - first, end - first), *region.inner_slices)]
+        local[begin - region.offsets[0] : end - region.offsets[0]].copy_(values)
 
 
 def broadcast_all(
@@ -53,8 +44,8 @@ def broadcast_all(
     """
     failure: RuntimeError | None = None
     for shard, name, dtype in held:
-        row = math.prod(shard.shape[1:])
-        rows = shard.shape[0] if shard.shape else 1
+        row = math.prod(shard.cut_shape[1:])
+        rows = shard.cut_shape[0] if shard.cut_shape else 1
         most = max(1, PIECE // max(1, row * dtype.itemsize))
         flat = full[name].detach().contiguous().view(-1) if name in full else None
         for first in range(0, rows if row else 0, most):

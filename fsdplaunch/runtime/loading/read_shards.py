@@ -24,24 +24,6 @@ Run = tuple[int, int]
 """First element in the flattened full tensor, and how many follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements `start` to `stop` of a tensor that was flattened row by row."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.stop - self.start
-
-    def runs(self, _shape: tuple[int, ...]) -> Iterator[Run]:
-        """Yield the elements as runs of neighbours in the full tensor, as `Rectangle.runs` does."""
-        if self.numel:
-            yield self.start, self.numel
-
-
 class Rectangle(Region):
     """A rectangular shard: where it begins and how far it goes along each dimension."""
 
@@ -49,6 +31,11 @@ class Rectangle(Region):
         """Return the last dimension that is cut; below it, neighbours here are neighbours in the full tensor."""
         partial = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
         return partial[-1] if partial else 0
+
+    @property
+    def inner_slices(self) -> tuple[slice, ...]:
+        """Return what cuts rows of the full tensor to those of the shard."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets[1:], self.sizes[1:], strict=True))
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[Run]:
         """Return the elements as runs of neighbours in the full tensor, in the order of the shard's own memory."""
@@ -70,9 +57,14 @@ class LocalShard:
 
     names: tuple[str, ...]  # all clean names of the tensor
     shape: tuple[int, ...]  # of the full tensor
-    region: Span | Rectangle  # which elements are here
+    region: Rectangle  # which elements are here, of the tensor as it is cut
     local: torch.Tensor  # they themselves, in the region's order
     saved: bool = True  # whether a state dict holds the tensor
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """Return the shape that is cut: the tensor's own, or one dimension where FSDP1 has flattened it."""
+        return self.shape if len(self.region.sizes) == len(self.shape) else (math.prod(self.shape),)
 
 
 def local_shards(model: nn.Module) -> list[LocalShard]:
@@ -86,7 +78,8 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
             at, count = (span.intra_param_start_idx, span.numel_in_shard) if span.in_shard else (0, 0)
             start = span.offset_in_shard or 0
             local = flat.shard[start : start + count]
-            held.append(LocalShard(names=(name,), shape=tuple(shape), region=Span(at, at + count), local=local))
+            region = Rectangle((at,), (count,))
+            held.append(LocalShard(names=(name,), shape=tuple(shape), region=region, local=local))
             taken[info.module, info.param_name] = held[-1]
         for shared in flat.shared:
             one = taken[shared.prim_module, shared.prim_param_name]
@@ -155,70 +148,52 @@ class ShardReader:
         if not held.region.numel:
             return
         target = held.local if held.local.is_contiguous() else torch.empty_like(held.local).contiguous()
-        flat = target.view(-1)
-        direct = source == target.dtype and target.device.type == "cpu"
-        region = held.region
-        if isinstance(region, Rectangle) and _is_scattered(region, held.shape, source):
-            self._by_rows(weight, region, held.shape, source, target)
-        else:
-            position, most = 0, BUFFER // source.itemsize
-            for start, count in held.region.runs(held.shape):
-                piece = flat[position : position + count]
+        is_direct = source == target.dtype and target.device.type == "cpu"
+        if is_direct and not _is_scattered(held.region, held.cut_shape, source):
+            flat, position = target.view(-1), 0
+            for start, count in held.region.runs(held.cut_shape):
+                self._pread(weight, start * source.itemsize, _memory(flat[position : position + count]))
                 position += count
-                if direct:
-                    self._pread(weight, start * source.itemsize, _memory(piece))
-                    continue
-                for done in range(0, count, most):
-                    part = piece[done : done + most]
-                    _put(part, self._read(start + done, part.numel(), weight, source), weight)
-        if target is not held.local:
-            held.local.copy_(target)
+        else:
+            for part, values in self._pieces(held, weight, target):
+                _put(part, values, weight)
         for other in others:
-            if (other.file, other.start) != (weight.file, weight.start) and not self._same(held, weight, other):
+            if (other.file, other.start) == (weight.file, weight.start):
+                continue
+            if not all(_is_same(part, values) for part, values in self._pieces(held, other, target)):
                 msg = f"{weight.name} and {other.name} are one parameter in the model and differ in the files"
                 raise CheckpointError(msg, hint="build the model without tied weights (tie_word_embeddings=False)")
+        if target is not held.local:
+            held.local.copy_(target)
 
-    def _by_rows(
-        self,
-        weight: StoredWeight,
-        region: Rectangle,
-        shape: tuple[int, ...],
-        source: torch.dtype,
-        target: torch.Tensor,
-    ) -> None:
-        """Read whole rows, as many as the buffer takes at once, and keep this rank's shard of each."""
-        row = math.prod(shape[1:])
-        most = max(1, BUFFER // (row * source.itemsize))
-        inner = tuple(slice(at, at + size) for at, size in zip(region.offsets[1:], region.sizes[1:], strict=True))
-        for done in range(0, region.sizes[0], most):
-            rows = min(most, region.sizes[0] - done)
-            full_rows = self._read((region.offsets[0] + done) * row, rows * row, weight, source)
-            _put(target[done : done + rows], full_rows.view(rows, *shape[1:])[(slice(None), *inner)], weight)
+    def _pieces(
+        self, held: LocalShard, weight: StoredWeight, target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of the target, each with its values in the file, which the buffer holds until the next."""
+        source, region, shape = source_dtype(weight, target.dtype), held.region, held.cut_shape
+        if _is_scattered(region, shape, source):
+            # Read whole rows, as many as the buffer takes at once, and keep this rank's shard of each.
+            row, inner = math.prod(shape[1:]), region.inner_slices
+            most = max(1, BUFFER // (row * source.itemsize))
+            for done in range(0, region.sizes[0], most):
+                rows = min(most, region.sizes[0] - done)
+                full_rows = self._read((region.offsets[0] + done) * row, rows * row, weight, source)
+                yield target[done : done + rows], full_rows.view(rows, *shape[1:])[(slice(None), *inner)]
+            return
+        flat, position, most = target.view(-1), 0, BUFFER // source.itemsize
+        for start, count in region.runs(shape):
+            for done in range(0, count, most):
+                size = min(most, count - done)
+                part = flat[position + done : position + done + size]
+                yield part, self._read(start + done, size, weight, source)
+            position += count
 
-    def _same(self, held: LocalShard, one: StoredWeight, other: StoredWeight) -> bool:
-        """Say whether two tensors of the files are equal, byte by byte, in this rank's shard."""
-        first, second = (source_dtype(each, held.local.dtype) for each in (one, other))
-        if first != second:
-            return False
-        half = BUFFER // 2 // first.itemsize
-        for start, count in held.region.runs(held.shape):
-            for done in range(0, count, half):
-                size = min(half, count - done)
-                mine = self._read(start + done, size, one, first, at=0)
-                theirs = self._read(start + done, size, other, first, at=half)
-                if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
-                    return False
-        return True
-
-    def _read(
-        self, start: int, count: int, weight: StoredWeight, source: torch.dtype, at: int = 0
-    ) -> torch.Tensor:
-        """Read elements into the buffer, `at` elements from its beginning."""
+    def _read(self, start: int, count: int, weight: StoredWeight, source: torch.dtype) -> torch.Tensor:
+        """Read elements into the buffer."""
         if self._buffer is None:
             self._buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        size = source.itemsize
-        raw = self._buffer[at * size : (at + count) * size]
-        self._pread(weight, start * size, _memory(raw))
+        raw = self._buffer[: count * source.itemsize]
+        self._pread(weight, start * source.itemsize, _memory(raw))
         return raw.view(source)
 
     def _pread(self, weight: StoredWeight, offset: int, memory: memoryview) -> None:
@@ -298,6 +273,12 @@ def _put(target: torch.Tensor, values: torch.Tensor, weight: StoredWeight) -> No
         largest = values.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
         msg = f"{short(weight.name)} holds {largest:g}, more than {target.dtype} can represent"
         raise CheckpointError(msg, hint="keep the model in bf16 or fp32")
+
+
+def _is_same(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether values would be those of the target, byte by byte: NaN is equal."""
+    one, other = (each.contiguous().view(torch.uint8) for each in (target, values.to(target)))
+    return torch.equal(one, other)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -40,7 +40,7 @@ from fsdplaunch.runtime.torch_internals.distributed import (
     with_local_shards,
     with_local_tensor,
 )
-from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity
+from fsdplaunch.runtime.torch_internals.tensors import change_count, storage_identity, tree_map
 
 _ALIGNMENT = 64
 
@@ -78,7 +78,8 @@ class HostBuffer:
                 place = torch.empty(tensor.shape, dtype=tensor.dtype)
             placed[id(tensor)] = PlacedTensor(tensor.detach(), place, is_shard)
             position += _room(tensor)
-        return _rebuilt(state, {key: each.place for key, each in placed.items()}), list(placed.values())
+        places = {key: each.place for key, each in placed.items()}
+        return tree_map(lambda leaf: _placed(leaf, places), state), list(placed.values())
 
     def _reserve(self, size: int) -> None:
         if size <= len(self._memory):
@@ -103,18 +104,14 @@ def _parts(tensor: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
     return [_shard(tensor)]
 
 
-def _rebuilt(state: Any, places: dict[int, torch.Tensor]) -> Any:
-    if isinstance(state, dict):
-        return {key: _rebuilt(value, places) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_rebuilt(value, places) for value in state)
-    if isinstance(state, DTensor):
+def _placed(value: Any, places: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, DTensor):
         # Not from_local: that would move the copy back to the mesh's device.
-        return with_local_tensor(state, places[id(local_tensor(state))])
-    if isinstance(state, ShardedTensor):
-        shards = [TensorShard(places[id(shard.tensor)], shard.metadata) for shard in state.local_shards()]
-        return with_local_shards(state, shards)
-    return places[id(state)] if isinstance(state, torch.Tensor) else state
+        return with_local_tensor(value, places[id(local_tensor(value))])
+    if isinstance(value, ShardedTensor):
+        shards = [TensorShard(places[id(shard.tensor)], shard.metadata) for shard in value.local_shards()]
+        return with_local_shards(value, shards)
+    return places[id(value)] if isinstance(value, torch.Tensor) else value
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -12,15 +12,13 @@ from zlib import crc32
 
 import torch
 
-from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, member_bytes, read_zip
+from fsdplaunch.checkpoint.readers.torch_zip import ReadWindow, data_start, file_window, read_whole
 from fsdplaunch.checkpoint.safe_pickle.tensor_classes import check_plain
-from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, read_exactly, short
+from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, open_regular, refuse, short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import durable_file
 from fsdplaunch.runtime import messages
 
-_MAX_DIRECTORY = 64 * 2**20
-_MAX_DESCRIPTION = 256 * 2**20
 _STEP = 4 * 2**20
 
 
@@ -41,8 +39,7 @@ def read_plain(path: Path, *, checksums: bool = True) -> Any:
         msg = f"cannot read {path}: {problem}"
         raise CheckpointError(msg, hint="put the real file there, readable by the user who runs this") from None
     try:
-        window = ReadWindow(lambda offset, count: read_exactly(fd, offset, count), os.fstat(fd).st_size)
-        _check(window, str(path), checksums=checksums)
+        _check(file_window(fd), str(path), checksums=checksums)
     finally:
         os.close(fd)
     return _loaded(path, str(path), mmap=True)
@@ -51,13 +48,11 @@ def read_plain(path: Path, *, checksums: bool = True) -> Any:
 def _check(window: ReadWindow, where: str, *, checksums: bool) -> None:
     try:
         if window.length < 2 or window.bytes_at(0, 2) != b"PK":  # noqa: PLR2004
-            msg = "it is not a zip file, as torch.save has written since 1.6"
-            raise InvalidFileError(msg)
-        built = read_zip(window, _MAX_DIRECTORY)
+            refuse("it is not a zip file, as torch.save has written since 1.6")
+        built, description = read_whole(window)
         if len({name.lower() for name in built.members}) != len(built.members):
-            msg = "its table of contents lists a file twice"  # torch's reader does not look at the case
-            raise InvalidFileError(msg)
-        check_plain(member_bytes(window, f"{built.prefix}/data.pkl", built, _MAX_DESCRIPTION), where)
+            refuse("its table of contents lists a file twice")  # torch's reader does not look at the case
+        check_plain(description, where)
         for name, member in built.members.items() if checksums else ():
             if not member.crc:
                 continue
@@ -65,11 +60,9 @@ def _check(window: ReadWindow, where: str, *, checksums: bool) -> None:
             for offset in range(0, member.size, _STEP):
                 crc = crc32(window.bytes_at(start + offset, min(_STEP, member.size - offset)), crc)
             if member.crc != crc:
-                msg = f"{short(name)} does not match its checksum"
-                raise InvalidFileError(msg)
-    except (InvalidFileError, UnicodeDecodeError) as problem:
-        reason = problem if isinstance(problem, InvalidFileError) else "a text in it is damaged"
-        msg = f"cannot read {where}: {reason}"
+                refuse(f"{short(name)} does not match its checksum")
+    except InvalidFileError as problem:
+        msg = f"cannot read {where}: {problem}"
         raise CheckpointError(msg, hint="the file is damaged; copy it again, or use an older checkpoint") from None
 
 

@@ -31,9 +31,8 @@ from torch.futures import Future
 from fsdplaunch.checkpoint.chunks import ItemKey, ItemLocation, Region
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.data_files import DataFiles, check_save
-from fsdplaunch.checkpoint.readers.dcp_index import check_places, gc_pause, read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import CheckpointIndex, gc_pause, read_index
 from fsdplaunch.checkpoint.readers.torch_zip import parse_item
-from fsdplaunch.checkpoint.safe_pickle import dcp_classes
 from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN, InvalidFileError, short
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.saving.plain_files import load_plain
@@ -52,7 +51,7 @@ class SafeReader(FileSystemReader):
         if self._index is None:
             folder = Path(self.path)
             with gc_pause():
-                self._index = _to_torch(read_metadata(folder), str(folder / INDEX_NAME))
+                self._index = _to_torch(read_index(folder), str(folder / INDEX_NAME))
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
 
@@ -81,7 +80,7 @@ class SafeReader(FileSystemReader):
 def _read_tensor(files: DataFiles, place: ItemLocation) -> torch.Tensor:
     try:
         item = parse_item(files.window(place))[0]
-    except (InvalidFileError, UnicodeDecodeError) as problem:
+    except InvalidFileError as problem:
         raise _unreadable(files, place, str(problem)) from None
     data = bytearray(files.read(place, item.data_offset, item.data_length))
     if item.crc is not None and crc32(data, 0) != item.crc:
@@ -113,32 +112,30 @@ def _unreadable(files: DataFiles, place: ItemLocation, reason: str) -> Checkpoin
     return CheckpointError(msg, hint=COPY_AGAIN)
 
 
-def _to_torch(records: dcp_classes.Metadata, where: str) -> Metadata:
+def _to_torch(index: CheckpointIndex, where: str) -> Metadata:
     @functools.cache  # a model's layers repeat them
     def chunk(region: Region) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
 
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name, entry in records.entries.items():
-        if entry is None:
-            entries[name] = BytesStorageMetadata()
-            continue
-        dtype, layout = getattr(torch, entry.dtype.name, None), getattr(torch, entry.layout, None)
-        if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-            msg = f"{where}: {short(name)} is neither a tensor of a dtype that torch has nor a value"
-            raise CheckpointError(msg, hint="copy the checkpoint again from where it was written")
-        properties = TensorProperties(dtype=dtype, layout=layout)
-        entries[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), list(map(chunk, entry.chunks)))
-    check_places(records, where)
-    return Metadata(state_dict_metadata=entries, planner_data=records.paths, storage_data=_StorageData(records))
+    for tensor in index.tensors:
+        dtype = getattr(torch, tensor.dtype.name, None)
+        if not isinstance(dtype, torch.dtype):
+            msg = f"{where}: {short(tensor.name)} is {tensor.dtype.name}, which this torch does not have"
+            raise CheckpointError(msg, hint="load it with the torch that wrote it")
+        chunks = [chunk(region) for region, _ in tensor.chunks]
+        entries[tensor.name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), chunks)
+    entries |= {value.name: BytesStorageMetadata() for value in index.values}
+    paths = {entry.name: entry.path for entry in index.entries}
+    return Metadata(state_dict_metadata=entries, planner_data=paths, storage_data=_StorageData(index))
 
 
 class _StorageData(dict[MetadataIndex, StorageInfo]):
     """Where each item stands, in torch's words for those that this rank reads: an index may list a million."""
 
-    def __init__(self, records: dcp_classes.Metadata) -> None:
+    def __init__(self, index: CheckpointIndex) -> None:
         super().__init__()
-        self._locations = records.places
+        self._locations = index.places
 
     def places_in(self, files: Container[str]) -> Iterator[ItemLocation]:
         """Yield where each item of some files stands."""

@@ -38,6 +38,7 @@ from fsdplaunch.runtime.saving.checkpoint_dirs import (
 )
 from fsdplaunch.runtime.saving.model_and_optimizer import StateToSave
 from fsdplaunch.runtime.torch_internals.distributed import ShardedTensor
+from fsdplaunch.runtime.torch_internals.tensors import tree_leaves
 
 _held: dict[Path, FolderLock] = {}
 _LOCK_SECONDS = 2.0
@@ -223,8 +224,4 @@ def _nbytes(state: StateToSave) -> int:
 
 def tensors_of(state: Any) -> Iterator[Any]:
     """Yield the tensors of a state, sharded or not, in its order."""
-    if isinstance(state, torch.Tensor | ShardedTensor):
-        yield state
-    elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors_of(value)
+    return (leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor | ShardedTensor))

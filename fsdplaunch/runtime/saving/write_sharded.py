@@ -180,7 +180,7 @@ def write_sharded(state: State, folder: Path, group: dist.ProcessGroup | None) -
             return {}
         made = read_index(folder)
         with DataFiles(folder, made.files) as files:
-            return data_crcs(files, made.places)
+            return data_crcs(files, made.places.values())
     shared, own = found
     places: list[Place] = []
     crc, path = 0, folder / data_file(dist.get_rank())

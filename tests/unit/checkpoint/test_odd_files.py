@@ -9,7 +9,7 @@ import pytest
 
 from fsdplaunch.checkpoint.manifest import find_gap, write_manifest
 from fsdplaunch.checkpoint.merge.merge import merge
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.readers.dcp_index import read_index
 from fsdplaunch.checkpoint.safetensors_format import read_header, read_weight_map
 from fsdplaunch.checkpoint.untrusted_files import InvalidFileError, read_regular
 from fsdplaunch.errors import CheckpointError, LaunchError
@@ -54,7 +54,7 @@ def test_readers_of_single_files_name_what_stands_there(kind, tmp_path):
             read(path)
     KINDS[kind](tmp_path / ".metadata")
     with pytest.raises(CheckpointError, match=f"is not a regular file but {kind}"):
-        read_metadata(tmp_path)
+        read_index(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,10 @@ def test_manifest_that_is_no_file_or_nests_deeply_makes_a_checkpoint_incomplete(
     assert find_gap(tmp_path) is not None
 
 
-def test_links_that_lead_in_a_circle_are_named_wherever_they_stand(dcp, tmp_path):
+def test_links_that_lead_in_a_circle_are_neither_source_nor_output(dcp, tmp_path):
     checkpoint = dcp.Draft().add("w", (2, 2), [((0, 0), (2, 2))]).save(tmp_path / "ckpt")
-    (data,) = checkpoint.glob("*.distcp")
-    data.rename(tmp_path / "aside")
-    data.symlink_to(data.name)
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
-    with pytest.raises(CheckpointError, match=rf"{data.name} is not a regular file but a link that leads nowhere"):
-        merge(checkpoint, tmp_path / "out")
-    data.unlink()
-    (tmp_path / "aside").rename(data)
     for source, output in ((loop, tmp_path / "out"), (checkpoint, loop), (checkpoint, loop / "out")):
         with pytest.raises(LaunchError):
             merge(source, output)

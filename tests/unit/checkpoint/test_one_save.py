@@ -20,7 +20,7 @@ def saved(dcp, folder: Path, value: int) -> Path:
     model = draft.save(folder / MODEL)
     (folder / "scheduler.bin").write_bytes(b"scheduler %d" % value)
     items: dict[str, list[tuple[int, int]]] = {}
-    for file, offset, length in read_index(model).places:
+    for file, offset, length in read_index(model).places.values():
         items.setdefault(file, []).append((offset, length))
     crcs = {}
     for file, listed in items.items():

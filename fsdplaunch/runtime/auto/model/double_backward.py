@@ -7,7 +7,6 @@ model's pass is computed again with full parameters that are gathered by operati
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from fsdplaunch.errors import ShardingError
-from fsdplaunch.runtime.auto.full_values import gathered
+from fsdplaunch.runtime.auto.full_values import call_unsharded
 from fsdplaunch.runtime.inspection.units import is_unit, reshard
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.random_numbers import random_states, set_random_states
-from fsdplaunch.runtime.state_dict.deepcopy import as_before
-from fsdplaunch.runtime.torch_internals.fsdp import gathered_parameters, root_mixed_precision
-from fsdplaunch.runtime.torch_internals.tensors import is_in_backward, tree_leaves, tree_map
+from fsdplaunch.runtime.torch_internals.fsdp import gathered_parameters
+from fsdplaunch.runtime.torch_internals.tensors import is_in_backward, tree_leaves
 
 _KEY = "fsdplaunch_pass"
 _GRAD = "torch.autograd.grad with create_graph=True, or together with other inputs,"
@@ -102,28 +100,14 @@ def _recomputed(made: ModelPass) -> list[Any]:
     """Compute a pass again, with the numbers it drew, from parameters that have gradients of any order."""
     model: Any = made.model()
     reshard(model)
-    dtype = root_mixed_precision(model).param_dtype
     params = dict(model.named_parameters(remove_duplicate=False))
-    once = {id(param): param for param in params.values()}
-    full = {key: _cast(gathered(each) if isinstance(each, DTensor) else each, dtype) for key, each in once.items()}
-    names: Any = {name: full[id(param)] for name, param in params.items()}
-    names |= {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
-    args, kwargs = tree_map(lambda value: _cast(value, dtype), (made.args, made.kwargs))
-    now = random_states()
+    buffers = {name: made.buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
+    call, now = inspect.unwrap(torch.func.functional_call), random_states()
     set_random_states(made.states)
     try:
-        with ExitStack() as stack:
-            for module in model.modules():
-                stack.enter_context(as_before(module))
-            call = inspect.unwrap(torch.func.functional_call)
-            return list(tree_leaves(call(model, names, args, kwargs)))
+        return list(tree_leaves(call_unsharded(call, model, params | buffers, params, made.args, made.kwargs)))
     finally:
         set_random_states(now)
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if dtype is not None and floating else value
 
 
 def own_gradients(

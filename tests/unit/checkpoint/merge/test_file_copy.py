@@ -10,45 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdplaunch.checkpoint import byte_transfer
-from fsdplaunch.checkpoint.byte_transfer import Copier
 from fsdplaunch.checkpoint.merge.merge import MergeOptions, merge
 from fsdplaunch.errors import CheckpointError
 
 
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "source").write_bytes(bytes(range(256)) * 1000)
-    source = os.open(tmp_path / "source", os.O_RDONLY)
-    target = os.open(tmp_path / "target", os.O_RDWR | os.O_CREAT)
-    yield source, target, tmp_path / "target"
-    os.close(source)
-    os.close(target)
-
-
-@pytest.fixture(params=["kernel", "buffer"])
-def copier(request):
-    made = Copier()
-    made.in_kernel = request.param == "kernel"
-    return made
-
-
-def test_each_way_copies_the_run_and_nothing_else(files, copier, monkeypatch):
-    monkeypatch.setattr(byte_transfer, "STEP", 1000)
-    source, target, path = files
-    os.ftruncate(target, 5000)
-    steps = []
-    copier.copy(source, 77, target, 123, 3456, tick=steps.append)
-    wanted = bytes(123) + (bytes(range(256)) * 1000)[77 : 77 + 3456] + bytes(5000 - 123 - 3456)
-    assert path.read_bytes() == wanted
-    assert sum(steps) == 3456
-    assert max(steps) <= 1000
-
-
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, 0])
-def test_unsupported_copies_in_the_kernel_give_way_and_are_not_tried_again(files, code, monkeypatch):
-    source, target, path = files
-    calls = []
+def test_merge_where_the_kernel_copies_nothing_gives_the_same_file_and_tries_once(
+    dcp, rows, tmp_path, monkeypatch, code
+):
+    checkpoint, calls = rows.save(tmp_path / "ckpt"), []
+    merge(checkpoint, tmp_path / "kernel")
 
     def fail(*_):
         calls.append(1)
@@ -57,37 +28,20 @@ def test_unsupported_copies_in_the_kernel_give_way_and_are_not_tried_again(files
         return 0  # as some file systems do
 
     monkeypatch.setattr(os, "copy_file_range", fail)
-    copier = Copier()
-    for start in (0, 1000):
-        copier.copy(source, start, target, start, 1000, tick=lambda _: None)
-    assert path.read_bytes() == (bytes(range(256)) * 8)[:2000]
+    merge(checkpoint, tmp_path / "buffer", options=MergeOptions(verify=True))
+    assert dcp.tree(tmp_path / "kernel") == dcp.tree(tmp_path / "buffer")
     assert len(calls) == 1
 
 
-def test_source_that_ends_early_is_an_error(files, copier):
-    source, target, _ = files
-    with pytest.raises(CheckpointError, match="ends 100 bytes early"):
-        copier.copy(source, 256_000 - 10, target, 0, 110, tick=lambda _: None)
-
-
-def test_merge_without_kernel_copies_or_to_another_file_system_gives_the_same_file(
-    dcp, rows, tmp_path, monkeypatch
-):
+def test_merge_to_another_file_system_gives_the_same_file(dcp, rows, tmp_path):
     checkpoint = rows.save(tmp_path / "ckpt")
-    merge(checkpoint, tmp_path / "kernel")
+    merge(checkpoint, tmp_path / "here")
     places = (Path("/dev/shm"), Path("/run/user") / str(os.getuid()), Path("/var/tmp"))
     usable = (place for place in places if place.is_dir() and os.access(place, os.W_OK))
     place = next((place for place in usable if place.stat().st_dev != tmp_path.stat().st_dev), tmp_path)
     with tempfile.TemporaryDirectory(dir=place) as other:
         merge(checkpoint, Path(other) / "there", options=MergeOptions(verify=True))
-        assert dcp.tree(Path(other) / "there") == dcp.tree(tmp_path / "kernel")
-
-    def unsupported(*_):
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", unsupported)
-    merge(checkpoint, tmp_path / "buffer", options=MergeOptions(verify=True))
-    assert dcp.tree(tmp_path / "kernel") == dcp.tree(tmp_path / "buffer")
+        assert dcp.tree(Path(other) / "there") == dcp.tree(tmp_path / "here")
 
 
 MEASURED = """
@@ -142,16 +96,17 @@ def test_merge_opens_few_files_at_a_time(dcp, tmp_path, monkeypatch):
     assert dcp.safetensors(tmp_path / "out/model.safetensors")["w"][2] == data
 
 
-def test_data_file_that_changes_during_the_merge_is_noticed(dcp, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdplaunch.checkpoint.readers.data_files.MAX_OPEN", 1)
+@pytest.mark.parametrize(
+    ("most_open", "size", "message"),
+    [(1, 10_000, r"__0_0.distcp changed while it was read"), (128, 0, r"a data file ends \d+ bytes early")],
+    ids=["opened again", "kept open"],
+)
+def test_data_file_that_changes_during_the_merge_is_noticed(dcp, tmp_path, monkeypatch, most_open, size, message):
+    monkeypatch.setattr("fsdplaunch.checkpoint.readers.data_files.MAX_OPEN", most_open)
+    monkeypatch.setattr("fsdplaunch.checkpoint.byte_transfer.STEP", 8)
+    monkeypatch.setattr("fsdplaunch.checkpoint.merge.PROGRESS_SECONDS", 0)
     draft = dcp.Draft().add("v", (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])
     checkpoint = draft.add("w", (4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))]).save(tmp_path / "ckpt")
-
-    def grow(*_):
-        with (checkpoint / "__0_0.distcp").open("ab") as file:
-            file.write(b"more")
-
-    monkeypatch.setattr("fsdplaunch.checkpoint.merge.PROGRESS_SECONDS", 0)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp changed while it was read"):
-        merge(checkpoint, tmp_path / "out", progress=grow)
+    with pytest.raises(CheckpointError, match=message):
+        merge(checkpoint, tmp_path / "out", progress=lambda *_: os.truncate(checkpoint / "__0_0.distcp", size))
     assert not (tmp_path / "out").exists()

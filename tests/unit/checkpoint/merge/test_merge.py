@@ -93,8 +93,7 @@ def test_merge_strips_wrappers_from_names(dcp, tmp_path):
     draft = dcp.Draft()
     draft.add("module._orig_mod.block._checkpoint_wrapped_module.w", (2,))
     draft.add("module.head._fsdp_wrapped_module.w", (2,))
-    draft.merged(tmp_path, strip_wrappers=False)
-    result = merge(tmp_path / "ckpt", tmp_path / "stripped")
+    result = merge(draft.save(tmp_path / "ckpt"), tmp_path / "stripped")
     assert sorted(dcp.safetensors(tmp_path / "stripped/model.safetensors")) == ["block.w", "head.w"]
     assert ("module.head._fsdp_wrapped_module.w", "head.w") in result.renamed
     draft = dcp.Draft().add("block.w", (2,)).add("_orig_mod.block.w", (2,))

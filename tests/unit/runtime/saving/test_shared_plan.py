@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
+from fsdplaunch.checkpoint.safe_pickle.dcp_classes import read_records
 from fsdplaunch.runtime.saving.sharded_plan import SharedPlan, UnknownLayoutError
 from fsdplaunch.runtime.saving.write_sharded import data_file, write_index
 from fsdplaunch.runtime.torch_internals.late_imports import StorageInfo, flatten_state_dict
@@ -126,7 +126,7 @@ def test_plans_and_index_say_what_those_of_torch_say(kind, world, tmp_path):
             write_index(file, each, places.__getitem__, StorageMeta(checkpoint_id=tmp_path, save_id="one"))
         made = pickle.loads((tmp_path / ".metadata").read_bytes())
         assert as_plain(made) == as_plain(pickle.loads(pickle.dumps(metadata)))
-    found = read_metadata(tmp_path).places
+    found = read_records((tmp_path / ".metadata").read_bytes(), "it").places
     assert sorted(map(tuple, found.values())) == sorted(
         (info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()
     )
