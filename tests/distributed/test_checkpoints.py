@@ -19,7 +19,6 @@ from torch import nn
 
 import fsdplaunch
 from fsdplaunch.checkpoint.readers.dcp_index import read_metadata
-from fsdplaunch.errors import CheckpointError
 from tests.distributed.pool import RankError, RankPool
 from tests.distributed.tiny import (
     adamw,
@@ -29,6 +28,7 @@ from tests.distributed.tiny import (
     my_part,
     plugin,
     train_sharded,
+    words_of,
 )
 
 HALF = 3
@@ -78,15 +78,6 @@ def go_on(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> tuple
     state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
     drawn = torch.rand(()).item()
     return train(model, optimizer, scheduler, HALF), drawn, (state["step"], dict(state["extra"]))
-
-
-def words_of(call: Any, *args: Any, **named: Any) -> str:
-    """What a call raises."""
-    try:
-        call(*args, **named)
-    except (CheckpointError, FileNotFoundError) as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
