@@ -93,7 +93,7 @@ def position_of(loader: Any) -> Position:
 def resume_at(loader: Any, position: Position) -> None:
     """Let the next pass over a prepared loader begin at a position."""
     reading, counts = _reading(loader), position["batches"]
-    then = position["items_per_batch"], position.get("readers", len(counts))
+    then = position["items_per_batch"], position["readers"]
     now = _items_per_batch(loader), reading.readers
     if len(counts) == dist.get_world_size() and then == now:
         reading.skip = counts[dist.get_rank()]

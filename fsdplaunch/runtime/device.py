@@ -96,20 +96,23 @@ def join_group(config: Config, device: torch.device) -> None:
         wrap(dist, "get_backend", _name_as_torchrun)
     else:
         dist.init_process_group("gloo", timeout=timeout, **place)
+    _answer_scripts_calls()
 
-    # Make a script's own `init_process_group()` a no-op while our group stands, where torch raises.
-    def make_unless_made(make: Any, *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            _joined.append(True)
-        else:
-            make(*args, **kwargs)
 
-    if _TOLERATES not in vars(dist.init_process_group):
-        wrap(dist, "init_process_group", make_unless_made)
-        setattr(dist.init_process_group, _TOLERATES, True)
-        dist.distributed_c10d.init_process_group = dist.init_process_group
+@functools.cache
+def _answer_scripts_calls() -> None:
+    wrap(dist, "init_process_group", _make_unless_made)
+    dist.distributed_c10d.init_process_group = dist.init_process_group
     wrap(dist, "destroy_process_group", _destroy_unless_needed)
     atexit.register(leave_group)
+
+
+def _make_unless_made(make: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a script's own `init_process_group()` a no-op while our group stands, where torch raises."""
+    if dist.is_initialized():
+        _joined.append(True)
+    else:
+        make(*args, **kwargs)
 
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
@@ -121,7 +124,6 @@ def _name_as_torchrun(get: Any, *args: Any, **kwargs: Any) -> str:
     return str(dist.Backend.NCCL) if backend == _BACKENDS else str(backend)
 
 
-_TOLERATES = "fsdplaunch_tolerates"
 _joined: list[bool] = []
 
 

@@ -15,9 +15,8 @@ from torch import nn
 
 import fsdplaunch
 from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import words_of
 from tests.distributed.test_saving import ASYNC
-from tests.distributed.tiny import plugin
+from tests.distributed.tiny import plugin, words_of
 
 UNMET_SECONDS, LATE = 10.0, 0.1
 """How long the copying thread waits for the step that is to wait for it: it comes sooner on any machine."""

@@ -29,6 +29,7 @@ from tests.distributed.tiny import (
     my_part,
     plugin,
     train_sharded,
+    words_of,
 )
 
 HALF = 3
@@ -78,15 +79,6 @@ def go_on(folder: str, fields: dict[str, Any], options: dict[str, Any]) -> tuple
     state = fsdplaunch.load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
     drawn = torch.rand(()).item()
     return train(model, optimizer, scheduler, HALF), drawn, (state["step"], dict(state["extra"]))
-
-
-def words_of(call: Any, *args: Any, **named: Any) -> str:
-    """What a call raises."""
-    try:
-        call(*args, **named)
-    except (CheckpointError, FileNotFoundError) as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:

@@ -1,5 +1,6 @@
 """Sequences that ranks split compute what one process does, in less memory; what cannot be split is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdplaunch
-from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime.split.split_blocks import attend, own_piece, split_blocks
 from fsdplaunch.runtime.torch_internals import tensors
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
 from tests.distributed.test_tensor_parallel import against_one, variables
+from tests.distributed.tiny import words_of
 
 
 def sequences(context: int, tensor: int = 1, name: str = "", **more: str) -> dict[str, str]:
@@ -89,14 +90,6 @@ def test_attention_is_exact_by_heads_and_by_ring(two_ranks: RankPool, four_ranks
         assert max(found.values()) < 1e-5, found
 
 
-def message_of(axis: DeviceMesh, query: Any, key: Any, value: Any, **how: Any) -> str:
-    try:
-        attend(axis, "ring", query, key, value, **how)
-    except ShardingError as error:
-        return error.message
-    return "accepted"
-
-
 def small_cases() -> dict[str, Any]:
     """What a ring does with autocast, with what no kernel takes, and with gradients of gradients."""
     axis = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -106,19 +99,16 @@ def small_cases() -> dict[str, Any]:
     with torch.autocast("cpu"):
         low = attend(axis, "ring", *mine, is_causal=True)
     exact = own_piece(nn.functional.scaled_dot_product_attention(*full, is_causal=True), axis, 2)
-    try:
-        torch.autograd.grad(attend(axis, "ring", *mine).sum(), mine[0], create_graph=True)
-        said = ""
-    except ShardingError as error:
-        said = error.message
+    ring = partial(words_of, attend, axis, "ring")
+    said = words_of(torch.autograd.grad, attend(axis, "ring", *mine).sum(), mine[0], create_graph=True)
     unfit = [(mine[0], mine[1][:, :2], mine[2][:, :2]), (mine[0], mine[1], mine[2][:, :, :1])]
     unfit += [(mine[0], mine[1].double(), mine[2]), (mine[0], mine[1][:, :, :1], mine[2][:, :, :1])]
     seen = torch.ones(8, 8, dtype=torch.bool)
     with sdpa_kernel(SDPBackend.MATH):
-        refused = [message_of(axis, *mine)]
-    refused += [message_of(axis, *mine, **how) for how in ({"attn_mask": seen}, {"dropout_p": 0.5})]
+        refused = [ring(*mine)]
+    refused += [ring(*mine, **how) for how in ({"attn_mask": seen}, {"dropout_p": 0.5})]
     return {
-        "unfit": [message_of(axis, *case, is_causal=True) for case in unfit],
+        "unfit": [ring(*case, is_causal=True) for case in unfit],
         "refused": refused,
         "autocast": (str(low.dtype), float((low - exact).abs().max())),
         "second gradient": said,
@@ -224,11 +214,7 @@ def refused(kind: str, length: int) -> str:
         model.layers = nn.ModuleList(globals()[kind]() for _ in range(2))
     model = fsdplaunch.prepare(model)
     ids = models.batch(0)[:, :length]
-    try:
-        model(input_ids=ids, labels=ids)
-    except ShardingError as error:
-        return f"{error.message} ({error.hint})"
-    return "accepted"
+    return words_of(model, input_ids=ids, labels=ids)
 
 
 def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool) -> None:
@@ -236,7 +222,7 @@ def test_what_cannot_be_split_is_refused_at_the_first_step(four_ranks: RankPool)
     for kind in ("Counting", "Shifting"):
         said = four_ranks.run(refused, kind, 12, env=env)
         assert all("computes something else with split sequences (cp_size)" in text for text in said), said
-    assert four_ranks.run(refused, "Encoder", 12, env=env) == ["accepted"] * 4
+    assert four_ranks.run(refused, "Encoder", 12, env=env) == ["nothing was raised"] * 4
     said = four_ranks.run(refused, "Masking", 12, env=env)
     assert "a mask of (6, 6) is not that of all 12 x 12 positions (cp_size)" in said[0]
     heads = {"FSDPLAUNCH_SHARDING_CONTEXT_PARALLEL_ATTENTION": "heads"}

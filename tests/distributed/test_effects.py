@@ -209,6 +209,7 @@ def rows(field: str, *cases: tuple[Any, Any, Any], **options: Any) -> list[Row]:
 
 
 NOTHING_TO_OFFLOAD = {"notes": ["fsdp_offload_params changes nothing without a GPU"]}
+UNUSED = "changes nothing under fsdp_version 2"
 NO_TORCHAO = importlib.util.find_spec("torchao") is None
 FLOAT8 = "fp8 needs torchao" if NO_TORCHAO else "no linear layer of Model can compute in float8"
 ROWS: list[Row] = [
@@ -245,7 +246,11 @@ ROWS: list[Row] = [
     *rows(
         "backward_prefetch",
         ("BACKWARD_PRE", {"backward": "BACKWARD_PRE"}, {"behind": False}),
-        ("BACKWARD_POST", {"backward": "BACKWARD_POST"}, {"behind": False}),
+        (
+            "BACKWARD_POST",
+            {"backward": "BACKWARD_POST"},
+            {"behind": False, "notes": [f"backward_prefetch BACKWARD_POST {UNUSED}"]},
+        ),
         ("NO_PREFETCH", {"backward": None}, {"behind": False}),
     ),
     *rows(
@@ -344,7 +349,7 @@ ROWS: list[Row] = [
     *rows(
         "use_orig_params",
         (True, {"original": True}, {"version": 2}),
-        (False, {"original": False}, {"version": 2}),
+        (False, {"original": False}, {"notes": [f"use_orig_params=False {UNUSED}"]}),
     ),
     *rows("param_init_fn", (fill, {"values": [0.5]}, {"values": [0.5]}), look=first_value, make=on_meta),
     *rows(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
@@ -81,21 +80,6 @@ def test_settings_of_the_plugin_are_those_of_the_file(
     assert settings_of(decode()) == settings_of(config)
 
 
-def test_fields_hold_torchs_own_objects_under_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, {"fsdp_config.fsdp_version": 1, "mixed_precision": "bf16"})
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
-    assert plugin.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
-    assert isinstance(plugin.state_dict_config, FullStateDictConfig)
-    assert isinstance(plugin.optim_state_dict_config, FullOptimStateDictConfig)
-    assert plugin.cpu_offload == CPUOffload(offload_params=False)
-    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    assert plugin.mixed_precision_policy == MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
-    )
-
-
 def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(
         monkeypatch,
@@ -164,24 +148,6 @@ def test_value_that_cannot_be_honoured_is_refused(fields: dict[str, Any], words:
     with pytest.raises(UsageError) as caught:
         FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **fields})
     assert words in str(caught.value)
-
-
-NOTED: list[tuple[dict[str, Any], str]] = [
-    ({"use_orig_params": False}, "use_orig_params=False changes nothing under fsdp_version 2"),
-    (
-        {"backward_prefetch": "BACKWARD_POST"},
-        "backward_prefetch BACKWARD_POST changes nothing under fsdp_version 2",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "words"), NOTED)
-def test_what_fsdp2_does_not_have_and_scripts_set_is_noted(
-    capsys: pytest.CaptureFixture[str], fields: dict[str, Any], words: str
-) -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
-    assert plugin.settings() == FullyShardedDataParallelPlugin(fsdp_version=2).settings()
-    assert words in capsys.readouterr().err
 
 
 def test_version_is_the_references_where_nobody_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdplaunch
-from fsdplaunch.errors import LaunchError
 from tests.distributed.pool import RankPool
-from tests.distributed.tiny import adamw, batch, build, loss_of, my_part, plugin
+from tests.distributed.tiny import adamw, batch, build, loss_of, my_part, plugin, words_of
 
 
 class OneLinear(nn.Module):
@@ -97,14 +96,6 @@ class Outer(nn.Module):
         self.inner = inner
 
 
-def refusal(act: Callable[..., None], what: Any, fields: dict[str, Any]) -> str:
-    try:
-        act(what, fields)
-    except LaunchError as error:
-        return str(error)
-    return "nothing was raised"
-
-
 Case = tuple[Callable[..., None], Any, dict[str, Any], list[str]]
 CASES: dict[str, Case] = {
     "unknown class": (
@@ -181,12 +172,12 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES)
 def test_refusal_names_what_and_what_to_do(two_ranks: RankPool, case: str) -> None:
     act, what, fields, texts = CASES[case]
-    for message in two_ranks.run(refusal, act, what, fields):
+    for message in two_ranks.run(words_of, act, what, fields):
         for text in texts:
             assert text in message
 
 
 def test_backend_that_torch_does_not_have_is_refused(two_ranks: RankPool) -> None:
-    message = two_ranks.run(refusal, preparing, build, {}, env={"ACCELERATE_DYNAMO_BACKEND": "FX2TRT"})[0]
+    message = two_ranks.run(words_of, preparing, build, {}, env={"ACCELERATE_DYNAMO_BACKEND": "FX2TRT"})[0]
     assert "dynamo_backend FX2TRT is not one this torch has" in message
     assert "INDUCTOR" in message

@@ -1,6 +1,5 @@
 """What the configuration says about machines reaches torch's agent: read back from torchrun's own parser."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,15 +40,6 @@ def test_every_option_reaches_torchs_configuration():
     assert config.local_addr == "10.0.0.2"
     said = {"is_host": "0", "join_timeout": "90", "read_timeout": "20", "last_call_timeout": "4"}
     assert said.items() <= config.rdzv_configs.items()
-
-
-def test_log_of_events_reaches_torchs_configuration():
-    assert torchs(Config(launch=replace(SAID, event_log="console"))).event_log_handler == "console"
-
-
-def test_machines_may_be_a_range():
-    config = torchs(Config(launch=LaunchSection(nodes="1:4")))
-    assert (config.min_nodes, config.max_nodes) == (1, 4)
 
 
 @pytest.mark.parametrize("variable", ["PET_STANDALONE", "PET_NNODES", "PET_MODULE"])

@@ -18,8 +18,8 @@ from torch import nn
 
 import fsdplaunch
 from tests.distributed.pool import RankPool
-from tests.distributed.test_checkpoints import FORMS, save_half_way, words_of
-from tests.distributed.tiny import adamw, build, plugin
+from tests.distributed.test_checkpoints import FORMS, save_half_way
+from tests.distributed.tiny import adamw, build, plugin, words_of
 
 ASYNC = {"FSDPLAUNCH_CHECKPOINT_ASYNC": "true"}
 

@@ -16,8 +16,7 @@ from fsdplaunch.runtime.saving import write_sharded
 from fsdplaunch.runtime.saving.model_and_optimizer import model_to_save, optimizer_to_save
 from tests.distributed.pool import RankPool
 from tests.distributed.test_async_copies import go_on
-from tests.distributed.test_checkpoints import words_of
-from tests.distributed.tiny import plugin
+from tests.distributed.tiny import plugin, words_of
 
 FORMS: dict[str, dict[str, Any]] = {
     "2": {"fsdp_version": 2},

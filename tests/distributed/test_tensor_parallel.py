@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import fsdplaunch
-from fsdplaunch.errors import CheckpointError, ShardingError
+from fsdplaunch.errors import CheckpointError
 from fsdplaunch.runtime.split.styles import Cut
 from tests.distributed import split_models as models
 from tests.distributed.pool import RankPool
+from tests.distributed.tiny import words_of
 from tests.needs import needs
 
 
@@ -152,17 +153,11 @@ def test_blocks_with_split_layers_are_compiled_once_for_all(two_ranks: RankPool)
 def refused(name: str, change: str = "") -> str:
     """The sentence a model is refused with."""
     model = models.built(name)
-    if change:
-        model, _ = fsdplaunch.prepare(model, models.adamw(model))
-    try:
-        if change:
-            ids = models.batch(dist.get_rank() if change == "other data" else 0)
-            model(input_ids=ids, labels=ids)
-        else:
-            fsdplaunch.prepare(model)
-    except ShardingError as error:
-        return f"{error.message} ({error.hint})"
-    return "accepted"
+    if not change:
+        return words_of(fsdplaunch.prepare, model)
+    model, _ = fsdplaunch.prepare(model, models.adamw(model))
+    ids = models.batch(dist.get_rank() if change == "other data" else 0)
+    return words_of(model, input_ids=ids, labels=ids)
 
 
 def step_with(plan_without: str) -> str:
@@ -171,11 +166,7 @@ def step_with(plan_without: str) -> str:
     plan = {name: style for name, style in model.tp_plan.items() if plan_without not in name}
     os.environ["FSDPLAUNCH_SHARDING_TENSOR_PARALLEL_PLAN"] = json.dumps(plan)
     model, optimizer = fsdplaunch.prepare(model, models.adamw(model))
-    try:
-        models.train(model, optimizer, steps=1)
-    except ShardingError as error:
-        return error.message
-    return "trained"
+    return words_of(models.train, model, optimizer, steps=1)
 
 
 @needs("transformers", "5.0", "has another plan for Qwen3")
@@ -184,7 +175,7 @@ def test_a_norm_inside_of_split_heads_that_the_plan_forgets_is_found_at_the_firs
 ) -> None:
     said = four_ranks.run(step_with, "_norm", env=variables(2))
     assert "different gradients of model.layers.0.self_attn.q_norm.weight" in said[0]
-    assert four_ranks.run(step_with, "nothing of it", env=variables(2)) == ["trained"] * 4
+    assert four_ranks.run(step_with, "nothing of it", env=variables(2)) == ["nothing was raised"] * 4
 
 
 REFUSED = {

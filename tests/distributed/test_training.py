@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -128,6 +129,13 @@ def on_rank_0_only() -> nn.Module:
         return build()
 
 
+def recomputing_by_itself() -> nn.Module:
+    """A model of transformers with its own way to compute activations again."""
+    model: Any = transformers_model("LlamaDecoderLayer")()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 def counting_calls() -> nn.Module:
     model = build()
     model.calls = []
@@ -229,6 +237,10 @@ def calls_and_names(model: Any, _: Any) -> Any:
     return len(model.calls), names == sorted(name for name, _ in build().named_parameters())
 
 
+def is_wrapped(model: Any, _: Any) -> Any:
+    return any(isinstance(module, CheckpointWrapper) for module in model.modules())
+
+
 def frozen_did_not_move(model: Any, _: Any) -> Any:
     with fsdplaunch.summon_full_params(model, writeback=False):
         named = dict(fsdplaunch.named_parameters(model))
@@ -315,6 +327,17 @@ WAYS: dict[str, Way] = {
     ),
     "adagrad": Way(optimizer=adagrad, look=state_is_sharded, found=True),
     "flat": Way(fields={"use_orig_params": False}, optimizer=adagrad, versions=(1,)),
+    **{
+        f"recomputed {by}": Way(
+            fields=RECOMPUTED,
+            make=transformers_model("LlamaDecoderLayer"),
+            begin=begin,
+            train=by_its_own_loss,
+            look=is_wrapped,
+            found=begin is None,
+        )
+        for by, begin in (("by transformers", recomputing_by_itself), ("in transformers' model", None))
+    },
     **{
         kind: Way(make=transformers_model(kind), train=by_its_own_loss, look=kinds_of_units, found={kind})
         for kind in FAMILIES

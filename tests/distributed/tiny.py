@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import fsdplaunch
 from fsdplaunch import FullyShardedDataParallelPlugin
+from fsdplaunch.errors import LaunchError
 
 VOCAB = 37
 BATCH = 8
@@ -153,6 +154,15 @@ def train_sharded(
         optimizer.zero_grad()
         losses.append(mean_over_ranks(loss))
     return losses
+
+
+def words_of(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """What a call raises, with its hint."""
+    try:
+        call(*args, **named)
+    except (LaunchError, FileNotFoundError) as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:

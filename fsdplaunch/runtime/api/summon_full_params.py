@@ -136,11 +136,7 @@ def apply(module: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
         for each in _children_first(module, set()):
             fn(each)
         for param in module.parameters():
-            data = local_tensor(param)
-            sent = data.contiguous()
-            ranks.send(sent)
-            if sent is not data:
-                data.copy_(sent)
+            ranks.send(local_tensor(param))
     return module
 
 

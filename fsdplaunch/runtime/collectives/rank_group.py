@@ -50,14 +50,18 @@ class RankGroup:
         return value
 
     def send(self, *tensors: torch.Tensor) -> None:
-        """Overwrite contiguous tensors with the first rank's."""
+        """Overwrite tensors with the first rank's."""
+        sent = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]
         # Every backend can send bytes, whatever the dtype is.
-        raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        raw = [each.view(-1).view(torch.uint8) for _, each in sent]
         for group in self.groups:
             works = [dist.broadcast(each, group=group, async_op=True, group_src=0) for each in raw]
             for work in works:
                 if work is not None:
                     work.wait()
+        for tensor, each in sent:
+            if each is not tensor:
+                tensor.copy_(each)
 
     @contextmanager
     def raise_on_all(self, doing: str, *, naming_first: bool = False) -> Iterator[None]:

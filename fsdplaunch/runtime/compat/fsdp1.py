@@ -16,10 +16,12 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from fsdplaunch.errors import CheckpointError, ShardingError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.collectives import waits
+from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.inspection.units import fsdp1_wrappers
 from fsdplaunch.runtime.messages import quiet_torch, script_line
 from fsdplaunch.runtime.patch import wrap
 from fsdplaunch.runtime.torch_internals.fsdp import divided_over, mend_flat_parameters
+from fsdplaunch.runtime.torch_internals.modules import own_tensors
 
 
 @contextmanager
@@ -73,8 +75,7 @@ def send_from_rank_0(model: nn.Module) -> None:
         wrapped = {part for wrapper in wrappers for part in wrapper.modules()}
         for part in model.modules():
             if part not in wrapped:
-                for value in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-                    dist.broadcast(value.data, 0)
+                RankGroup().send(*(value.data for _, value in own_tensors(part)))
         return
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     Materializer(model, mesh=mesh, device=torch.device("cpu"), master=None).materialize(model)

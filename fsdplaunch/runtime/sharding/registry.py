@@ -61,9 +61,7 @@ def keep_equal(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> int:
     new = [param for param in params if not hasattr(param, AVERAGED)]
     ranks = RankGroup(ReplicatedParams(new, mesh).groups)
     for param in new:
-        sent = param.data.contiguous()
-        ranks.send(sent)
-        param.data.copy_(sent)
+        ranks.send(param.data)
     return sum(param.numel() for param in new)
 
 

@@ -1,4 +1,4 @@
-"""What a worker of PyTorch/XLA refuses before training, and what it keeps; nothing here has torch_xla."""
+"""What a worker of PyTorch/XLA refuses before training; with torch_xla itself: scripts/campaigns/xla."""
 
 import inspect
 import sys
@@ -14,17 +14,13 @@ from fsdplaunch.config.load import stack
 from fsdplaunch.config.yaml_text import read_text
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import sharding_watch
-from fsdplaunch.runtime.api.gradients import clip_grad_norm_
 from fsdplaunch.runtime.auto.torch_calls import step_shards
 from fsdplaunch.runtime.inspection.describe import describe
 from fsdplaunch.runtime.loading.load import load_weights
-from fsdplaunch.runtime.saving import plain_files
-from fsdplaunch.runtime.saving.plain_files import read_plain
 from fsdplaunch.runtime.script import ScriptTarget, run_target
 from fsdplaunch.runtime.state_dict.named_states import full_optim_state_dict
 from fsdplaunch.runtime.xla import set_up, wrappers
 from fsdplaunch.runtime.xla.set_up import call_untrained, spawn_here
-from fsdplaunch.runtime.xla.wrappers import move_model
 
 
 @pytest.fixture
@@ -71,27 +67,6 @@ def test_a_script_that_shards_nothing_ends_at_its_first_step(runtime, monkeypatc
     assert found == checked
 
 
-def test_the_devices_generator_is_kept_in_checkpoints(monkeypatch, tmp_path):
-    monkeypatch.setattr(plain_files, "_others", {})
-    put_back = []
-    plain_files.keep_generator("xm_seed", lambda: 17, put_back.append)
-    path = tmp_path / "random_states_0.pkl"
-    path.write_bytes(plain_files.packed_random_states(plain_files.random_states(3)))
-    plain_files.read_random_states(path)
-    assert put_back == [17]
-    assert read_plain(path)["xm_seed"] == 17  # as accelerate names and writes it
-
-
-def test_parameters_of_a_generator_are_clipped_where_pytorch_xla_is_in_use(monkeypatch):
-    seen = SimpleNamespace(clip_norm=lambda parameters, *_: list(parameters) and None)
-    monkeypatch.setitem(sys.modules, "fsdplaunch.runtime.xla.wrappers", seen)
-    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
-    for param in params:
-        param.grad = torch.full_like(param, 4.0)
-    assert clip_grad_norm_((param for param in params), 1.0) == pytest.approx(48**0.5)
-    assert params[0].grad[0] == pytest.approx(4 / 48**0.5, rel=1e-4)
-
-
 @pytest.mark.parametrize("function", [describe, load_weights, full_optim_state_dict])
 def test_models_of_pytorch_xla_are_refused_where_shards_would_be_taken_for_parameters(monkeypatch, function):
     monkeypatch.setattr(nn.Sequential, "__module__", "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel")
@@ -100,14 +75,6 @@ def test_models_of_pytorch_xla_are_refused_where_shards_would_be_taken_for_param
         ShardingError, match="does not know models that PyTorch/XLA shards, such as this Sequential"
     ):
         function(nn.Sequential(nn.Linear(2, 2)), *arguments)
-
-
-def test_shared_parameters_stay_shared_on_another_kind_of_device():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)))
-    model[1][0].weight = model[0].weight
-    move_model(model, torch.device("meta"))  # as XLA's: torch makes new parameters there
-    assert model[1][0].weight is model[0].weight
-    assert [param.device.type for param in model.parameters()] == ["meta"] * 4
 
 
 def test_whoever_builds_the_class_of_spmd_keeps_shared_parameters_and_splits_outputs_of_any_kind(
