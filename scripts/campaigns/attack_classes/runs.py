@@ -22,7 +22,9 @@ def launch(
 
     `prepare` is called in the process that becomes the launcher.
     """
-    (folder / "train.py").write_text(script)
+    place = folder / "train.py"
+    if not place.exists() or place.read_text() != script:  # another run, started beside this one, may read it
+        place.write_text(script)
     words = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
     return subprocess.Popen(
         words,
