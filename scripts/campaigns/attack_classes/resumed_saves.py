@@ -51,8 +51,8 @@ def kill_and_resume(form: str, chance: random.Random) -> None:
     with tempfile.TemporaryDirectory() as base:
         folder, returned = Path(base), 0
         for place, ranks in enumerate(RANKS):
-            form_words = ("--fsdp-version", str(version), *words, *_KEPT)
-            about = {"KIND": kind, "ROUND": str(place), "PYTHONPATH": str(ROOT)}
+            form_words = (*words, *_KEPT)
+            about = {"KIND": kind, "VERSION": str(version), "ROUND": str(place), "PYTHONPATH": str(ROOT)}
             run = launch(folder, _SCRIPT, "--num-processes", str(ranks), *form_words, **about)
             loaded = folder / f"loaded{place}"
             wait_for(loaded.exists, [run])
@@ -62,13 +62,13 @@ def kill_and_resume(form: str, chance: random.Random) -> None:
             if place == len(RANKS) - 1:
                 _end(run, [run.pid])
                 return
-            wait_for((folder / f"saves{place}").exists, [run])
+            told = folder / f"returned{place}"
+            wait_for(lambda told=told: told.exists() and told.read_text().count("\n") > 1, [run])
             time.sleep(chance.uniform(0, _BEFORE_KILL_SECONDS))
             family = descendants(run.pid)
             _end(run, family if chance.random() < 0.5 else [chance.choice(family[1:])])
             # Of saves in the background, the last that returned need not be complete yet: the one before it is.
-            said = [int(text) for text in (folder / "returned").read_text().split()]
-            returned = said[-2 if "--checkpoint.async" in words and len(said) > 1 else -1]
+            returned = int(told.read_text().split()[-2 if "--checkpoint.async" in words else -1])
 
 
 def _end(run: "Run[str]", victims: list[int]) -> None:
@@ -87,7 +87,7 @@ def work() -> None:
     import fsdplaunch
 
     rank, place = os.environ["RANK"], os.environ["ROUND"]
-    version = int(os.environ["FSDP_VERSION"])
+    version = int(os.environ["VERSION"])
     model, optimizer, scheduler = training = make_training(version, os.environ["KIND"], WIDTH)
     step, wrong = 0, []
     if Path(SAVES).exists():
@@ -103,9 +103,8 @@ def work() -> None:
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         fsdplaunch.save_checkpoint(SAVES, **parts, extra={"n": step}, step=step)
         if rank == "0":
-            with Path("returned").open("a") as file:
+            with Path(f"returned{place}").open("a") as file:
                 file.write(f"{step}\n")
-            Path(f"saves{place}").touch()
 
 
 def _write(path: Path, text: str) -> None:
