@@ -36,7 +36,10 @@ _NEEDS_GPU = re.compile(
 )
 """What torch's builds with and without CUDA say where there is no GPU, and what scripts say that ask before."""
 _ASSERTS_GPU = re.compile(r"^\s*assert\b.*\b(cuda|accelerator)\.(is_available|device_count)\(\)", re.MULTILINE)
+_LOADER_ENDED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal: Killed)")
 _NEVER = r"(?!)"
+_MORE_MEMORY = "more host memory, or fewer data loader workers"
+_SENT = "something outside this run sent SIGNAL: a user, a scheduler, or the kernel of a node without memory"
 _SAME_CALLS = "check that every rank makes the same calls, evaluation and saving included"
 
 
@@ -83,6 +86,8 @@ def diagnose(facts: FailureFacts) -> Diagnosis:
 def diagnose_record(record: Mapping[str, Any], config: Config, *, python: str, folder: str) -> Diagnosis:
     """Return what can be said about the last attempt that an agent has recorded; nothing when no worker failed."""
     attempts = record.get("attempts") or []
+    if killed_by := record.get("killed_by"):
+        return _agent_killed(killed_by, record.get("memory_kills") or 0, record.get("memory_limit"))
     if not attempts or attempts[-1]["cause"] is None:
         return Diagnosis()
     facts = FailureFacts(
@@ -157,13 +162,33 @@ def _savings(config: Config | None) -> list[str]:
     return [text for text, applies in found if applies]
 
 
+def _agent_killed(by: str, memory_kills: int, memory_limit: int | None) -> Diagnosis:
+    """Say why an agent was killed: it could not say so itself."""
+    if by == "SIGKILL" and memory_kills:
+        why = f"the kernel killed it: the memory limit{_of(memory_limit)} was reached"
+        return Diagnosis(why=why, remedies=(_MORE_MEMORY,))
+    return Diagnosis(why=_SENT.replace("SIGNAL", by)) if by in ("SIGKILL", "SIGTERM") else Diagnosis()
+
+
+def _of(memory_limit: int | None) -> str:
+    return f" of {memory_limit / GIB:.1f} GiB" if memory_limit else ""
+
+
+def _loader_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
+    """Recognize a loader's process that the kernel killed: its worker hears of the end, and not of the signal."""
+    if not facts.memory_kills or not _LOADER_ENDED.search(facts.text):
+        return None
+    why = f"the kernel killed a data loader's process: the memory limit{_of(facts.memory_limit)} was reached"
+    return Diagnosis(why=why, remedies=(_MORE_MEMORY,))
+
+
 def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     if facts.died_of != "SIGKILL" or not facts.memory_kills:
         return None
-    limit = f" of {facts.memory_limit / GIB:.1f} GiB" if facts.memory_limit else ""
+    limit = _of(facts.memory_limit)
     peak = facts.cause["peak_bytes"]
     held = f"; this rank held up to {peak / GIB:.1f} GiB" if peak else ""
-    remedies = ["more host memory, or fewer data loader workers"]
+    remedies = [_MORE_MEMORY]
     if facts.config is not None and not facts.config.fsdp_config.fsdp_cpu_ram_efficient_loading:
         remedies.insert(0, "--fsdp-cpu-ram-efficient-loading true, so that only rank 0 loads the full model")
     why = f"the kernel killed it: the memory limit{limit} was reached{held}"
@@ -276,6 +301,7 @@ _KINDS: Sequence[_Recognise] = (
     ),
     _gpu_out_of_memory,
     _host_out_of_memory,
+    _loader_out_of_memory,
     _says(
         "insufficient shared memory|creating shared memory segment",
         "shared memory (/dev/shm) is used up, which data loaders and NCCL pass data through",
@@ -352,7 +378,7 @@ _KINDS: Sequence[_Recognise] = (
     _lost_connection,
     _says(
         _NEVER,
-        "something outside this run sent SIGNAL: a user, a scheduler, or the kernel of a node without memory",
+        _SENT,
         "the scheduler's log; as root: dmesg | grep -i 'killed process'",
         died_of=("SIGKILL", "SIGTERM"),
     ),

@@ -218,8 +218,9 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     if failure.rank is None:
         message = [f"  {line}" for line in _ends_of(failure.message or "")]
         head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
-        why = "the agent that watches the workers failed itself; its log has the traceback"
-        return [head, *message, "", f"  why  {why}", f"  log  {run_dir}/{AGENT_LOG}"]
+        why = result.diagnosis.why or "the agent that watches the workers failed itself; its log has the traceback"
+        remedies = [f"  try  {remedy}" for remedy in result.diagnosis.remedies]
+        return [head, *message, "", f"  why  {why}", *remedies, f"  log  {run_dir}/{AGENT_LOG}"]
     lines = _failed_rank(failure, folder)
     if (tries := len(result.attempts)) > 1:
         lines.append(f"  it was attempt {tries}; the attempts before it are in result.json")

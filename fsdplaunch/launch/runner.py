@@ -29,6 +29,7 @@ from fsdplaunch.launch.runs import note_revision, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
+from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_secret import SECRET
 from fsdplaunch.sockets import HELD, inherited_limit
 
@@ -117,7 +118,7 @@ def run_plan(
         run_dir.link_latest(plan.run_dir)
     if plan.config.launch.timing:
         _begin_timing(plan.run_dir)
-    start = time.monotonic()
+    start, kills = time.monotonic(), memory_kills()
     environ = {**without_run(os.environ), **plan.env, LAUNCHER: str(os.getpid())}
     if secret := control.assignment.secret if control is not None else secret:
         environ[SECRET] = secret
@@ -128,7 +129,7 @@ def run_plan(
     is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
         code = _wait(agent, is_over, plan.config.launch.shutdown_grace_seconds)
-        status, record = _read_record(plan, code, received)
+        status, record = _read_record(plan, code, received, kills)
         if control is not None:
             status, record = conclude_run(control, status, record)
     os.close(lifeline)
@@ -169,13 +170,22 @@ def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float)
     return agent.wait()
 
 
-def _read_record(plan: LaunchPlan, code: int, received: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """Return this node's status and its agent's record, or what to make of one that could not write it."""
+def _read_record(plan: LaunchPlan, code: int, received: Sequence[int], kills: int) -> tuple[int, dict[str, Any]]:
+    """Return this node's status and its agent's record, or what to make of one that could not write it.
+
+    `kills` is what `memory_kills` said before the run.
+    """
     status, record = shell_status(code), run_dir.read_json(run_dir.agent_record(plan.run_dir))
     if not record and received:  # it was ended while it was starting
         record = {"stopped_by": signal_name(received[0])}
     elif not record and code < 0:
-        record = {"error": f"the agent, which watches the workers, was killed by {signal_name(-code)}"}
+        name = signal_name(-code)
+        record = {
+            "error": f"the agent, which watches the workers, was killed by {name}",
+            "killed_by": name,
+            "memory_limit": usable_memory(),
+            "memory_kills": memory_kills() - kills,
+        }
     elif not record and code:
         record = {"error": "\n".join(run_dir.read_tail(plan.run_dir / run_dir.AGENT_LOG, lines=1))}
     if status == 0 and (missing := unsharded_ranks(plan, record)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from scripts.campaigns.attack_classes.case import Case
 from scripts.campaigns.attack_classes.runs import ROOT, end_all, launch
+from scripts.campaigns.attack_classes.whole_saves import fill, make_training
 
 COUNT = 20
 CHANGES = 100
@@ -163,9 +164,9 @@ def work() -> None:
     from fsdplaunch.errors import LaunchError
 
     version, kind = os.environ["FORM"].split()
-    model, optimizer, scheduler = _made(int(version), kind)
+    model, optimizer, scheduler = make_training(int(version), kind)
     for step in range(1, STEP + 1):
-        _fill(model, optimizer, scheduler, step)
+        fill(model, optimizer, scheduler, step)
         torch.manual_seed(100 * step + dist.get_rank())
         extra = {"n": step}
         fsdplaunch.save_checkpoint(
@@ -183,7 +184,7 @@ def work() -> None:
             shutil.copytree(f"saves/checkpoint-{STEP}", place)
             kind_of_change(place, Path("saves"), chance)
         dist.barrier()
-        _fill(model, optimizer, scheduler, 0)
+        fill(model, optimizer, scheduler, 0)
         torch.manual_seed(1)
         problem = None
         try:
@@ -204,33 +205,6 @@ def work() -> None:
             told["silent"] += [f"{title}: merged {value}" for value in _merged(place)]
     if dist.get_rank() == 0:
         Path("found.json").write_text(json.dumps(told))
-
-
-def _made(version: int, kind: str) -> tuple[Any, Any, Any]:
-    import torch
-    from torch import nn
-
-    import fsdplaunch
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
-    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1}
-    plugin = fsdplaunch.FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind, **wrap)
-    model, optimizer = fsdplaunch.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1.0), plugin=plugin)
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
-
-
-def _fill(model: Any, optimizer: Any, scheduler: Any, value: int) -> None:
-    import torch
-
-    scheduler.last_epoch = value
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-            for each in optimizer.state.get(param, {}).values():
-                each.fill_(value)
 
 
 def _wrong(model: Any, optimizer: Any, scheduler: Any, state: Any, generator: Any) -> list[str]:

@@ -15,9 +15,16 @@ ROOT = Path(__file__).parents[3]
 Run = subprocess.Popen
 
 
-def launch(folder: Path, script: str, *options: str, **variables: str) -> "subprocess.Popen[str]":
-    """Start `fsdplaunch launch OPTIONS train.py` in a folder; its output is thrown away, its messages are kept."""
-    (folder / "train.py").write_text(script)
+def launch(
+    folder: Path, script: str, *options: str, prepare: Callable[[], object] = lambda: None, **variables: str
+) -> "subprocess.Popen[str]":
+    """Start `fsdplaunch launch OPTIONS train.py` in a folder; its output is thrown away, its messages are kept.
+
+    `prepare` is called in the process that becomes the launcher.
+    """
+    place = folder / "train.py"
+    if not place.exists() or place.read_text() != script:  # another run, started beside this one, may read it
+        place.write_text(script)
     words = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
     return subprocess.Popen(
         words,
@@ -27,17 +34,18 @@ def launch(folder: Path, script: str, *options: str, **variables: str) -> "subpr
         text=True,
         env={**environ(), **variables},
         start_new_session=True,
-        preexec_fn=_prepared(),  # noqa: PLW1509  (no threads here)
+        preexec_fn=_prepared(prepare),  # noqa: PLW1509  (no threads here)
     )
 
 
-def _prepared() -> Callable[[], None]:
+def _prepared(more: Callable[[], object]) -> Callable[[], None]:
     die = ended_with_us()
 
     def prepare() -> None:
         # A shell has what it starts in the background ignore Ctrl-C, and this campaign may be such a thing.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         die()
+        more()
 
     return prepare
 

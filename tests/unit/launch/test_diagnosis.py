@@ -5,7 +5,7 @@ import pytest
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config, FsdpConfig
 from fsdplaunch.config.schema.launch_sections import LaunchSection
-from fsdplaunch.launch.diagnosis import Diagnosis, FailureFacts, diagnose
+from fsdplaunch.launch.diagnosis import Diagnosis, FailureFacts, diagnose, diagnose_record
 from fsdplaunch.launch.root_cause import first_failure
 
 OOM = (
@@ -82,6 +82,22 @@ def test_host_memory_is_told_from_the_kernels_counter(worker):
     outside = seen(killed)
     assert "something outside this run sent SIGKILL" in outside.why
     assert "dmesg" in outside.remedies[0]
+
+
+def test_data_loaders_process_that_the_kernel_killed_is_told_from_its_counter(worker):
+    words = "RuntimeError: DataLoader worker (pid(s) 2746) exited unexpectedly"
+    found = seen(worker(message=words), memory_kills=1, memory_limit=2**30)
+    assert found.why == "the kernel killed a data loader's process: the memory limit of 1.0 GiB was reached"
+    assert seen(worker(message=words)).why == ""
+
+
+def test_agent_that_the_kernel_killed_is_told_from_its_counter():
+    record = {"killed_by": "SIGKILL", "memory_kills": 1, "memory_limit": 2**30}
+    found = diagnose_record(record, Config(), python="python", folder="")
+    assert found.why == "the kernel killed it: the memory limit of 1.0 GiB was reached"
+    outside = diagnose_record({**record, "memory_kills": 0}, Config(), python="python", folder="")
+    assert outside.why.startswith("something outside this run sent SIGKILL")
+    assert diagnose_record({**record, "killed_by": "SIGSEGV"}, Config(), python="python", folder="").why == ""
 
 
 def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
