@@ -19,7 +19,6 @@ from torch import nn
 
 import fsdplaunch
 from fsdplaunch.checkpoint.readers.dcp_index import read_index
-from fsdplaunch.errors import CheckpointError
 from tests.distributed.pool import RankError, RankPool
 from tests.distributed.tiny import (
     adamw,
