@@ -10,7 +10,6 @@ from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
@@ -22,7 +21,7 @@ from fsdplaunch.runtime.inspection import named_parameters
 from fsdplaunch.runtime.inspection.units import local_tensor
 from fsdplaunch.runtime.messages import script_line
 from fsdplaunch.runtime.patch import before_first_step
-from fsdplaunch.runtime.sharding.checks import unequal
+from fsdplaunch.runtime.sharding.checks import extremes, unequal
 from fsdplaunch.runtime.sharding.mesh import splits_layer
 from fsdplaunch.runtime.sharding.wrap import class_name
 from fsdplaunch.runtime.torch_internals.modules import eagerly, untraced
@@ -213,9 +212,7 @@ def check_first_gradients(model: nn.Module, axis: DeviceMesh, device: torch.devi
         if not alike:
             return
         mine = torch.tensor([facts(param) for param in alike.values()], dtype=torch.float64, device=device)
-        low, high = mine.clone(), mine.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=axis.get_group())
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=axis.get_group())
+        low, high = extremes(mine, [axis.get_group()])
         size = high[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)
         apart = ((high - low) > _TOLERANCE * size).any(dim=1).tolist()
         different = [name for name, differs in zip(alike, apart, strict=True) if differs]

@@ -47,23 +47,27 @@ def shards() -> list[nn.Parameter]:
     return [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in full]
 
 
-def train(name: str, options: dict[str, Any], *, local: bool) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Step with gradients of which one is missing at first."""
-    params, generator = shards(), torch.Generator().manual_seed(1)
+def train(params: list[Any], name: str, options: dict[str, Any], *, local: bool) -> Any:
+    """Step with gradients of which one is missing at first; return the parameters, and their optimizer."""
+    generator = torch.Generator().manual_seed(1)
     optimizer = getattr(torch.optim, name)(params, **options)
     with stepping_with_local_shards() if local else nullcontext():
         for step in range(STEPS):
             for place, param in enumerate(params):
                 gradient = torch.randn(param.shape, generator=generator)
+                if isinstance(param, DTensor):
+                    gradient = distribute_tensor(gradient, param.device_mesh, [Shard(0)])
                 if step or place:
-                    param.grad = distribute_tensor(gradient, param.device_mesh, [Shard(0)])
+                    param.grad = gradient
             optimizer.step()
     return params, optimizer
 
 
 def differing(name: str, options: dict[str, Any]) -> list[str]:
     """Return what differs between both ways: parameters, state, or how often torch says they were changed."""
-    (plain, of_plain), (params, optimizer) = (train(name, options, local=local) for local in (False, True))
+    (plain, of_plain), (params, optimizer) = (
+        train(shards(), name, options, local=local) for local in (False, True)
+    )
     found = [
         f"parameter {place}"
         for place, (one, other) in enumerate(zip(plain, params, strict=True))
@@ -102,15 +106,9 @@ def test_each_of_torchs_optimizers_computes_the_same(two_ranks: RankPool) -> Non
 
 def full_apart(name: str, options: dict[str, Any]) -> float:
     """Return how far shards are from what plain tensors become."""
-    params, _ = train(name, options, local=True)
-    plain = [nn.Parameter(param.full_tensor().detach()) for param in shards()]
-    optimizer, generator = getattr(torch.optim, name)(plain, **options), torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        for place, param in enumerate(plain):
-            gradient = torch.randn(param.shape, generator=generator)
-            if step or place:
-                param.grad = gradient
-        optimizer.step()
+    params, _ = train(shards(), name, options, local=True)
+    full = [nn.Parameter(param.full_tensor().detach()) for param in shards()]
+    plain, _ = train(full, name, options, local=False)
     ends = [(one.detach(), other.full_tensor().detach()) for one, other in zip(plain, params, strict=True)]
     return max(float((one - other).abs().max()) for one, other in ends)
 

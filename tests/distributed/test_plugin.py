@@ -52,12 +52,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> Any:
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},
     {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"},
-    {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_use_orig_params": False, "mixed_precision": "bf16"},
-    {"fsdp_config.fsdp_reshard_after_forward": 4, "fsdp_config.fsdp_forward_prefetch": True},
-    {"fsdp_config.fsdp_reshard_after_forward": False, "fsdp_config.fsdp_offload_params": True},
+    {"fsdp_config.fsdp_reshard_after_forward": 4, "fsdp_config.fsdp_offload_params": True},
     {"fsdp_config.fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_config.fsdp_min_num_params": 1234},
     {"fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_config.fsdp_ignored_modules": r"head|layers\.0"},
-    {"fsdp_config.fsdp_activation_checkpointing": True, "fsdp_config.fsdp_cpu_ram_efficient_loading": True},
     {
         "precision.param": "bf16",
         "precision.reduce": "bf16",

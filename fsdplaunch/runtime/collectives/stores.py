@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fsdplaunch.run_secret import STORE_FILE, STORE_KEY
 from fsdplaunch.sockets import bound, listening
 
-_names: Any = dist  # mypy does not find them there
-FileStore, HashStore, PrefixStore, TCPStore = (
-    _names.FileStore,
-    _names.HashStore,
-    _names.PrefixStore,
-    _names.TCPStore,
-)
+__all__ = ["HashStore", "PrefixStore", "TCPStore"]  # mypy does not find them where torch has them
 Store = Any
 
 

@@ -80,13 +80,20 @@ def unequal(
         data = inner_tensor(local_tensor(tensor)).contiguous().view(-1).view(torch.uint8)
         data = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
         sums.append(data.sum(dtype=torch.int64).to(device))
-    low = torch.stack(sums)
-    high = low.clone()
+    low, high = extremes(torch.stack(sums), groups)
+    differs = (low != high).tolist()
+    return [name for name, differ in zip(tensors, differs, strict=True) if differ]
+
+
+def extremes(
+    tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least and the largest that any rank of the groups has, element by element."""
+    low, high = tensor.contiguous().clone(), tensor.contiguous().clone()
     for group in groups:
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    differs = (low != high).tolist()
-    return [name for name, differ in zip(tensors, differs, strict=True) if differ]
+    return low, high
 
 
 _Groups = tuple[dist.ProcessGroup | None, ...]
@@ -140,11 +147,7 @@ def _copies(params: list[Any]) -> Iterator[tuple[_Groups, Any]]:
 
 def _is_far(param: torch.Tensor, groups: _Groups) -> bool:
     """Return whether copies differ by more than sums in another order bring; a collective may add in any."""
-    low = inner_tensor(local_tensor(param)).float().contiguous()
-    high = low.clone()
-    for group in groups:
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    low, high = extremes(inner_tensor(local_tensor(param)).float(), groups)
     bound = torch.finfo(param.dtype if param.is_floating_point() else high.dtype).eps ** 0.5
     return not bool((high - low).max() <= bound * high.abs().max())  # NaN is far from everything
 
