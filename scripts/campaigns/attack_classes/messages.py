@@ -41,7 +41,14 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "run_id": "",
     },
     "reached": {"why_not": ""},
-    "steps": {"ranks": [{"rank": 0, "pid": 7, "made": 1, "ended": 1.5, "steps": [[1, 2, 0.5, *[None] * 6]]}]},
+    "steps": {
+        "ranks": [
+            {
+                **{"rank": 0, "pid": 7, "made": 1, "ended": 1.5, "total": 0, "memory_limit": 0},
+                "steps": [[1, 2, 0.5, *[None] * 6]],
+            }
+        ]
+    },
     "outcome": {
         "outcome": {
             "status": 1,

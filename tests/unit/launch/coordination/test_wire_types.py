@@ -66,6 +66,7 @@ def test_line_that_is_no_message_is_none(line):
             for change in (
                 {"rank": -1},
                 {"made": 1.5},
+                {"total": -1},
                 {"ended": None},
                 {"steps": [[None] * 9]},
                 {"steps": [[1, 2]]},
