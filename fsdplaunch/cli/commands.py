@@ -190,8 +190,8 @@ def merge_weights(
     "fsdplaunch.estimate.command:estimate",
     app,
     "estimate",
-    epilog="Examples: fsdplaunch estimate Llama-3.1-8B --world-size 64 --gpu-memory 80GB --batch-size 2 "
-    "--seq-len 4096; fsdplaunch estimate train.py:build_model.",
+    epilog="Examples: fsdplaunch estimate 8b --world-size 64 --gpu-memory 80GB --batch-size 2 --seq-len 4096; "
+    "fsdplaunch estimate train.py:build_model.",
 )
 def estimate(
     source: Annotated[
