@@ -235,7 +235,7 @@ class WorkerGroup:
                 if spec.is_reported and stream == "stderr":
                     variables[MARKED] = "1"
                 prefix = f"[{rank}] ".encode() if is_prefixed else b""
-                file = self._relay.show(file, stream, prefix=prefix, is_filtered=stream == "stderr")
+                file = self._relay.show(file, stream, prefix=prefix)
             files.append(file)
         cold = spec.cold or self._fork_server.obstacle is not None
         command, cpus = spec.cold_command if cold else spec.command, spec.cpus.get(local_rank, ())
