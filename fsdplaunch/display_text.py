@@ -4,6 +4,7 @@ Names in files, keys, messages of workers and of other nodes may move the cursor
 of a terminal. Everything that this package prints passes `printable` or `TerminalFilter` where it is printed.
 """
 
+import codecs
 import re
 from collections.abc import Callable, Sequence
 
@@ -15,17 +16,10 @@ _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f\ud800-\udfff]"
 )
-# The same in UTF-8, in the output of programs: they may set colours and erase the rest of a line. What is kept is
-# the first group; a byte of C1 alone is not UTF-8, but steers terminals that know none.
-_STEERS = re.compile(
-    rb"\xc2[\x80-\x9f]|\xd8\x9c|\xe1\xa0\x8e"
-    rb"|\xe2\x80[\x8b\x8e\x8f\xa8-\xae]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xef\xbf[\xb9-\xbb]|\xf3\xa0[\x80\x81]."
-    rb"|(\x1b\[[0-9;:]*[mK]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3})"
-    rb"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
-)
-_MAY_GO_ON = re.compile(
-    rb"(\x1b(\[[0-9;:]{0,64})?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
-)
+# In the output of programs the first group is kept: colours, erasing the rest of a line, a bar's return, and bytes
+# that are neither UTF-8 nor, as those of C1 are, obeyed by terminals that know none.
+_STEERS = re.compile(f"(\x1b\\[[0-9;:]*[mK]|\r|[\udca0-\udcff])|{_UNSAFE.pattern}")
+_MAY_GO_ON = re.compile("\x1b(\\[[0-9;:]{0,64})?\\Z")
 MIB = 1024**2
 GIB = 1024**3
 
@@ -52,24 +46,21 @@ class TerminalFilter:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._rest = ""
 
-    def part(self, data: bytes) -> bytes:
-        """Return what of the next piece, and of what was held back, can be shown."""
-        data = self._rest + data
-        found = _MAY_GO_ON.search(data)
-        end = found.start() if found else len(data)
-        self._rest = data[end:]
-        return _STEERS.sub(_harmless, data[:end])
-
-    def end(self) -> bytes:
-        """Return what was held back, at the end of the output."""
-        rest, self._rest = self._rest, b""
-        return _STEERS.sub(_harmless, rest)
+    def part(self, data: bytes, *, is_last: bool = False) -> bytes:
+        """Return what of the next piece, and of what was held back, can be shown; of the last piece all."""
+        text = self._rest + self._decoder.decode(data, is_last)
+        found = None if is_last else _MAY_GO_ON.search(text)
+        end = found.start() if found else len(text)
+        self._rest = text[end:]
+        return _STEERS.sub(_harmless, text[:end]).encode(errors="surrogateescape")
 
 
-def _harmless(found: re.Match[bytes]) -> bytes:
-    return found[1] or b"".join(b"\\x%02x" % byte for byte in found[0])
+def _harmless(found: re.Match[str]) -> str:
+    bytes_of_it = found[0].encode(errors="surrogateescape")
+    return found[1] or "".join(f"\\x{byte:02x}" for byte in bytes_of_it)
 
 
 def quoted(text: str, most: int = 80) -> str:

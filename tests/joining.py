@@ -6,12 +6,11 @@ from pathlib import Path
 
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.coordinator import Coordinator, JoinRequirements
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.run_control import JoinProgress
 from fsdplaunch.launch.coordination.secret_source import SecretSource
-from fsdplaunch.launch.coordination.server import JoinRequirements
 
 SECRET = "ab" * 32
 NOWHERE = Path("/nonexistent/.join-x")

@@ -70,36 +70,6 @@ class Members(NamedTuple):
     nodes: int
 
 
-class Membership:
-    """Which nodes take part, as this node's launcher writes it down; in an elastic run that changes.
-
-    When nodes come or go, every node's workers start again, and that counts as no failure. The workers are
-    killed: their peers on a lost node will never answer, and those that left well after a signal on one node
-    would look finished on another.
-    """
-
-    def __init__(self, worker_group: WorkerGroup, first: Members) -> None:
-        self.worker_group, self._first = worker_group, first
-        self.seen = first
-        self.held_since: float | None = None
-        """When the present workers began to end, as far as that is held back."""
-
-    def now(self) -> Members:
-        """Return which nodes take part now."""
-        known = read_json(self.worker_group.spec.run_dir / MEMBERSHIP)
-        return Members(**known) if known else self._first
-
-    def has_changed(self) -> bool:
-        """Return whether other nodes take part than those that this one's workers began with."""
-        return self.now().change > self.seen.change
-
-    def holds(self) -> bool:
-        """Return whether an end of workers may be a change's doing, which will be known in a moment."""
-        now = time.monotonic()
-        self.held_since = now if self.held_since is None else self.held_since
-        return self.has_changed() or now - self.held_since < _HOLD_SECONDS
-
-
 class _WatchedStore:
     """A store whose waiting ends when the run is to end.
 
@@ -146,7 +116,12 @@ def poll(
 
 
 class AgreedRendezvous(RendezvousHandler):
-    """Counts attempts, and has the nodes begin each one together."""
+    """Counts attempts, and has the nodes begin each one together.
+
+    In an elastic run nodes come and go, and this node's launcher writes down which take part. When that changes,
+    every node's workers start again, which counts as no failure. They are killed: their peers on a lost node will
+    never answer, and those that left well after a signal on one node would look finished on another.
+    """
 
     def __init__(
         self,
@@ -160,14 +135,16 @@ class AgreedRendezvous(RendezvousHandler):
         join_seconds: float = 300.0,  # how long the others may take to come
         read_seconds: float = 60.0,  # how long one call to the store may take
         is_stopped: Callable[[], None] = lambda: None,  # raises when the run is to end, while this node waits
-        membership: Membership | None = None,  # which nodes take part, where that may change
+        elastic: WorkerGroup | None = None,  # this node's workers, where other nodes may come and go
     ) -> None:
         """Begin before the first attempt, with what the launchers agreed on; a lone node has no secret."""
         self._run_id, self._rank, self._nodes, self._secret, self._held = run_id, rank, nodes, secret, held
         self._host, self._port = place
         self._join_seconds, self._read_timeout = join_seconds, timedelta(seconds=read_seconds)
-        self._is_stopped, self.membership = is_stopped, membership
-        self._members = membership.seen if membership is not None else Members(0, rank, nodes)
+        self._is_stopped, self._elastic = is_stopped, elastic
+        self._members = Members(0, rank, nodes)
+        self.held_since: float | None = None
+        """When the present workers began to end, as far as that is held back."""
         self._control: Store | None = None
         self._served: list[Store] = []
         self._attempt = -1
@@ -189,7 +166,7 @@ class AgreedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin an attempt with all nodes."""
-        if self._nodes == 1 and self.membership is None:
+        if self._nodes == 1 and self._elastic is None:
             self._attempt += 1
             return RendezvousInfo(HashStore(), 0, 1, self._serve(self._port))
         self._control = self._control or self._open()
@@ -200,11 +177,8 @@ class AgreedRendezvous(RendezvousHandler):
 
     def _meet(self, control: Store) -> RendezvousInfo | None:
         """Wait for the nodes that take part now; None where others do before all are there."""
-        membership = self.membership
-        if membership is not None:
-            membership.seen = membership.now()
-            if membership.seen.change != self._members.change:
-                self._members, self._attempt = membership.seen, -1
+        if (now := self._members_now()) != self._members:
+            self._members, self._attempt = now, -1
         change, place, nodes = self._members
         # Say that this attempt begins, unless another node has said so; a node that lags behind catches up.
         counted = PrefixStore(f"change{change}", control)
@@ -220,11 +194,11 @@ class AgreedRendezvous(RendezvousHandler):
             store.set("all", "here")
 
         def is_decided() -> bool:
-            return bool(store.check(["all"])) or (membership is not None and membership.has_changed())
+            return bool(store.check(["all"])) or self._has_changed()
 
         def leave() -> None:
             self._is_stopped()
-            if membership is not None and membership.worker_group.is_done and membership.has_changed():
+            if self._elastic is not None and self._elastic.is_done and self._has_changed():
                 msg = "a node has gone while this one was done"  # it does not answer
                 raise RendezvousError(msg)
 
@@ -233,6 +207,23 @@ class AgreedRendezvous(RendezvousHandler):
             return None
         watched: Any = _WatchedStore(store, leave, nodes)
         return RendezvousInfo(watched, place, nodes, RendezvousStoreInfo(self._host, int(store.get("port"))))
+
+    def _members_now(self) -> Members:
+        """Return which nodes take part now, as far as this node's launcher has written it down."""
+        known = read_json(self._elastic.spec.run_dir / MEMBERSHIP) if self._elastic is not None else {}
+        return Members(**known) if known else self._members
+
+    def _has_changed(self) -> bool:
+        """Return whether other nodes take part than those that this one's workers began with."""
+        return self._members_now().change > self._members.change
+
+    def holds(self) -> bool:
+        """Return whether an end of workers may be a change's doing, which will be known in a moment."""
+        if self._elastic is None:
+            return False
+        now = time.monotonic()
+        self.held_since = now if self.held_since is None else self.held_since
+        return self._has_changed() or now - self.held_since < _HOLD_SECONDS
 
     def _serve(self, port: int) -> RendezvousStoreInfo:
         """Open the store of one attempt; those before are closed."""
@@ -271,14 +262,13 @@ class AgreedRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when workers are to start again: another node has begun an attempt, or nodes come or go."""
-        membership = self.membership
-        if membership is not None and membership.has_changed():
-            group, stop = membership.worker_group, membership.worker_group.stop
-            # Workers that were asked to stop have their grace, whoever leaves meanwhile; others are killed.
-            if stop.number is None or stop.is_warning:
-                group.is_replaced = True
-                group.send(signal.SIGKILL)
-                return 1
+        group = self._elastic
+        # Workers that were asked to stop have their grace, whoever leaves meanwhile; others are killed.
+        may_kill = group is not None and (group.stop.number is None or group.stop.is_warning)
+        if group is not None and may_kill and self._has_changed():
+            group.is_replaced = True
+            group.send(signal.SIGKILL)
+            return 1
         now = time.monotonic()
         if self._control is not None and now - self._asked > self._nodes / _ASKED_PER_SECOND:
             self._asked = now
@@ -334,17 +324,16 @@ class _WorkerGroupContext(PContext):
         name: str,
         envs: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
-        membership: Membership | None = None,
+        rendezvous: AgreedRendezvous,
     ) -> None:
         super().__init__(name, name, dict.fromkeys(envs, ()), envs, logs_specs)
         self._worker_group = worker_group
-        self._membership = membership
+        self._rendezvous = rendezvous
 
     def start(self) -> None:
         """Start the workers, unless the run has been asked to stop meanwhile."""
         raise_if_stopped(self._worker_group)
-        if self._membership is not None:
-            self._membership.held_since = None
+        self._rendezvous.held_since = None
         self._worker_group.start(self.envs)
 
     _start = start  # torch's own `start` would call it
@@ -367,7 +356,7 @@ class _WorkerGroupContext(PContext):
             return None
         if not worker_group.failed and worker_group.running:
             return None
-        return None if self._membership is not None and self._membership.holds() else self._outcome()
+        return None if self._rendezvous.holds() else self._outcome()
 
     def _outcome(self) -> RunProcsResult:
         failed = {
@@ -422,7 +411,7 @@ def run_elastic(options: Sequence[str], worker_group: WorkerGroup, *, secret: st
     def start_processes(name: str, envs: dict[int, dict[str, str]], logs_specs: LogsSpecs, **_: Any) -> PContext:
         # Torch counts the failures of this node; workers of older torch share keys by it.
         envs = {rank: env | {"TORCHELASTIC_RESTART_COUNT": str(handler.attempt)} for rank, env in envs.items()}
-        context = _WorkerGroupContext(worker_group, name, envs, logs_specs, handler.membership)
+        context = _WorkerGroupContext(worker_group, name, envs, logs_specs, handler)
         try:
             context.start()
         except BaseException:
@@ -441,9 +430,6 @@ def _use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret:
     host, _, port = config.rdzv_endpoint.rpartition(":")
     settings, spec = config.rdzv_configs, worker_group.spec
     rank = (spec.node or 0) if config.max_nodes > 1 else 0
-    membership = None
-    if config.max_nodes > config.min_nodes:
-        membership = Membership(worker_group, Members(0, rank, config.max_nodes))
 
     def leave_when_over() -> None:
         raise_if_stopped(worker_group)
@@ -461,7 +447,7 @@ def _use_own_rendezvous(config: LaunchConfig, worker_group: WorkerGroup, secret:
         join_seconds=float(settings.get("join_timeout", settings.get("timeout", 300))),
         read_seconds=float(settings.get("read_timeout", 60)),
         is_stopped=leave_when_over,
-        membership=membership,
+        elastic=worker_group if config.max_nodes > config.min_nodes else None,
     )
     config.rdzv_backend = AGREED_BACKEND
     rendezvous_handler_registry.register(AGREED_BACKEND, lambda _params: handler)

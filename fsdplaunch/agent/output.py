@@ -114,7 +114,7 @@ class OutputRelay:
         self._arrived = 0
         self._failed = True
 
-    def show(self, file: int, stream: str, *, prefix: bytes, is_filtered: bool) -> int:
+    def show(self, file: int, stream: str, *, prefix: bytes) -> int:
         """Return what a rank writes into in place of its log file, which this takes over, so that it is shown.
 
         Where the screen is a terminal the rank gets one as well: progress bars and colours depend on it.
@@ -130,19 +130,15 @@ class OutputRelay:
                 tty.setraw(theirs)  # line ends are translated once, by the real terminal
                 copy_size(screen, ours)
         source = OutputStream(end=ours, file=file, screen=screen, prefix=prefix, is_terminal=is_terminal)
-        source.output_filter = OutputFilter() if is_filtered else None
-        self.add(source)
-        return theirs
-
-    def add(self, source: OutputStream) -> None:
-        """Start to copy a stream."""
-        os.set_blocking(source.end, False)
+        source.output_filter = OutputFilter() if stream == "stderr" else None
+        os.set_blocking(ours, False)
         with self._lock:
             self._sources.append(source)
             self._selector.register(source.end, selectors.EVENT_READ, source)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="output", daemon=True)
             self._thread.start()
+        return theirs
 
     def say(self, text: str) -> None:
         """Write a line of our own to the error output, not into the middle of a shown line."""

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fsdplaunch
 from fsdplaunch.agent.fork_client import EndedWorker, ForkServer
 from fsdplaunch.agent.fork_server import kill_group, kill_worker
 from fsdplaunch.agent.output import OutputRelay, open_log
 from fsdplaunch.agent.watchdog import Watchdog
 from fsdplaunch.agent.worker_spec import WorkerSpec, is_shown
 from fsdplaunch.errors import EXIT_SAVED
-from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, signal_name
+from fsdplaunch.launch.root_cause import WARNINGS, brief, first_failure, is_installed, signal_name
 from fsdplaunch.run_dir import MARKED, error_file, rank_folder, rank_log, read_tail
 from fsdplaunch.run_secret import worker_store
 from fsdplaunch.step_record import STEPS, read_steps
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _ECHO_SECONDS = {signal.SIGINT: 0.3}
 _ECHO_DEFAULT = 1.0
 _CRASH = "Fatal Python error"  # as faulthandler begins
-_LIBRARIES = (f"{Path(fsdplaunch.__file__).parent}/", "/site-packages/", "/lib/python", "<frozen ", "<string>")
 _FRAMES = 3
 """How many lines of the script are kept, the innermost first."""
 _DRAIN_SECONDS = 1.0
@@ -97,7 +95,7 @@ def last_words(lines: list[str], most: int = 20) -> list[str]:
     if crash is None:
         return lines[-most:]
     frames = [line for line in lines[crash:] if line.lstrip().startswith("File ")]
-    own = [line for line in frames if not any(mark in line for mark in _LIBRARIES)]
+    own = [line for line in frames if not is_installed(line)]
     said = [line for line in lines[:crash] if line.strip()]
     return [*said[-2:], lines[crash], *own[:_FRAMES]][-most:]
 
@@ -237,7 +235,7 @@ class WorkerGroup:
                 if spec.is_reported and stream == "stderr":
                     variables[MARKED] = "1"
                 prefix = f"[{rank}] ".encode() if is_prefixed else b""
-                file = self._relay.show(file, stream, prefix=prefix, is_filtered=stream == "stderr")
+                file = self._relay.show(file, stream, prefix=prefix)
             files.append(file)
         cold = spec.cold or self._fork_server.obstacle is not None
         command, cpus = spec.cold_command if cold else spec.command, spec.cpus.get(local_rank, ())

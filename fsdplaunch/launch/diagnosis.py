@@ -24,7 +24,6 @@ _NO_GPU_MEMORY = re.compile(
 _NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '([^'.]+)")
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 """What to install for a module that is not called as its package is. Of others only their own pages know."""
-_NOT_TO_WRAP = re.compile(r"could not find the transformer layer class (?:to wrap )?'?(\w+)?", re.I)
 _NEEDS_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
     r"|no CUDA-capable device|_cuda_\w+'|only supported with GPUs|doesn't have NCCL built in"
@@ -57,7 +56,7 @@ class FailureFacts:
 
     cause: Worker
     workers: Sequence[Worker]
-    config: Config | None = None  # the configuration it ran with; None when it is not known
+    config: Config
     memory_kills: int = 0  # how often the kernel killed a process of this job for want of memory, while it ran
     memory_limit: int | None = None  # host memory the job may use, in bytes; None when unknown
     python: str = "python"  # the interpreter the workers ran in
@@ -148,8 +147,8 @@ def _bytes(size: str) -> float:
     return float(number) * float(1024 ** " KMGT".index(unit[0]))
 
 
-def _savings(config: Config | None) -> list[str]:
-    if config is None or config.distributed_type != "FSDP":
+def _savings(config: Config) -> list[str]:
+    if config.distributed_type != "FSDP":
         return ["a smaller batch"]
     fsdp = config.fsdp_config
     found = [
@@ -189,7 +188,7 @@ def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     peak = facts.cause["peak_bytes"]
     held = f"; this rank held up to {peak / GIB:.1f} GiB" if peak else ""
     remedies = [_MORE_MEMORY]
-    if facts.config is not None and not facts.config.fsdp_config.fsdp_cpu_ram_efficient_loading:
+    if not facts.config.fsdp_config.fsdp_cpu_ram_efficient_loading:
         remedies.insert(0, "--fsdp-cpu-ram-efficient-loading true, so that only rank 0 loads the full model")
     why = f"the kernel killed it: the memory limit{limit} was reached{held}"
     return Diagnosis(why=why, remedies=tuple(remedies))
@@ -198,11 +197,10 @@ def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
 def _unequal_collectives(facts: FailureFacts) -> Diagnosis | None:
     if UNEQUAL_COLLECTIVES not in facts.text:
         return None
-    draws_own = facts.config is None or not facts.config.launch.keep_global_batch
     alike = "--keep-global-batch, if the script chooses by random numbers: all ranks then draw the same"
     return Diagnosis(
         why="ranks were in different collectives: one called or trained a model where another did not",
-        remedies=(*((alike,) if draws_own else ()), _SAME_CALLS),
+        remedies=(_SAME_CALLS,) if facts.config.launch.keep_global_batch else (alike, _SAME_CALLS),
     )
 
 
@@ -211,12 +209,11 @@ def _collective_timeout(facts: FailureFacts) -> Diagnosis | None:
         return None
     waited = {worker["rank"] for worker in facts.workers if has_failed(worker) and is_consequence(worker)}
     missing = [worker["rank"] for worker in facts.workers if worker["rank"] not in waited]
-    seconds = facts.config.launch.process_group_timeout_seconds if facts.config else None
-    limit = f" for {seconds:.0f} s" if seconds else ""
+    seconds = facts.config.launch.process_group_timeout_seconds
     who = f"rank {_ranks(missing)}, which did not come" if missing else "the others, which did not come"
     longer = "--process-group-timeout-seconds with a larger number, if one rank is meant to take long"
     return Diagnosis(
-        why=f"it waited in a collective{limit} for {who}: ranks took different paths, or one is slow",
+        why=f"it waited in a collective for {seconds:.0f} s for {who}: ranks took different paths, or one is slow",
         remedies=(_SAME_CALLS, longer),
     )
 
@@ -253,10 +250,9 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
 
 
 def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
-    found = _NOT_TO_WRAP.search(facts.text)
-    if not found:
+    if "could not find the transformer layer class" not in facts.text.lower():
         return None
-    named = ", ".join(facts.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap) if facts.config else found[1]
+    named = ", ".join(facts.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap)
     return Diagnosis(
         why=f"the model has no module of the class {named or 'named'}",
         remedies=("leave fsdp_transformer_layer_cls_to_wrap out: the blocks are then found by themselves",),
@@ -268,11 +264,10 @@ def _needs_a_gpu(facts: FailureFacts) -> Diagnosis | None:
     asserts = facts.text.startswith("AssertionError") and _ASSERTS_GPU.search(traceback)
     if not (_NEEDS_GPU.search(facts.text) or asserts):
         return None
-    hidden = facts.config is not None and facts.config.launch.hide_ranks
     hide = "--hide-ranks (launch.hide_ranks), if it does so because RANK is set: it then runs as one process"
     own = "the script's own option for the CPU, such as --device cpu, if it has one"
     why = "the script asks for a GPU, and its workers run on the CPU"
-    return Diagnosis(why=why, remedies=(own,) if hidden else (hide, own))
+    return Diagnosis(why=why, remedies=(own,) if facts.config.launch.hide_ranks else (hide, own))
 
 
 def _left_by_itself(facts: FailureFacts) -> Diagnosis | None:

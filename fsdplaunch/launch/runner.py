@@ -19,7 +19,14 @@ from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.files import open_missing_streams
-from fsdplaunch.launch.coordination.run_control import AgentProcess, RunControl, attach, conclude_run
+from fsdplaunch.launch.coordination.run_control import (
+    AgentProcess,
+    RunAssignment,
+    RunControl,
+    attach,
+    conclude_run,
+    note_members,
+)
 from fsdplaunch.launch.diagnosis import diagnose_record
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
@@ -120,9 +127,8 @@ def run_plan(
         _begin_timing(plan.run_dir)
     start, kills = time.monotonic(), memory_kills()
     environ = {**without_run(os.environ), **plan.env, LAUNCHER: str(os.getpid())}
-    if secret := control.assignment.secret if control is not None else secret:
-        environ[SECRET] = secret
-    held_port = control.assignment.held_port if control is not None else None
+    secret, held_port = _use_agreed(control.assignment, plan.run_dir) if control is not None else (secret, None)
+    environ |= {SECRET: secret} if secret else {}
     agent, lifeline = _start_agent(plan, environ, output=output, folder=folder, held_port=held_port)
     note_revision(plan.run_dir, Path(plan.script).parent if Path(plan.script).is_file() else folder or Path.cwd())
     names = plan.config.launch.signals
@@ -149,6 +155,12 @@ def run_plan(
     if any(row.step for row in summary.ranks):
         result = replace(result, summary=summary)
     return _written(plan, result)
+
+
+def _use_agreed(agreed: RunAssignment, folder: Path) -> tuple[str, socket.socket | None]:
+    """Write down which nodes take part; return the run's secret, and the port that is held for its store here."""
+    note_members(folder, change=agreed.change, place=agreed.place, nodes=agreed.nodes)
+    return agreed.secret, agreed.held_port
 
 
 def _begin_timing(folder: Path) -> None:

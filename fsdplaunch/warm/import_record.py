@@ -12,7 +12,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsdplaunch.warm import has_say, native_variables
+from fsdplaunch.warm import has_say
 
 _FileMark = tuple[int, int, int]  # time of change in ns, size and number of a file
 
@@ -73,8 +73,7 @@ class ImportRecord:
         before = self.environ_before
         top = {name.partition(".")[0].upper() for name in sys.modules}
         named = {name for name in {*environ, *before} if name.partition("_")[0] in top}
-        native = {*native_variables(environ), *native_variables(before)}
-        for name in {*filter(has_say, self._read | named), *native}:
+        for name in filter(has_say, self._read | named):  # native ones are in the interpreter's own name
             if environ.get(name) != before.get(name):
                 return f"the variable {name} differs"
         return None

@@ -31,12 +31,11 @@ from fsdplaunch.agent.elastic_agent import AgreedRendezvous
 from fsdplaunch.config.resolve import resolve
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.coordinator import Coordinator, JoinRequirements
 from fsdplaunch.launch.coordination.join import SecretSource, config_texts
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.run_control import JoinProgress
-from fsdplaunch.launch.coordination.server import JoinRequirements
 
 TEXTS = config_texts(resolve(Config(num_machines=2)))
 SECRET = "5e" * 32

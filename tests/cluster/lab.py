@@ -128,13 +128,25 @@ class Lab:
         """Start `fsdplaunch launch ARGUMENTS` on a machine."""
         return self.start(machine, sys.executable, "-P", "-m", "fsdplaunch", "launch", *arguments, cwd=cwd, **env)
 
+    def processes(self, machine: int) -> dict[int, bytes]:
+        """What runs on a machine: command lines by process id."""
+        words = ["ip", "netns", "pids", self.name(machine)]
+        found = {}
+        for pid in subprocess.run(words, capture_output=True, text=True).stdout.split():
+            with contextlib.suppress(OSError):
+                found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return found
+
+    def kill(self, machine: int) -> None:
+        """Everything on a machine is gone at once, as when the power fails."""
+        for pid in self.processes(machine):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, signal.SIGKILL)
+
     def down(self) -> None:
         for machine in range(self.size):
             name = self.name(machine)
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            self.kill(machine)
             subprocess.run(["ip", "netns", "del", name])
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "del", self.bridge])

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from tests.cluster.lab import Lab, clean_environ
@@ -118,24 +117,14 @@ class Slurm:
     def start_machine(self, machine: int) -> None:
         self._daemon(*self.lab.inside(machine), "slurmd", "-D", "-N", f"host{machine}")
 
-    def kill_machine(self, machine: int) -> None:
-        """Its slurmd and everything it started are gone at once, as when the power fails."""
-        for pid in self._processes(machine):
-            with suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(pid, signal.SIGKILL)
-
     def kill_daemon(self, machine: int) -> None:
         """slurmd is gone at once; what it started goes on."""
-        (pid,) = (pid for pid in self._processes(machine) if _words_of(pid)[0] == b"slurmd")
+        (pid,) = (pid for pid, said in self.lab.processes(machine).items() if said.startswith(b"slurmd\0"))
         os.kill(pid, signal.SIGKILL)
 
     def launchers(self, machine: int) -> list[int]:
         """Processes of fsdplaunch, its agent and its workers."""
-        return [pid for pid in self._processes(machine) if b"fsdplaunch" in b" ".join(_words_of(pid))]
-
-    def _processes(self, machine: int) -> list[int]:
-        words = ["ip", "netns", "pids", self.lab.name(machine)]
-        return [int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()]
+        return [pid for pid, said in self.lab.processes(machine).items() if b"fsdplaunch" in said]
 
     def run(self, *words: str | Path, cwd: Path, seconds: float = 60, **env: str):
         """Run a command where jobs are submitted."""
@@ -182,13 +171,6 @@ class Slurm:
                 process.kill()
                 process.wait()
         shutil.rmtree(self.state, ignore_errors=True)
-
-
-def _words_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except FileNotFoundError:
-        return [b""]
 
 
 def wait_until(true, seconds: float = 30, about=lambda: "") -> None:

@@ -110,7 +110,7 @@ def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkp
     job, run_dir = submit(slurm, folder, *TRAINS, STEPS="41")
     about = lambda: output(run_dir) + slurm.logs()  # noqa: E731
     wait_until((folder / "checkpoints" / "checkpoint-10").exists, 60, about)
-    slurm.kill_machine(1)
+    slurm.lab.kill(1)
     try:
         wait_until((run_dir / "try0" / "lost").exists, 30, about)
         last = max(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").glob("checkpoint-*"))

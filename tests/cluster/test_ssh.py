@@ -128,15 +128,6 @@ def test_nothing_outlives_a_killed_client(sshd: Sshd, folder: Path):
     wait_until(lambda: not workers(sshd, 1), 20)
 
 
-def workers(sshd: Sshd, machine: int) -> list[str]:
+def workers(sshd: Sshd, machine: int) -> list[bytes]:
     """What still runs on a machine beside its sshd."""
-    words = ["ip", "netns", "pids", sshd.lab.name(machine)]
-    found = []
-    for pid in subprocess.run(words, capture_output=True, text=True).stdout.split():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if "python" in command:
-            found.append(command)
-    return found
+    return [said for said in sshd.lab.processes(machine).values() if b"python" in said]

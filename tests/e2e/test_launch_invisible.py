@@ -280,6 +280,7 @@ def test_interrupt_is_an_exception_in_the_script(start):
         run.wait_for(f"up{rank}")
     run.signal(2)
     assert run.end() == 130
+    assert run.json("agent.json")["warm"] is True
     assert run.wait_for("caught0", 1) == run.wait_for("finally1", 1) == "y"
 
 

@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.conftest import run_to_the_end
 
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])\n"
 
@@ -22,15 +25,9 @@ CASES = {
 }
 
 
-def print_so(start, _folder, *case):
-    run = start(*case, binary=True)
-    run.end()
-    return run
-
-
 @pytest.fixture(scope="module")
 def printed(side_by_side):
-    return side_by_side(print_so, CASES)
+    return side_by_side(partial(run_to_the_end, binary=True), CASES)
 
 
 def test_shown_ranks_have_a_prefix_and_whole_lines(printed):

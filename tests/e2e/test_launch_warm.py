@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.e2e.conftest import clean_environ, gone_within, starting
-from tests.e2e.test_launch_invisible import HANDLERS, PROBE, differences
+from tests.e2e.test_launch_invisible import PROBE, differences
 
 PRINTING = "import os, sys\nprint('imported')\nos.environ['FROM_IMPORT'] = '1'\n"
 WAITING = """
@@ -48,9 +48,9 @@ def warm(tmp_path_factory):
         assert not list((runtime / "fsdplaunch_warm").iterdir())
 
 
-def forked(run, code=0):
-    """Assert how a launch ended, and that it was forked."""
-    assert run.end() == code, run.stderr
+def forked(run):
+    """Assert that a launch ended well, and that it was forked."""
+    assert run.end() == 0, run.stderr
     assert run.json("agent.json")["warm"] is True
     return run
 
@@ -83,18 +83,7 @@ def test_script_sees_what_python_would_show_it(warm):
     assert differences(expected, seen) == {}
 
 
-def test_interrupt_reaches_the_script(warm):
-    run = warm(HANDLERS)
-    for rank in range(2):
-        run.wait_for(f"up{rank}")
-    run.signal(signal.SIGINT)
-    forked(run, 130)
-    assert run.wait_for("caught0", 1) == run.wait_for("finally1", 1) == "y"
-
-
 def test_killed_launcher_leaves_nothing_but_the_interpreter(warm):
-    for rank in range(2):
-        (warm.folder / f"up{rank}").unlink(missing_ok=True)
     run = warm(WAITING)
     pids = [int(word) for rank in range(2) for word in run.wait_for(f"up{rank}").split()]
     run.signal(signal.SIGKILL)

@@ -3,13 +3,12 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from fsdplaunch.step_record import read_steps
+from tests.e2e.conftest import starting
 
 CRASHING = """
 import os
@@ -50,35 +49,34 @@ print("the script is over", flush=True)
 WRAP = ("--use-cpu", "--fsdp-auto-wrap-policy", "SIZE_BASED_WRAP", "--fsdp-min-num-params", "1")
 
 
-def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(warm_environ, examples, tmp_path):
-    command = [sys.executable, "-m", "fsdplaunch", "launch", "--use-cpu", str(examples / "train_lm.py")]
-    script = ["--steps", "100000", "--save-every", "100000"]
-    run = subprocess.Popen(
-        [*command, *script],
-        cwd=tmp_path,
-        env=warm_environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start_lm(warm_environ, examples, tmp_path):
+    """Return a function that starts the example's training for some steps."""
+    with starting(tmp_path, warm_environ) as start:
+
+        def launch(steps: int):
+            script = (str(examples / "train_lm.py"), "--steps", str(steps), "--save-every", "100000")
+            return start(None, "--use-cpu", arguments=script, plain=False)
+
+        yield launch
+
+
+def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(start_lm, tmp_path):
+    run = start_lm(100_000)
     limit = time.monotonic() + 60
-    while not ((record := read_steps(tmp_path / "runs/latest/ranks/0")) and record.made > 1):  # has asked once
-        assert run.poll() is None
+    while not ((record := read_steps(run.dir / "ranks/0")) and record.made > 1):  # has asked once
+        assert run.process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.1)
-    run.send_signal(signal.SIGTERM)
-    _, stderr = run.communicate(timeout=60)
-    assert run.returncode == 75, stderr
-    assert "every worker ended well, start it again to go on" in stderr
+    run.signal(signal.SIGTERM)
+    assert run.end() == 75, run.stderr
+    assert "every worker ended well, start it again to go on" in run.stderr
     (saved,) = (tmp_path / "checkpoints" / "lm").glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
     assert json.loads((saved / "fsdplaunch.json").read_text())["complete"]
 
-    script = ["--steps", str(step + 2), "--save-every", "100000"]
-    done = subprocess.run(
-        [*command, *script], cwd=tmp_path, env=warm_environ, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = start_lm(step + 2)
+    assert done.end() == 0, done.stderr
     assert f"resumed after step {step}\n" in done.stdout
     assert f"step {step + 2} " in done.stdout
     assert f"checkpoint: checkpoints/lm/checkpoint-{step + 2}" in done.stdout

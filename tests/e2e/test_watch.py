@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.conftest import wait_for
+from tests.e2e.conftest import starting
 
 TRAIN = """
 import os, sys, time, torch, fsdplaunch
@@ -35,41 +35,31 @@ def seen(folder: Path, environ: dict[str, str], *words: str) -> dict:
 
 
 def test_a_run_is_seen_while_it_runs_and_when_it_has_ended(tmp_path, warm_environ):
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "t.py").write_text(TRAIN)
     for words in (
         ["init", "-q"],
-        ["add", "train.py"],
+        ["add", "t.py"],
         ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "x"],
     ):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    (tmp_path / "train.py").write_text(TRAIN + "# changed\n")
-    command = [sys.executable, "-m", "fsdplaunch", "launch", "--cpu", "--num-processes", "2", "--live"]
-    script = ["train.py", "--hf-token", "hf_abcdefghijkl"]
-    with subprocess.Popen(
-        [*command, *script],
-        cwd=tmp_path,
-        env=warm_environ,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launch:
-        try:
-            for rank in range(2):
-                wait_for(tmp_path / f"reached{rank}")
-            found = seen(tmp_path, warm_environ, "watch", "--once")
-        finally:
-            (tmp_path / "go").touch()
-        said = launch.communicate(timeout=60)[1]
-    assert launch.returncode == 0
+    script = ("--hf-token", "hf_abcdefghijkl")
+    with starting(tmp_path, warm_environ) as start:
+        options = ("--cpu", "--num-processes", "2", "--live")
+        run = start(TRAIN + "# changed\n", *options, arguments=script, plain=False)
+        for rank in range(2):
+            run.wait_for(f"reached{rank}")
+        found = seen(tmp_path, warm_environ, "watch", "--once")
+        (tmp_path / "go").touch()
+        assert run.end() == 0, run.stderr
     assert (found["state"], found["step"], found["bound_by"]) == ("running", 25, "straggler")
     assert (found["slowest"]["rank"], found["slowest"]["cause"]) == (1, "compute")
     assert found["ranks"][0]["peak_bytes"] > 2**20
-    assert "note: --live needs a terminal" in said
+    assert "note: --live needs a terminal" in run.stderr
     found = seen(tmp_path, warm_environ, "runs", "show")
     assert (found["state"], found["steps"], found["workers"]) == ("done", 30, 2)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert found["revision"] == f"{head.stdout.strip()}-dirty"
     assert set(found["versions"]) == {"fsdplaunch", "torch", "python"}
-    assert found["command"] == ["train.py", "--hf-token", "***"]
+    assert found["command"] == ["t.py", "--hf-token", "***"]
     assert found["checkpoints"] == [str(tmp_path / "ckpt/checkpoint-25")]
     assert found["config"]["num_processes"] == {"value": 2, "from": "command line"}

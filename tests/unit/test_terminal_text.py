@@ -69,7 +69,7 @@ def test_exceptions_without_a_text_and_with_too_much_of_it():
 
 def tame(*pieces: bytes) -> bytes:
     shown = TerminalFilter()
-    return b"".join([*map(shown.part, pieces), shown.end()])
+    return b"".join([*map(shown.part, pieces), shown.part(b"", is_last=True)])
 
 
 def test_output_of_programs_keeps_its_colours_and_loses_what_steers_the_terminal():

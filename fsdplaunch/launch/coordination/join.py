@@ -14,13 +14,12 @@ from fsdplaunch.config.schema.config import Config, all_keys, value_at
 from fsdplaunch.config.schema.kinds import join_endpoint
 from fsdplaunch.errors import MachineError
 from fsdplaunch.launch.coordination import network
-from fsdplaunch.launch.coordination.coordinator import Coordinator
+from fsdplaunch.launch.coordination.coordinator import Coordinator, JoinRequirements
 from fsdplaunch.launch.coordination.node_client import NodeClient
 from fsdplaunch.launch.coordination.node_info import NodeInfo
 from fsdplaunch.launch.coordination.placement import NodePlacement, is_coordinator
 from fsdplaunch.launch.coordination.run_control import JoinProgress, RunAssignment, RunControl, Tell
 from fsdplaunch.launch.coordination.secret_source import SecretSource
-from fsdplaunch.launch.coordination.server import JoinRequirements
 from fsdplaunch.launch.plan import LaunchTarget
 from fsdplaunch.probe.torch_version import installed_numbers
 from fsdplaunch.sockets import make_room

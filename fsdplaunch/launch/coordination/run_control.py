@@ -296,12 +296,17 @@ def send(agent: AgentProcess, number: int) -> None:
         agent.send_signal(number)
 
 
+def note_members(run_dir: Path, *, change: int, place: int, nodes: int) -> None:
+    """Write down for this node's agent which nodes take part; before it starts, and when that changes."""
+    write_json(run_dir / MEMBERSHIP, {"change": change, "place": place, "nodes": nodes})
+
+
 def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Sequence[str]) -> SignalRelay:
     """Let the other nodes stop this one's agent, with signals of these names, or have its workers start again."""
     signals = SignalRelay(control, agent, [getattr(signal, name) for name in names])
 
     def change(members: Mapping[str, int]) -> None:
-        write_json(run_dir / MEMBERSHIP, {name: members[name] for name in ("change", "place", "nodes")})
+        note_members(run_dir, **{name: members[name] for name in ("change", "place", "nodes")})
 
     def end(at_once: bool) -> None:
         send(agent, signal.SIGTERM)
@@ -323,7 +328,6 @@ def attach(control: RunControl, agent: AgentProcess, run_dir: Path, names: Seque
                 folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
                 write_json(folder / NODE_STEPS, {"ranks": rows})
 
-    change({name: getattr(control.assignment, name) for name in ("change", "place", "nodes")})
     control.actions = RunActions(stop=signals.heard, end=end, change=change, steps=steps, keep_steps=keep_steps)
     control.start()
     return signals

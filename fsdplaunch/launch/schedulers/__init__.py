@@ -60,7 +60,7 @@ class Screen:
     def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Show the next piece of one program's output, and at its end what was held back."""
         if self._filter is not None:
-            data = self._filter.part(data) + (self._filter.end() if is_last else b"")
+            data = self._filter.part(data, is_last=is_last)
         self._stream.flush()
         self._stream.buffer.write(data)
         self._stream.buffer.flush()

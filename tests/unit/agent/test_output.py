@@ -37,7 +37,7 @@ def begin(relay, tmp_path):
     """Return a function that gives a shown rank's end of its output."""
 
     def make(name: str, prefix: bytes = b"") -> int:
-        return relay.show(open_log(tmp_path / name), "stdout", prefix=prefix, is_filtered=False)
+        return relay.show(open_log(tmp_path / name), "stdout", prefix=prefix)
 
     return make
 

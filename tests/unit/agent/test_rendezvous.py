@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.utils import store as store_util
 
-from fsdplaunch.agent.elastic_agent import AgreedRendezvous, Members, Membership
+from fsdplaunch.agent.elastic_agent import AgreedRendezvous
 from fsdplaunch.agent.worker_group import StopRequest
 from fsdplaunch.run_dir import MEMBERSHIP, write_json
 from fsdplaunch.runtime.collectives.stores import TCPStore
@@ -31,9 +31,9 @@ class Node:
             stop=StopRequest(30),
             send=self.sent.append,
         )
-        self.membership = Membership(self.group, Members(0, rank, 2))
+        self.change(0, rank, 2)
         more |= {"run_id": "r", "rank": rank, "nodes": 3, "place": ("127.0.0.1", port), "secret": "ab" * 32}
-        self.rendezvous = AgreedRendezvous(**more, join_seconds=20, membership=self.membership)
+        self.rendezvous = AgreedRendezvous(**more, join_seconds=20, elastic=self.group)
 
     def change(self, change: int, place: int, nodes: int) -> None:
         write_json(self.folder / MEMBERSHIP, {"change": change, "place": place, "nodes": nodes})

@@ -33,16 +33,13 @@ def cuda(said: str) -> str:
     return f"AcceleratorError: CUDA error: {said}\nCUDA kernel errors might be asynchronously reported"
 
 
-def seen(*workers, config=None, **more) -> Diagnosis:
-    return diagnose(
-        FailureFacts(
-            cause=workers[0], workers=workers, config=config and resolve(config), python="/env/python", **more
-        )
-    )
+def seen(*workers, config=Config(), **more) -> Diagnosis:  # noqa: B008  (it is frozen)
+    about = {"config": resolve(config), "python": "/env/python", **more}
+    return diagnose(FailureFacts(cause=workers[0], workers=workers, **about))
 
 
 def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
-    found = seen(worker(message=OOM), config=Config())
+    found = seen(worker(message=OOM))
     assert found.why == "of the GPU's 79.25 GiB only 1.12 GiB were free, and 2.00 GiB were wanted"
     saving = ("--fsdp-activation-checkpointing true", "--mixed-precision bf16", "a smaller batch")
     assert found.remedies[:3] == saving
@@ -59,7 +56,7 @@ def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
 
 def test_gpu_memory_that_another_process_holds_or_that_is_in_pieces_is_named(worker):
     text = OOM + ". Process 4242 has 30.00 GiB memory in use, and 4.00 GiB is reserved by PyTorch but unallocated."
-    found = seen(worker(message=text), config=Config())
+    found = seen(worker(message=text))
     assert found.why.endswith("; another process holds 30.00 GiB; 4.00 GiB are held in pieces that are too small")
     assert found.remedies[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -102,7 +99,7 @@ def test_agent_that_the_kernel_killed_is_told_from_its_counter():
 
 def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
     waited = worker(0, message=GLOO_TIMEOUT)
-    found = seen(waited, worker(1, code=-15, sent=[15]), config=Config())
+    found = seen(waited, worker(1, code=-15, sent=[15]))
     assert "in a collective for 600 s for rank 1, which did not come" in found.why
     assert "--process-group-timeout-seconds" in found.remedies[1]
     both = seen(waited, worker(1, message=GLOO_TIMEOUT))
@@ -212,7 +209,7 @@ def test_kinds_that_a_sentence_tells(worker, text, why):
 )
 def test_a_script_that_asks_for_a_gpu_on_the_cpu_is_told_of_hide_ranks_unless_it_is_set(worker, text):
     cause = worker(message=text, traceback="  File 't.py', line 9\n    assert torch.cuda.is_available()\n")
-    found = seen(cause, config=Config())
+    found = seen(cause)
     assert found.why == "the script asks for a GPU, and its workers run on the CPU"
     assert found.remedies[0].startswith("--hide-ranks (launch.hide_ranks)")
     hidden = seen(cause, config=Config(launch=LaunchSection(hide_ranks=True)))
@@ -222,7 +219,7 @@ def test_a_script_that_asks_for_a_gpu_on_the_cpu_is_told_of_hide_ranks_unless_it
 
 def test_an_error_on_a_gpu_is_no_want_of_one(worker):
     for text in ("RuntimeError: CUDA error: device-side assert triggered", "ImportError: this needs CUDA 12.4"):
-        assert "on the CPU" not in seen(worker(message=text), config=Config()).why
+        assert "on the CPU" not in seen(worker(message=text)).why
 
 
 @pytest.mark.parametrize(
@@ -242,7 +239,7 @@ def test_ranks_in_different_collectives_are_told_from_what_gloo_says(worker):
     aborted = worker(1, code=-6, at=2.0, tail=(UNEQUAL, "Fatal Python error: Aborted"))
     lost = worker(0, message="RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer")
     assert first_failure([lost, aborted]) is aborted
-    found = seen(aborted, lost, config=Config())
+    found = seen(aborted, lost)
     assert found.why.startswith("ranks were in different collectives")
     assert found.remedies[0].startswith("--keep-global-batch")
     kept = seen(aborted, lost, config=Config(launch=LaunchSection(keep_global_batch=True)))

@@ -102,7 +102,7 @@ def test_node_that_leaves_while_the_others_try_each_other_is_missed(monkeypatch,
 
     def try_once_it_has_left(*place: object) -> str:
         client._connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: len(run.coordinator._server.present) == 2)
+        wait_until(lambda: len(run.coordinator.present) == 2)
         return tried(*place)
 
     def come_and_say_nothing_more() -> None:
@@ -187,7 +187,7 @@ def test_node_that_goes_once_the_run_was_asked_to_end_is_no_failure(place, numbe
 def test_who_was_stopped_reads_what_came_meanwhile_before_it_judges(monkeypatch, place, side):
     run = place(2, silence=1.0)
     client = joined(run)
-    paused = run.coordinator._server.loop if side == "coordinator" else client._loop
+    paused = (run.coordinator if side == "coordinator" else client)._loop
     turn, pauses = paused.turn, []
 
     def turn_after_a_pause(seconds: float) -> None:
@@ -214,7 +214,7 @@ def test_node_whose_coordinator_goes_ends_as_it_was_asked_to(place, number, stat
     client.actions = RunActions(end=ended.append)
     client.start()
     client.stop(number, 1)
-    run.coordinator._server.shut()
+    run.coordinator._disconnect()
     wait_until(client._done.is_set)
     assert ended == ([] if number == 15 else [True])
     assert client.conclude(SAVED)["status"] == status
