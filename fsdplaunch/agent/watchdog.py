@@ -66,6 +66,9 @@ def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: Pa
     if behind and waiting:
         who = f"{waiting} ranks wait" if waiting != 1 else "1 rank waits"
         found = f"{who} for {listed([str(position) for position in behind], _NAMED)}"
+    elif len({position.frame for position in positions}) > 1:
+        # On GPUs a rank that waits stands in the script's own line that reads a value, such as `.item()`.
+        found = f"ranks are at different lines: {listed([str(position) for position in positions], _NAMED)}"
     silent = f"no rank has made a step or printed anything for {seconds:.0f} s"
     return f"{silent}: {found}; stacks in {rank_folder(run_dir, '*')}/{STACK}"
 

@@ -106,7 +106,7 @@ def _join(
     On node 0, an address that is not this machine's is one at once: nobody could be informed.
     """
     config, is_first = request.config, is_coordinator(place)
-    obstacles: list[LaunchError] = [one.error for one in find_obstacles(plan, hardware.gpus) if one.fatal]
+    obstacles: list[LaunchError] = [one.error for one in find_obstacles(plan, hardware) if one.fatal]
     try:
         join.check_interface(config)
     except MachineError as error:

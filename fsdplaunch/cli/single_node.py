@@ -186,7 +186,7 @@ def pass_checks(
     plan: LaunchPlan, hardware: Hardware, out: Output, *, as_json: bool, check_only: bool = False
 ) -> int:
     """Say what would stop the run here, one line each, and return the status to end with; 0 when it may start."""
-    findings = find_obstacles(plan, hardware.gpus)
+    findings = find_obstacles(plan, hardware)
     fatal = [finding for finding in findings if finding.fatal]
     status = max((finding.error.exit_code for finding in fatal), default=0)
     if as_json and (check_only or fatal):

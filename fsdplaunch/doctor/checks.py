@@ -10,6 +10,7 @@ from fsdplaunch.display_text import GIB, MIB, counted
 from fsdplaunch.doctor.facts import Check, DoctorFacts, Status
 from fsdplaunch.errors import EXIT_MACHINE
 from fsdplaunch.launch.preflight import check_gpus as check_gpu_use
+from fsdplaunch.probe.hardware import driver_problem
 from fsdplaunch.probe.torch_version import how_to_install, mismatch, parse
 
 
@@ -35,8 +36,11 @@ def check_torch(facts: DoctorFacts) -> Iterator[Check]:
 def check_driver(facts: DoctorFacts) -> Iterator[Check]:
     """Check that the driver is new enough for the CUDA of this torch, and that torch sees the same GPUs."""
     torch, driver = facts.torch, facts.driver
+    wanted: Status = "problem" if facts.wants_gpus else "warning"
     if not driver.version:
-        if torch is not None and torch.sees_gpus:
+        if problem := driver_problem(facts.notes):
+            yield Check("driver", wanted, problem, "reboot, or install it again; use_cpu: true runs on the CPU")
+        elif torch is not None and torch.sees_gpus:
             text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
             hint = "only NVIDIA GPUs are used; are the driver's libraries complete?"
             yield Check("driver", "warning", text, hint)
@@ -47,7 +51,6 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
             yield Check("driver", "skipped", "no NVIDIA driver: runs use the CPU and gloo")
         return
     runs = f", runs CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
-    wanted: Status = "problem" if facts.wants_gpus else "warning"
     if torch is None or torch.error:
         yield Check("driver", "ok", f"{driver.version}{runs}")
     elif not torch.cuda:
@@ -69,7 +72,8 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
 def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     """Check how many there are, whether they are alike, and whether pairs of them read each other's memory."""
     for note in facts.notes:
-        yield Check("gpus", "warning", note)
+        if not driver_problem([note]):
+            yield Check("gpus", "warning", note)
     if not facts.gpus:
         required = facts.config is not None and facts.config.launch.workers_per_node == "gpu"
         yield Check("gpus", "problem" if required else "skipped", "no NVIDIA GPU is visible")

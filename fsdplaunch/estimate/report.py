@@ -131,7 +131,9 @@ def _notes(model: Model, need: MemoryNeed, host_memory: int | None) -> Iterator[
     setup, shape = need.setup, model.shape
     if need.context:
         yield f"{CONTEXT / GIB:.2f} GiB of each GPU are an assumption: the CUDA context, cuBLAS and NCCL"
-    for amount, what in ((need.host_per_node, "training"), (need.loading, "loading the weights")):
+    whole = 'the whole model on each rank (with torch.device("meta") and fsdplaunch.prepare none does)'
+    amounts = (need.host_per_node, "training"), (need.loading, "loading the weights"), (need.building, whole)
+    for amount, what in amounts:
         if host_memory is not None and amount > host_memory:
             there = f"this one has {host_memory / GIB:.0f}"
             yield f"{what} needs {amount / GIB:.0f} GiB of host memory per node, {there}"

@@ -190,6 +190,7 @@ def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     remedies = [_MORE_MEMORY]
     if not facts.config.fsdp_config.fsdp_cpu_ram_efficient_loading:
         remedies.insert(0, "--fsdp-cpu-ram-efficient-loading true, so that only rank 0 loads the full model")
+    remedies.append('if each rank builds the whole model: with torch.device("meta"), and fsdplaunch.prepare')
     why = f"the kernel killed it: the memory limit{limit} was reached{held}"
     return Diagnosis(why=why, remedies=tuple(remedies))
 

@@ -22,7 +22,7 @@ from fsdplaunch.errors import CheckpointError, LaunchError, MachineError
 from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.launch.plan import LaunchPlan, LaunchTarget, join_port, opens_port
 from fsdplaunch.probe import torch_version
-from fsdplaunch.probe.hardware import Gpu
+from fsdplaunch.probe.hardware import Gpu, Hardware, driver_problem
 
 _LITTLE_SPACE, _NO_SPACE = GIB, 64 * MIB
 _CORRECT = "correct the script"
@@ -59,8 +59,8 @@ def is_taken(port: int) -> bool:
     return True
 
 
-def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
-    """Check everything a launch needs here; `gpus` are the visible ones."""
+def find_obstacles(plan: LaunchPlan, hardware: Hardware) -> list[Finding]:
+    """Check everything a launch needs here."""
     config, found = plan.config, []
     # Torch waits long for a file that it cannot open.
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * plan.workers
@@ -71,7 +71,8 @@ def find_obstacles(plan: LaunchPlan, gpus: Sequence[Gpu]) -> list[Finding]:
         *check_target(plan.target),
         *check_sharder(plan),
         *check_torch(with_xla=uses_xla(config)),
-        *check_gpus(config, [gpu for gpu in gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
+        *check_device(plan, hardware),
+        *check_gpus(config, [gpu for gpu in hardware.gpus if {gpu.visible_name, gpu.uuid} & {*plan.gpus}]),
         *check_space([plan.run_dir.parent, Path(config.checkpoint.dir)]),
         *check_weights(config),
         *check_port(config),
@@ -152,6 +153,22 @@ def check_torch(*, with_xla: bool = False) -> Iterator[Finding]:
         yield Finding(message=found.message, hint=found.hint, fatal=found.is_fatal)
     if with_xla and (problem := torch_version.installed_problem()) is not None:
         yield Finding(message=problem.message, hint=problem.hint)
+
+
+def check_device(plan: LaunchPlan, hardware: Hardware) -> Iterator[Finding]:
+    """Check that GPUs which are here can be used, by torch and its driver, unless the run is to be on the CPU."""
+    message = ""
+    shown = [name for gpu in hardware.gpus for name in (gpu.visible_name, gpu.uuid)]
+    hidden = [name for name in plan.gpus if not any(each.startswith(name) for each in shown)]
+    if plan.device == "cuda" and plan.target.is_python and torch_version.is_built_for_the_cpu():
+        message = f"this machine has GPUs, and torch {torch_version.installed()} is built for the CPU"
+    elif plan.device == "cpu" and not plan.config.use_cpu and (problem := driver_problem(hardware.notes)):
+        message = f"{problem.rstrip('.')}; this run would be on the CPU"
+    if message:
+        yield Finding(message=message, hint="fsdplaunch doctor says more; --cpu runs on the CPU with gloo")
+    if hidden:
+        message = f"gpu_ids names {hidden[0]}, which is not visible here"
+        yield Finding(message=message, hint="see CUDA_VISIBLE_DEVICES")
 
 
 def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:

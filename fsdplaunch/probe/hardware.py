@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -170,6 +170,14 @@ def read_driver(gpus: Sequence[Gpu]) -> Driver:
         return Driver(version=version, cuda=(newest // 1000, newest % 1000 // 10), peers=peers)
 
 
+_SILENT = "the NVIDIA driver does not answer"
+
+
+def driver_problem(notes: Iterable[str]) -> str:
+    """Return the note that says that there is a driver which does not answer; empty where none does."""
+    return next((note for note in notes if note.startswith(_SILENT)), "")
+
+
 class GpuUse(NamedTuple):
     """What one GPU is doing; None where the driver does not say."""
 
@@ -214,7 +222,7 @@ def _driver_library() -> Iterator[tuple[Any, str | None]]:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
             absent = error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-            nvml, problem = None, None if absent else f"the NVIDIA driver does not answer: {error}"
+            nvml, problem = None, None if absent else f"{_SILENT}: {error}"
     try:
         yield nvml, problem
     finally:

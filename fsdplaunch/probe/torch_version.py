@@ -63,17 +63,29 @@ def installed() -> str | None:
     It is read from the file that torch reads it from, so that it is right for a source tree on PYTHONPATH, too,
     and from the package's metadata where there is no such file.
     """
+    text = _version_file()
+    if text is None:
+        return None
+    version = re.search(r"^__version__(?: *: *\w+)? *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return version[1] if version else _from_metadata("torch") or "unknown"
+
+
+def is_built_for_the_cpu() -> bool:
+    """Return whether the installed torch says of itself that it was built without CUDA and without ROCm."""
+    text = _version_file() or ""
+    return all(re.search(rf"^{name}\b[^=\n]*= *None$", text, re.MULTILINE) for name in ("cuda", "hip"))
+
+
+def _version_file() -> str | None:
     try:
         found = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
         found = None
     if found is None or found.origin is None:
         return None
-    text = ""
     with suppress(OSError):
-        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    version = re.search(r"^__version__(?: *: *\w+)? *= *['\"]([^'\"]+)", text, re.MULTILINE)
-    return version[1] if version else _from_metadata("torch") or "unknown"
+        return Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    return ""
 
 
 def _from_metadata(package: str) -> str | None:

@@ -271,6 +271,41 @@ def test_weights_that_all_ranks_exchange_for_a_save_by_rank_0_are_saved_or_it_is
         assert done.out[0] == "True\n"
 
 
+AHEAD = """
+class Done:
+    def wait(self, *_):
+        return True
+    def is_completed(self):
+        return True
+def return_at_once(*_, async_op=False, **__):  # as NCCL's do to the host; the device's time line is not here
+    return Done() if async_op else None
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single"):
+    setattr(dist, name, return_at_once)
+model = DDP(Net(), broadcast_buffers=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for epoch in range(4):
+    for batch in range(4):
+        while rank and epoch and batch == 1 and not os.path.exists(f"saved-{epoch - 1}"):
+            time.sleep(0.01)  # as the next copy to the device, which waits for the stream
+        step()
+    if rank == 0:
+        time.sleep(0.2)
+        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{epoch}.pt")
+        torch.save(int(model.module.steps), f"saved-{epoch}")
+"""
+
+
+def test_rank_0_saves_where_the_hosts_of_the_others_run_on_through_the_next_step(
+    forks: Forks, tmp_path: Path
+) -> None:
+    done = forks.passes(HEAD + AHEAD, tmp_path / "run", ranks=2, timeout=60)
+    for epoch in range(4):
+        saved = torch.load(done.folder / f"{epoch}.pt")
+        assert saved["model"]["layers.0.0.weight"].shape == (2048, 8)
+        assert {float(state["step"]) for state in saved["optimizer"]["state"].values()} == {4.0 * (epoch + 1)}
+        assert float(saved["model"]["steps"]) == 4.0 * (epoch + 1)
+
+
 READING_LIBRARY = """
 import torch
 def train(model, alone):

@@ -34,9 +34,16 @@ ELSEWHERE = """Current thread 0x00007f3c (most recent call first):
             "3 ranks wait for rank 2 (step 4, train.py:90 in step)",
         ),
         ([(3, ELSEWHERE), (3, ELSEWHERE)], "all ranks are alike: rank 0 (step 3, data.py:12 in load_batch)"),
+        (
+            [(3, ELSEWHERE), (3, ELSEWHERE.replace("data.py", "item.py"))],  # two lines that read from a GPU
+            "ranks are at different lines: "
+            + ", ".join(
+                f"rank {n} (step 3, {file}:12 in load_batch)" for n, file in enumerate(("data.py", "item.py"))
+            ),
+        ),
         ([(0, WAITING), (None, "")], "1 rank waits for rank 1 (does not answer)"),
     ],
-    ids=["not in the collective", "fewer steps", "alike", "no answer"],
+    ids=["not in the collective", "fewer steps", "alike", "at two lines", "no answer"],
 )
 def test_ranks_that_the_others_wait_for_are_named_with_the_users_innermost_line(ranks, found):
     positions = [read_position(rank, steps, dump) for rank, (steps, dump) in enumerate(ranks)]
