@@ -38,6 +38,7 @@ _REPLACED: tuple[tuple[Any, str, _StandIn], ...] = (
     (nn.Module, "cuda", adopt_models.move_to_gpu),
     (nn.Module, "to_empty", adopt_models.give_storage),
     (torch, "compile", adopt_models.compile_model),
+    (torch.cuda, "set_device", adopt_models.set_gpu),
     (Optimizer, "__init__", adopt_models.build_optimizer),
     (Optimizer, "add_param_group", adopt_models.extend_optimizer),
     # A shard: outside of passes `parameters()` gives shards, never what is gathered for a pass.

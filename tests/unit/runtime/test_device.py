@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from fsdplaunch.runtime.auto.model.adopt_models import set_gpu
 from fsdplaunch.runtime.device import see_own_gpu
 
 
@@ -75,3 +79,11 @@ with FakeTensorMode(allow_non_fake_inputs=True), OwnGpu(said, own):
 def test_gpu_that_a_script_names_by_a_number_is_each_workers_own() -> None:
     done = subprocess.run([sys.executable, "-c", ON_FAKE_GPUS], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["{'cuda:1'}", "cpu cuda:1 cuda:2 3"], done.stderr
+
+
+@pytest.mark.parametrize(("own", "named", "set_to"), [("cuda:3", 0, "cuda:3"), ("cpu", 0, "0")])
+def test_gpu_that_a_script_sets_is_each_workers_own(own: str, named: int, set_to: str) -> None:
+    found: list[str] = []
+    context: Any = SimpleNamespace(device=torch.device(own))
+    set_gpu(lambda device: found.append(str(device)), context, named)
+    assert found == [set_to]

@@ -259,6 +259,11 @@ def _is_ours(module: nn.Module, hook_context: HookContext, device: torch.device 
     return True
 
 
+def set_gpu(original: Any, hook_context: HookContext, device: Any) -> None:
+    """Stand for `torch.cuda.set_device`: whichever number a script says, a worker computes on its own GPU."""
+    original(hook_context.device if hook_context.device.type == "cuda" else device)
+
+
 class OwnGpu(TorchFunctionMode):
     """Read a GPU that the script names by a number of its own, `cuda:0`, as this worker's.
 
