@@ -56,13 +56,16 @@ def environ() -> Mapping[str, str]:
     return {**os.environ, **own}
 
 
-def launch_two_nodes(folder: Path, script: str, secret: str) -> list["subprocess.Popen[str]"]:
+def launch_two_nodes(
+    folder: Path, script: str, secret: str, *options: str, **variables: str
+) -> list["subprocess.Popen[str]"]:
     """Start a run on two nodes, both of them on this machine."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     words = ("--num-machines", "2", "--nproc-per-node", "1", "--main-process-ip", "127.0.0.1")
-    words = (*words, "--main-process-port", str(port))
-    return [launch(folder, script, *words, "--machine-rank", rank, FSDPLAUNCH_SECRET=secret) for rank in "01"]
+    words = (*words, "--main-process-port", str(port), *options)
+    own = {**variables, "FSDPLAUNCH_SECRET": secret}
+    return [launch(folder, script, *words, "--machine-rank", rank, **own) for rank in "01"]
 
 
 def end_all(runs: list["subprocess.Popen[str]"], seconds: float) -> list[str]:
