@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fsdplaunch.launch.coordination.network import listen
@@ -16,16 +16,21 @@ Run = subprocess.Popen
 
 
 def launch(
-    folder: Path, script: str, *options: str, prepare: Callable[[], object] = lambda: None, **variables: str
+    folder: Path,
+    script: str,
+    *options: str,
+    wrapper: Sequence[str] = (),
+    prepare: Callable[[], object] = lambda: None,
+    **variables: str,
 ) -> "subprocess.Popen[str]":
     """Start `fsdplaunch launch OPTIONS train.py` in a folder; its output is thrown away, its messages are kept.
 
-    `prepare` is called in the process that becomes the launcher.
+    `wrapper` is a command that executes the launcher, `prepare` is called in the process that becomes it.
     """
     place = folder / "train.py"
     if not place.exists() or place.read_text() != script:  # another run, started beside this one, may read it
         place.write_text(script)
-    words = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
+    words = [*wrapper, sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
     return subprocess.Popen(
         words,
         cwd=folder,
