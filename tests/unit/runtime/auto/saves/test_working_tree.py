@@ -4,6 +4,7 @@
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,19 @@ def in_tree() -> dict[str, str]:
     thread.start()
     thread.join()
     return found
+
+
+@pytest.mark.usefixtures("other_rank")
+def test_file_of_this_run_is_one_though_the_clock_was_set_back_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[str] = []
+    monkeypatch.setattr(working_tree, "_is_being_written", lambda place: bool(awaited.append(place)))
+    an_hour_ago = time.time() - 3600
+    os.utime("log.txt", (an_hour_ago, an_hour_ago))
+    assert Path("log.txt").read_text() == "of rank 0\n"
+    assert awaited == []  # rank 0 had written it long before
+    monkeypatch.setattr(time, "time", lambda: an_hour_ago)
+    assert Path("log.txt").read_text() == "of rank 0\n"
+    assert len(awaited) == 1
 
 
 @pytest.mark.usefixtures("other_rank")
