@@ -124,7 +124,7 @@ def _run_workers(
     keep_seconds: float,
     is_warm: bool,
 ) -> int:
-    start, kills = time.time_ns(), memory_kills()
+    start, began, kills = time.time_ns(), time.monotonic(), memory_kills()
     # The terminal is kept for the workers' output; what torch has to say, in Python and below, goes to a file.
     relay = OutputRelay({"stdout": os.dup(1), "stderr": os.dup(2)})
     log = open_log(spec.run_dir / AGENT_LOG)
@@ -148,7 +148,7 @@ def _run_workers(
         "memory_limit": usable_memory(),
         "memory_kills": memory_kills() - kills,
         "started_ns": start,
-        "seconds": round((time.time_ns() - start) / 1e9, 3),
+        "seconds": round(time.monotonic() - began, 3),  # not by the clock of the day, which may be set meanwhile
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "attempts": worker_group.attempts,
         "stopped_by": signal_name(number) if number is not None else None,

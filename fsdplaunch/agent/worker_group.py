@@ -108,6 +108,8 @@ class Worker:
     local_rank: int
     pid: int
     started_ns: int
+    began: int = field(default_factory=time.monotonic_ns)  # the same, by a clock that nobody sets
+    ran_ns: int | None = None  # how long it has run, by that clock; None while it runs
     sent: list[int] = field(default_factory=list)  # signals that were sent to it
     ended: EndedWorker | None = None  # how it ended, or None while it runs
 
@@ -139,6 +141,7 @@ class Worker:
             "sent": self.sent,
             "started_ns": self.started_ns,
             "ended_ns": ended.time_ns if ended else None,
+            "ran_ns": self.ran_ns,
             "peak_bytes": ended.peak_bytes if ended else None,
             "steps": record.made if record is not None and record.pid == self.pid else None,
             "error": error,
@@ -252,7 +255,8 @@ class WorkerGroup:
         by_pid = {worker.pid: worker for worker in self.workers}
         for ended in self._fork_server.ended(seconds):
             if ended.pid in by_pid:
-                by_pid[ended.pid].ended = ended
+                worker = by_pid[ended.pid]
+                worker.ended, worker.ran_ns = ended, time.monotonic_ns() - worker.began
         if stalled := self._watchdog.look():
             self.say(stalled)
 
@@ -300,6 +304,7 @@ class WorkerGroup:
                 "attempt": self._attempt,
                 "started_ns": min((worker.started_ns for worker in self.workers), default=None),
                 "ended_ns": time.time_ns(),
+                "ran_ns": max((time.monotonic_ns() - worker.began for worker in self.workers), default=None),
                 "workers": workers,
                 # Workers that make way for others, because nodes have come or gone, have not failed.
                 "cause": None if self.is_replaced else first_failure(workers),

@@ -5,15 +5,24 @@ and by a checksum of all of an index, of what stands behind the data in each ite
 any other file. Torch's files end with the checksums of all that they hold, so that data are not read for it.
 """
 
+import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from fsdplaunch.checkpoint.untrusted_files import MissingFileError, UnreadableError, open_regular, read_regular
+from fsdplaunch.checkpoint.untrusted_files import (
+    MissingFileError,
+    UnreadableError,
+    is_missing,
+    open_regular,
+    read_regular,
+)
 from fsdplaunch.errors import CheckpointError
 from fsdplaunch.files import durable_file, parse_json
 
@@ -84,22 +93,32 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         CheckpointError: It is there, and the system could not read it, a few times.
     """
     path = folder / MANIFEST_NAME
-    for pause in (*_PAUSES, None):
-        try:
-            data = parse_json(read_regular(path, MAX_JSON))
-        except MissingFileError:
-            return None
-        except UnreadableError as problem:
-            if pause is None:
-                msg = f"{path} cannot be read: {str(problem).partition(': ')[2].lower()}"
-                raise CheckpointError(msg, hint="look after the disk or the file server, and try again") from None
-            time.sleep(pause)
-        except ValueError:
-            break
-        else:
-            is_sound = isinstance(data, dict) and data.get("checksum") in (None, _own_checksum(data))
-            return data if is_sound else {}
-    return {}
+    try:
+        data = _read_patiently(path, lambda: parse_json(read_regular(path, MAX_JSON)))
+    except MissingFileError:
+        return None
+    except ValueError:
+        return {}
+    is_sound = isinstance(data, dict) and data.get("checksum") in (None, _own_checksum(data))
+    return data if is_sound else {}
+
+
+def _read_patiently(path: Path, read: Callable[[], Any]) -> Any:
+    """Return what `read` makes of a file; where the system could not read it, try again a few times.
+
+    Raises:
+        CheckpointError: It could not all the time: the file is neither missing nor damaged.
+    """
+    for pause in _PAUSES:
+        with suppress(UnreadableError):
+            return read()
+        time.sleep(pause)
+    try:
+        return read()
+    except UnreadableError as problem:
+        msg = f"{path} cannot be read: {str(problem).partition(': ')[2].lower()}"
+        hint = "look after the disk or the file server, and try again; or name an older checkpoint"
+        raise CheckpointError(msg, hint=hint) from None
 
 
 def _own_checksum(data: Mapping[str, Any]) -> int:
@@ -155,12 +174,25 @@ def _find_gap(folder: Path, manifest: Mapping[str, Any] | None, only: str = "") 
     if manifest.get("complete") is not True or not isinstance(files, dict):
         return "its save did not finish" if manifest else "its manifest cannot be read"
     for name, size in files.items():
+        if not name.startswith(only):
+            continue
         try:
-            if name.startswith(only) and (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} bytes instead of {size}"
-        except (OSError, ValueError):  # or its name cannot be a file's: NUL, halves of characters
+            found = _read_patiently(folder / name, partial(_size_of, folder / name))
+        except ValueError:  # or its name cannot be a file's: NUL, halves of characters
             return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
     return None
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as problem:
+        is_no_name = problem.errno == errno.ENAMETOOLONG
+        kind = MissingFileError if is_missing(problem) or is_no_name else UnreadableError
+        msg = f"it cannot be looked at: {problem.strerror}"
+        raise kind(msg) from None
 
 
 def _is_index(name: str) -> bool:
@@ -181,6 +213,9 @@ def crc_of(folder: Path, name: str) -> int:
     fd = open_regular(path)
     try:
         return crc32(os.pread(fd, _FILE_END, max(0, os.fstat(fd).st_size - _FILE_END)), 0)
+    except OSError as problem:
+        msg = f"it cannot be read: {problem.strerror}"
+        raise UnreadableError(msg) from None
     finally:
         os.close(fd)
 
@@ -196,7 +231,7 @@ def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str
         if not name.startswith(only) or not (_is_checked(name) or name == only) or name not in manifest["files"]:
             continue
         try:
-            if crc_of(folder, name) != crc:
+            if _read_patiently(folder / name, partial(crc_of, folder, name)) != crc:
                 return f"{name} does not match its checksum: it is damaged, or of another save"
         except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"

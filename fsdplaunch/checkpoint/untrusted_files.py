@@ -79,10 +79,11 @@ def odd_kind(path: Path) -> str | None:
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "no file")
     except OSError as problem:
-        return "a link that leads nowhere" if path.is_symlink() else None if _is_missing(problem) else "unreadable"
+        return "a link that leads nowhere" if path.is_symlink() else None if is_missing(problem) else "unreadable"
 
 
-def _is_missing(problem: OSError) -> bool:
+def is_missing(problem: OSError) -> bool:
+    """Return whether an error says that nothing is there; any other says nothing about that."""
     return isinstance(problem, FileNotFoundError | NotADirectoryError) or problem.errno == errno.ELOOP
 
 
@@ -100,8 +101,13 @@ def open_regular(path: Path) -> int:
         if kind not in (None, "unreadable"):
             refuse(f"it is not a regular file but {kind}")
         msg = f"it cannot be opened: {problem.strerror}"
-        raise (MissingFileError if _is_missing(problem) else UnreadableError)(msg) from None
-    kind = _KINDS.get(stat.S_IFMT(os.fstat(fd).st_mode), "no file")
+        raise (MissingFileError if is_missing(problem) else UnreadableError)(msg) from None
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.fstat(fd).st_mode), "no file")
+    except OSError as problem:
+        os.close(fd)
+        msg = f"it cannot be read: {problem.strerror}"
+        raise UnreadableError(msg) from None
     if kind is not None:
         os.close(fd)
         refuse(f"it is not a regular file but {kind}")

@@ -87,6 +87,9 @@ def diagnose_record(record: Mapping[str, Any], config: Config, *, python: str, f
     attempts = record.get("attempts") or []
     if killed_by := record.get("killed_by"):
         return _agent_killed(killed_by, record.get("memory_kills") or 0, record.get("memory_limit"))
+    if record.get("is_full"):
+        why = "the disk with the run's folder is full: what its ranks print and how they end cannot be written"
+        return Diagnosis(why=why, remedies=("make room there, or choose another --log-dir",))
     if not attempts or attempts[-1]["cause"] is None:
         return Diagnosis()
     facts = FailureFacts(

@@ -83,7 +83,7 @@ def _attempt_summary(attempt: Mapping[str, Any]) -> dict[str, Any]:
     start, end, cause = attempt["started_ns"], attempt["ended_ns"], attempt["cause"]
     return {
         "attempt": attempt["attempt"] + 1,
-        "seconds": round((end - start) / 1e9, 3) if start else 0.0,
+        "seconds": round((attempt.get("ran_ns") or end - start) / 1e9, 3) if start else 0.0,
         "cause": brief(cause) if cause else None,
         "ranks": [
             {
@@ -153,8 +153,12 @@ def _failure(record: Mapping[str, Any], exit_code: int, gpus: Sequence[str]) -> 
 
 
 def _lifetime(worker: Worker) -> float | None:
-    end = (worker["error"] or {}).get("time_ns") or worker["ended_ns"]
-    return round((end - worker["started_ns"]) / 1e9, 3) if end else None
+    """Return how long a worker ran until its error, or its end; never more than by the clock that nobody sets."""
+    end, ran = (worker["error"] or {}).get("time_ns") or worker["ended_ns"], worker.get("ran_ns")
+    if not end:
+        return None
+    taken: int = end - worker["started_ns"]
+    return round((taken if ran is None or 0 <= taken <= ran else int(ran)) / 1e9, 3)
 
 
 def _message(worker: Worker) -> str | None:

@@ -1,6 +1,7 @@
 """Run a LaunchPlan: start the agent, pass signals on, wait, read what came of it. Never imports torch."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +46,8 @@ PATIENCE = 2
 _LOOK_SECONDS = 0.5
 _AGENT_SECONDS = 5.0
 """How long the agent may take beyond what it gives its workers."""
+_NO_SPACE = 2**20
+"""Bytes below which a disk counts as full where the agent could not write its record."""
 
 
 def _start_agent(
@@ -198,6 +201,9 @@ def _read_record(plan: LaunchPlan, code: int, received: Sequence[int], kills: in
             "memory_limit": usable_memory(),
             "memory_kills": memory_kills() - kills,
         }
+    elif not record and code and (free := shutil.disk_usage(plan.run_dir).free) < _NO_SPACE:
+        # What the ranks print fails there, and so does what would say how they ended.
+        record = {"error": f"{plan.run_dir} has no space left ({free // 1024} KiB)", "is_full": True}
     elif not record and code:
         record = {"error": "\n".join(run_dir.read_tail(plan.run_dir / run_dir.AGENT_LOG, lines=1))}
     if status == 0 and (missing := unsharded_ranks(plan, record)):

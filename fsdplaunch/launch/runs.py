@@ -124,6 +124,11 @@ def _start_of(pid: int) -> int | None:
     return None
 
 
+def _age_of(since: int) -> float:
+    """Return for how long a process has been there that started at a moment in the kernel's ticks."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - since / os.sysconf("SC_CLK_TCK")
+
+
 def read_runs(folder: Path, *, limit: int | None = None) -> list[Run]:
     """Return the runs in a folder, newest first."""
     found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
@@ -182,7 +187,9 @@ def read_run(path: Path) -> Run:
     made = read_steps(rank_folder(part, 0))
     said = (_result_of(path) or {}).get("seconds")
     took = [said] if isinstance(said, int | float) else [made.ended - started] if made is not None else []
-    took = [time.time() - started] if state[1] else took
+    if state[1]:  # of a run that goes on here, by a clock that nobody sets
+        age = _age_of(job["since"]) if state[0] == "running" else None
+        took = [time.time() - started if age is None else age]
     workers = plan.get("world_size")
     return Run(
         id=path.name,

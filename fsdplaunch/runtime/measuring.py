@@ -171,8 +171,8 @@ class Measuring:
 
     def _end_step(self, now: float) -> None:
         end, made = self.clock.moment(), self._writer.made
-        if now - self._memory_time >= _MEMORY_SECONDS or made < _FIRST_STEPS:
-            self._memory, self._memory_time = self.clock.memory(), now
+        if (moment := time.monotonic()) - self._memory_time >= _MEMORY_SECONDS or made < _FIRST_STEPS:
+            self._memory, self._memory_time = self.clock.memory(), moment
         of_step = (self._data, self._memory, self._samples, self._tokens, self._norm, self._skipped)
         self._pending.append(_Made(made, now, self._begin, end, self._waits, *of_step))
         self._begin = end

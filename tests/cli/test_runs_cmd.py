@@ -35,7 +35,8 @@ def test_list_has_a_line_for_each_run_that_fits_80_columns(tmp_path, capsys):
     head, running, done = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "age", "took", "workers", "steps", "step", "state", "script"]
     assert " ".join(done.split()) == "2026-01-02_030405-ab12 60 m 2 h 8 1200 100.0 ms done train.py"
-    assert running.split()[1:6] == ["3", "m", "3", "m", "2"]
+    assert running.split()[1:3] == ["3", "m"]
+    assert " 2 40 100.0 ms running train.py" in " ".join(running.split())
     assert max(map(len, (head, running, done))) <= 80
     assert run(["runs", "--json"]) == 0
     newest = json.loads(capsys.readouterr().out)[0]
@@ -45,7 +46,7 @@ def test_list_has_a_line_for_each_run_that_fits_80_columns(tmp_path, capsys):
 
 def test_times_that_nobody_can_mean_are_left_out(tmp_path, capsys):
     run_dir = make_run(tmp_path / "runs", steps=0, result={"seconds": float("nan")}, plan={"world_size": "many"})
-    (run_dir / "ranks/0/steps").write_bytes(b"fsdpstp1" + b"\xff" * 70000)
+    (run_dir / "ranks/0/steps").write_bytes(b"fsdpstp2" + b"\xff" * 70000)
     assert run(["runs"]) == 0
     assert "done" in capsys.readouterr().out
 

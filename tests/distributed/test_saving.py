@@ -215,6 +215,47 @@ def test_checkpoint_that_vanishes_while_rank_0_looks_is_an_error_of_all(
         assert "rank 0: FileNotFoundError" in message
 
 
+def save_and_load_where_rank_1_cannot_look(folder: str, kind: str, name: str) -> str:
+    """The error of a load in which the file server fails rank 1 at one file or folder, and the others read on."""
+    model = build(0)
+    fields: dict[str, Any] = {"fsdp_version": 2}
+    if kind == "LOCAL_STATE_DICT":
+        fields = {"fsdp_version": 1, "use_orig_params": False}
+    form = plugin(state_dict_type=kind, **fields)
+    model, optimizer = fsdplaunch.prepare(model, adamw(model.parameters()), plugin=form)
+    fsdplaunch.save_checkpoint(folder, model=model, optimizer=optimizer, step=1)
+    dist.barrier()
+    stat, open_file = os.stat, os.open
+
+    def check(path: Any) -> Any:
+        if isinstance(path, str | Path) and Path(path).name == name:
+            raise OSError(116, "Stale file handle")
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "stat", lambda path, *args, **named: stat(check(path), *args, **named))
+            patch.setattr(os, "open", lambda path, *args, **named: open_file(check(path), *args, **named))
+        return words_of(fsdplaunch.load_checkpoint, folder, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("SHARDED_STATE_DICT", "checkpoint-1"),
+        ("SHARDED_STATE_DICT", "pytorch_model_fsdp_0"),
+        ("FULL_STATE_DICT", "optimizer.bin"),
+        ("LOCAL_STATE_DICT", "pytorch_model_fsdp_rank1.bin"),
+    ],
+)
+def test_file_that_one_rank_cannot_look_at_is_an_error_of_all_when_it_is_loaded(
+    two_ranks: RankPool, tmp_path: Path, kind: str, name: str
+) -> None:
+    for message in two_ranks.run(save_and_load_where_rank_1_cannot_look, str(tmp_path), kind, name):
+        assert "rank 1: " in message
+        assert "Stale file handle" in message
+
+
 def load_what_is_replaced(folder: str) -> tuple[int, float]:
     """The step and the weight that are loaded when another save comes into the place while the first is read."""
     from fsdplaunch.runtime.saving import save_load

@@ -47,11 +47,11 @@ _TEXT, _NUMBER = Maybe(str), Maybe(_INTEGER)
 _WORKER = {
     **dict.fromkeys(("rank", "local_rank?"), _NATURAL),
     **dict.fromkeys(("pid?", "node?"), _INTEGER),
-    **dict.fromkeys(("code?", "started_ns?", "ended_ns?", "peak_bytes?", "steps?"), _NUMBER),
+    **dict.fromkeys(("code?", "started_ns?", "ended_ns?", "ran_ns?", "peak_bytes?", "steps?"), _NUMBER),
     **{"signal?": _TEXT, "host?": str, "sent?": [_INTEGER], "tail?": [str]},
     "error?": Maybe({"message": str, "traceback?": _TEXT, "time_ns?": _NUMBER, "status?": _NUMBER}),
 }
-_ATTEMPT = {"workers": [_WORKER], "attempt?": _NATURAL, "cause?": Maybe(_WORKER)}
+_ATTEMPT = {"workers": [_WORKER], "attempt?": _NATURAL, "ran_ns?": _NUMBER, "cause?": Maybe(_WORKER)}
 _END = {"status": _INTEGER, "stopped_by": _TEXT, "error": _TEXT}
 _FINAL = {**_END, "cause": Maybe(_WORKER), "lost": [str], "workers": [_WORKER], "host?": str}
 _NODE = {

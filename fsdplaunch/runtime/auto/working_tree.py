@@ -55,7 +55,7 @@ class WorkingTree:
         self.rank = rank
         self._ownership = ownership
         self._process = os.getpid()
-        self._began = time.time()
+        self._earliest, self._began = time.time(), time.monotonic()
         self._start = os.getcwd()  # noqa: PTH109
         self._named = [arg.rpartition("=")[2] for arg in sys.argv[1:]]
         self._own: dict[str, str] = {}  # this rank's own files, by the script's names for them
@@ -114,7 +114,7 @@ class WorkingTree:
             messages.say_anywhere(f"{where}: not kept, rank 0 has the files")
         own = self._new_file()
         # A log that has changed in this run already has this rank's lines in it: rank 0 has been here before.
-        begins = "r" in mode or ("a" in mode and there and os.stat(place).st_mtime < self._began)  # noqa: PTH116
+        begins = "r" in mode or ("a" in mode and there and os.stat(place).st_mtime < self._beginning())  # noqa: PTH116
         if there and begins and not any(is_below(place, each) for each in self._removed):
             with original(place, "rb") as source, original(own, "wb") as target:
                 shutil.copyfileobj(source, target)
@@ -220,10 +220,15 @@ class WorkingTree:
             self._apart.add(parent)
         return os.path.lexists(place)
 
+    def _beginning(self) -> float:
+        """Return a time of day before which no file of this run is: the clock may have been set back meanwhile."""
+        self._earliest = min(self._earliest, time.time() - (time.monotonic() - self._began))
+        return self._earliest
+
     def _await_writer(self, place: str) -> None:
         """Wait until no rank of this node writes a file that has changed in this run."""
         try:
-            if os.stat(place).st_mtime < self._began - _CLOCK_SECONDS:  # noqa: PTH116
+            if os.stat(place).st_mtime < self._beginning() - _CLOCK_SECONDS:  # noqa: PTH116
                 return
         except OSError:
             return

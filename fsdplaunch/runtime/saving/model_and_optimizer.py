@@ -1,6 +1,6 @@
 """A model's and an optimizer's state, from and to files, in each of the forms accelerate writes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from fsdplaunch.checkpoint.manifest import INDEX_NAME
 from fsdplaunch.checkpoint.readers.xla_files import XLA_FILE
+from fsdplaunch.checkpoint.untrusted_files import COPY_AGAIN
 from fsdplaunch.display_text import listed
 from fsdplaunch.errors import CheckpointError
-from fsdplaunch.runtime.collectives.rank_group import from_rank_0, raise_on_all_ranks
+from fsdplaunch.runtime.collectives.rank_group import from_all, from_rank_0, raise_on_all_ranks
 from fsdplaunch.runtime.inspection import clean_name, named_parameters, tied_names
 from fsdplaunch.runtime.messages import quiet_torch
 from fsdplaunch.runtime.saving.full_state_file import storable, write_full
@@ -52,14 +53,13 @@ _SHOWN = 4
 
 def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     """Read into a state dict in place; return what names the folder lacks, which is an error if strict."""
-    if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
-        msg = (
-            f"{folder} holds the files of single ranks that PyTorch/XLA sharded, and torch's FSDP is to read them"
-        )
-        hint = f"fsdplaunch merge-weights {folder} OUT, then prepare(model, weights='OUT')"
-        raise CheckpointError(msg, hint=hint)
-    reader = SafeReader(folder)
     with raise_on_all_ranks(f"read {folder}"):
+        if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
+            whose = "the files of single ranks that PyTorch/XLA sharded"
+            msg = f"{folder} holds {whose}, and torch's FSDP is to read them"
+            hint = f"fsdplaunch merge-weights {folder} OUT, then prepare(model, weights='OUT')"
+            raise CheckpointError(msg, hint=hint)
+        reader = SafeReader(folder)
         stored = set(reader.read_metadata().state_dict_metadata)
         needed = set(flatten_state_dict(state)[0])
         if strict:
@@ -125,13 +125,15 @@ def _shape_of(value: Any) -> tuple[int, ...]:
 
 def _read_flat(present: State, path: Path) -> None:
     """Read this rank's flat shards into the model's own storage, of which its state dict `present` holds views."""
-    read, shards = read_plain(path), {name: _own_shard(value) for name, value in present.items()}
-    if {name: _shape_of(each) for name, each in read.items()} != {
-        n: _shape_of(each) for n, each in shards.items()
-    }:
-        msg = f"the flat shards in {path} are of another model, or of another number of ranks"
-        raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it")
-    with torch.no_grad():
+    shards = {name: _own_shard(value) for name, value in present.items()}
+    with raise_on_all_ranks(f"load {path.parent}"), torch.no_grad():
+        read = read_plain(path)
+        if {name: _shape_of(each) for name, each in read.items()} != {
+            name: _shape_of(each) for name, each in shards.items()
+        }:
+            msg = f"the flat shards in {path} are of another model, or of another number of ranks"
+            hint = "LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it"
+            raise CheckpointError(msg, hint=hint)
         for name, shard in shards.items():
             shard.copy_(read[name])
 
@@ -190,28 +192,44 @@ def model_to_save(model: nn.Module, kind: str, index: int) -> StateToSave:
     )
 
 
+def _stored_in(folder: Path, places: Sequence[Path], what: str, hint: str) -> Path:
+    """Return the first of the places, one for each form, in which something is stored; in one form on all ranks.
+
+    A rank that could not look there while the others begin to read would leave them in a collective.
+    """
+    number = None
+    with raise_on_all_ranks(f"load {folder}"):
+        number = next((number for number, path in enumerate(places) if path.exists()), None)
+        if number is None:
+            msg = f"{folder} holds no {what}"
+            raise CheckpointError(msg, hint=hint)
+    if len(set(from_all(number))) > 1:
+        msg = f"cannot load {folder}: ranks find its {what} in different forms"
+        raise CheckpointError(msg, hint=COPY_AGAIN)
+    return places[number or 0]
+
+
 def load_model(model: nn.Module, folder: Path, index: int) -> None:
     """Read one model back, in whichever form the folder holds it."""
     local, sharded = folder / f"{_local_name(index)}.bin", folder / f"{MODEL}_{index}"
     file = folder / f"{_stem(MODEL, index)}.bin"
+    hint = "LOCAL_STATE_DICT loads on as many ranks as wrote it"
+    stored = _stored_in(folder, (local, sharded, file), f"model {index} for rank {dist.get_rank()}", hint)
     with quiet_torch():
-        if local.exists():
+        if stored == local:
             with state_dict_type(model, "local_state_dict"):
                 _read_flat(model.state_dict(), local)
             return
         state: State = get_model_state_dict(model)
         own_names = {clean_name(name): name for name in state}
         state = renamed(state, clean_name)
-        if sharded.is_dir():
+        if stored == sharded:
             read_sharded({"model": state}, sharded, strict=True)
             set_model_state_dict(model, renamed(state, own_names.__getitem__))
-        elif file.exists():
+        else:
             shapes = {name: _shape_of(value) for name, value in state.items()}
             full = renamed(_read_full(file, shapes), own_names.__getitem__)
             set_model_state_dict(model, full, options=_from_rank_0())
-        else:
-            msg = f"{folder} holds no model {index} for rank {dist.get_rank()}"
-            raise CheckpointError(msg, hint="LOCAL_STATE_DICT loads on as many ranks as wrote it")
 
 
 def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: int) -> StateToSave:
@@ -226,13 +244,12 @@ def optimizer_to_save(model: nn.Module, optimizer: Optimizer, kind: str, index: 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path, index: int) -> None:
     """Read one optimizer of a model back, in whichever form the folder holds it."""
     sharded, full = folder / f"{OPTIMIZER}_{index}", folder / f"{_stem(OPTIMIZER, index)}.bin"
-    if not sharded.is_dir() and not full.exists():
-        msg = f"{folder} holds no optimizer {index}"
-        raise CheckpointError(msg, hint="leave the optimizer out, or load a checkpoint that has one")
+    hint = "leave the optimizer out, or load a checkpoint that has one"
+    stored = _stored_in(folder, (sharded, full), f"optimizer {index}", hint)
     with quiet_torch(), left_out_frozen(model, optimizer), files_of_ranks():
         state: State = get_optimizer_state_dict(model, optimizer)
         own_names = {clean_name(name): name for group in state["param_groups"] for name in group["params"]}
-        if sharded.is_dir():
+        if stored == sharded:
             state = renamed_optimizer(state, clean_name)
             absent = read_sharded({"optimizer": state}, sharded, strict=False)
             stateless = {name for name in own_names if any(key.startswith(f"{_STATES}{name}.") for key in absent)}

@@ -210,10 +210,11 @@ def _find(root: Path) -> tuple[Path, Mapping[str, Any] | None]:
         if found is None:
             msg = f"no complete checkpoint in {root}"
             raise FileNotFoundError(msg)
-        manifest = None
+        manifest, is_there = None, False
         with raise_on_all_ranks(f"read {found}"):
             manifest = read_manifest(found)
-        seen = from_all((socket.gethostname(), found.is_dir() and save_id(manifest) == identity))
+            is_there = found.is_dir()
+        seen = from_all((socket.gethostname(), is_there and save_id(manifest) == identity))
         if all(sees for _, sees in seen):
             if "crc32" not in (manifest or {}):
                 messages.say(f"{found} does not say which files are of one save: they are taken as they are")

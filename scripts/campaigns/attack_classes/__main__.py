@@ -20,7 +20,7 @@ from fsdplaunch.private_dir import make_process_dir
 from scripts.campaigns.attack_classes.case import Case
 from scripts.campaigns.attack_classes.side_by_side import Outcome, run_all
 
-_OWN = ("case", "runs", "side_by_side", "whole_saves", "__main__")
+_OWN = ("case", "runs", "shims", "side_by_side", "whole_saves", "__main__")
 _SLOWEST = ("many_launches", "changed_saves", "memory_limits", "kills", "listeners", "stores", "limits")
 """Classes that start whole runs: begun first, so that none is left alone at the end."""
 PROCESSES = 4

@@ -1,7 +1,7 @@
 """Twenty launches in one folder at once: each has a folder, ports and an end of its own.
 
 Every one trains, with all its workers and no other's. `runs` lists them all, before their ends and after, and
-`latest` is one of them. Where all of them save into one folder, one does, and the others say which process holds it.
+`latest` is one of them. Where all of them save into one folder, one does, and the others say which one holds it.
 """
 
 import json
@@ -119,7 +119,7 @@ def _check_listed(folder: Path, said: list[str], states: Counter[str]) -> None:
 
 
 def save_into_one_folder() -> None:
-    """Have all of them save into one folder; raise when one neither saves nor says who does, or saves are mixed."""
+    """Have all of them save into one folder; raise when one neither saves nor says who does, or mixes."""
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
         runs = begin_all(folder, _SAVING, lambda _: 2, ())

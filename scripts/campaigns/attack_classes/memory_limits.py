@@ -1,7 +1,7 @@
 """Runs in a cgroup whose memory is used up: the kernel kills one of their processes, and the run says so.
 
-A launch ends within seconds, with the signal's status and a report that names the rank and the kernel. Nothing of
-it is left, and the newest complete checkpoint is one whole save, also where one was being written.
+A launch ends within seconds, with the signal's status and a report that names the rank and the kernel. Nothing
+of it is left, and the newest complete checkpoint is one whole save, also where one was being written.
 
 Needs a memory controller in whose folder a group can be made: cgroup v1's, or v2's where it has one. As root.
 """

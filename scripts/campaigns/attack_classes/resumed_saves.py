@@ -132,7 +132,7 @@ def _tensors(model: Any, optimizer: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _expected(tensor: Any, step: int, number: int) -> Any:
-    """Return the value of a tensor in a save; of a flat parameter, whose parts are not of the model's shape, one."""
+    """Return the value of a tensor in a save; one number for the parts of flat parameters, which have no shape."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 

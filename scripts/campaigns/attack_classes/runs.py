@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fsdplaunch.launch.coordination.network import listen
@@ -16,16 +16,21 @@ Run = subprocess.Popen
 
 
 def launch(
-    folder: Path, script: str, *options: str, prepare: Callable[[], object] = lambda: None, **variables: str
+    folder: Path,
+    script: str,
+    *options: str,
+    wrapper: Sequence[str] = (),
+    prepare: Callable[[], object] = lambda: None,
+    **variables: str,
 ) -> "subprocess.Popen[str]":
     """Start `fsdplaunch launch OPTIONS train.py` in a folder; its output is thrown away, its messages are kept.
 
-    `prepare` is called in the process that becomes the launcher.
+    `wrapper` is a command that executes the launcher, `prepare` is called in the process that becomes it.
     """
     place = folder / "train.py"
     if not place.exists() or place.read_text() != script:  # another run, started beside this one, may read it
         place.write_text(script)
-    words = [sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
+    words = [*wrapper, sys.executable, "-P", "-m", "fsdplaunch", "launch", "--cpu", *options, "train.py"]
     return subprocess.Popen(
         words,
         cwd=folder,
@@ -56,13 +61,16 @@ def environ() -> Mapping[str, str]:
     return {**os.environ, **own}
 
 
-def launch_two_nodes(folder: Path, script: str, secret: str) -> list["subprocess.Popen[str]"]:
+def launch_two_nodes(
+    folder: Path, script: str, secret: str, *options: str, **variables: str
+) -> list["subprocess.Popen[str]"]:
     """Start a run on two nodes, both of them on this machine."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     words = ("--num-machines", "2", "--nproc-per-node", "1", "--main-process-ip", "127.0.0.1")
-    words = (*words, "--main-process-port", str(port))
-    return [launch(folder, script, *words, "--machine-rank", rank, FSDPLAUNCH_SECRET=secret) for rank in "01"]
+    words = (*words, "--main-process-port", str(port), *options)
+    own = {**variables, "FSDPLAUNCH_SECRET": secret}
+    return [launch(folder, script, *words, "--machine-rank", rank, **own) for rank in "01"]
 
 
 def end_all(runs: list["subprocess.Popen[str]"], seconds: float) -> list[str]:

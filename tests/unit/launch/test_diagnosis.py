@@ -97,6 +97,12 @@ def test_agent_that_the_kernel_killed_is_told_from_its_counter():
     assert diagnose_record({**record, "killed_by": "SIGSEGV"}, Config(), python="python", folder="").why == ""
 
 
+def test_full_disk_of_the_runs_folder_is_named():
+    found = diagnose_record({"error": "", "is_full": True}, Config(), python="python", folder="")
+    assert found.why.startswith("the disk with the run's folder is full")
+    assert found.remedies == ("make room there, or choose another --log-dir",)
+
+
 def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
     waited = worker(0, message=GLOO_TIMEOUT)
     found = seen(waited, worker(1, code=-15, sent=[15]))

@@ -176,6 +176,17 @@ def test_data_tells_every_attempt(worker, record):
     assert written["failure"]["try"] == []
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_durations_are_not_of_a_clock_that_was_set_meanwhile(worker, record, jump):
+    late = worker(1, code=-9, at=2 + jump, ran_ns=2 * 10**9)
+    data = record(worker(0, code=0, at=1, ran_ns=3 * 10**9), late)
+    data["attempts"][-1] |= {"ended_ns": int(jump * 10**9) + 1, "ran_ns": 4 * 10**9}
+    result = read_result(data, exit_code=137)
+    assert result.failure.seconds == 2
+    (attempt,) = result.to_dict()["attempts"]
+    assert (attempt["seconds"], [rank["seconds"] for rank in attempt["ranks"]]) == (4, [1, 2])
+
+
 @pytest.mark.parametrize(
     "message",
     [

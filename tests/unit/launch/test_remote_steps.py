@@ -106,5 +106,5 @@ def test_node_0_keeps_what_others_send_unless_their_records_are_there(tmp_path):
     assert not (tmp_path / "run/node2" / NODE_STEPS).exists()
     (tmp_path / "run/node3").write_text("a file in its place")
     own.keep_steps(3, other.steps())  # is no reason to end a run
-    (tmp_path / "elsewhere/ranks/1/steps").write_bytes(b"fsdpstp1" + b"\xff" * 70000)
+    (tmp_path / "elsewhere/ranks/1/steps").write_bytes(b"fsdpstp2" + b"\xff" * 70000)
     assert decode(json.dumps({"kind": "steps", "ranks": other.steps()}).encode(), TO_COORDINATOR)

@@ -1,5 +1,6 @@
 """What a run's record says about ranks that never sharded; a result that cannot be written down."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 
 from fsdplaunch.config.schema.config import build_config
+from fsdplaunch.launch.diagnosis import diagnose_record
 from fsdplaunch.launch.run_result import RunResult
-from fsdplaunch.launch.runner import _written, unsharded_ranks
+from fsdplaunch.launch.runner import _read_record, _written, unsharded_ranks
 from fsdplaunch.run_dir import RESULT, SHARDED, rank_folder, read_json
 
 
@@ -40,3 +42,14 @@ def test_a_result_that_finds_no_room_is_the_runs_all_the_same(tmp_path: Path) ->
     assert read_json(tmp_path / RESULT)["exit_code"] == 0
     gone: Any = SimpleNamespace(run_dir=tmp_path / "gone")
     assert _written(gone, result) == replace(result, unwritten="No such file or directory")
+
+
+def test_agent_that_could_not_write_its_record_on_a_full_disk_is_no_riddle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan: Any = SimpleNamespace(run_dir=tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8192))
+    status, record = _read_record(plan, 1, [], 0)
+    assert (status, record["error"]) == (1, f"{tmp_path} has no space left (8 KiB)")
+    found = diagnose_record(record, build_config({}), python="python", folder="")
+    assert found.why.startswith("the disk with the run's folder is full")

@@ -64,6 +64,8 @@ def test_another_process_of_the_same_number_or_of_another_machine_is_not_the_lau
     run_dir = make(tmp_path, "r1")
     write_job(run_dir, route="here")
     assert state(run_dir) == ("running", True)
+    os.utime(run_dir / "plan.json", (0, 0))  # as after a clock that was set right since
+    assert find_run(tmp_path, "r1").seconds < 10**5
     job = json.loads((run_dir / JOB).read_text())
     (run_dir / JOB).write_text(json.dumps(job | {"since": job["since"] - 1}))
     assert state(run_dir) == ("lost: its launcher has gone", False)

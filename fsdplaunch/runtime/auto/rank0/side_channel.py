@@ -171,6 +171,8 @@ async def accept(sock: socket.socket, size: int, secret: bytes) -> list[tuple[in
         if len(found) == size - 1:
             complete.set()
 
+    # Strangers that are dropped are nobody's news: asyncio prints a traceback for each that is there at the end.
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     server = await asyncio.start_server(hear, sock=sock, backlog=_BACKLOG)
     try:
         await asyncio.wait_for(complete.wait(), CONNECT_SECONDS)

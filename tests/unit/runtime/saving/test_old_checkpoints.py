@@ -258,3 +258,29 @@ def test_manifest_that_cannot_be_read_is_an_error_and_nothing_is_deleted(tmp_pat
     (note,) = remove_old(tmp_path, 1)
     assert note.startswith("nothing is deleted: ")
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+def test_newest_checkpoint_with_a_file_that_cannot_be_looked_at_is_not_passed_over(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    newest = tmp_path / "checkpoint-2"
+    file = next(path for path in sorted(newest.rglob("*")) if path.is_file() and path.suffix != ".json")
+    left, really = [2], os.stat
+
+    def stat(path, *args, **named):
+        if Path(path) == file and left[0]:
+            left[0] -= 1
+            raise OSError(116, "Stale file handle")
+        return really(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr("fsdplaunch.checkpoint.manifest._PAUSES", (0, 0))
+    assert find_checkpoint(tmp_path) == (newest, [])  # after another try
+    left[0] = 10**6
+    with pytest.raises(CheckpointError, match=f"{file.name} cannot be read: stale file handle"):
+        find_checkpoint(tmp_path)
+    (note,) = remove_old(tmp_path, 1)
+    assert note.startswith("nothing is deleted: ")
+    monkeypatch.undo()
+    file.unlink()
+    assert find_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-1"

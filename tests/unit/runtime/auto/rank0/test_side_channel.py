@@ -39,7 +39,7 @@ def is_closed(stream: socket.socket) -> bool:
         return True
 
 
-def test_ranks_get_in_at_once_beside_strangers_of_every_kind():
+def test_ranks_get_in_at_once_beside_strangers_of_every_kind(caplog):
     listener = Listener(4)
     silent = [connected(listener) for _ in range(40)]
     wrong = [
@@ -68,6 +68,7 @@ def test_ranks_get_in_at_once_beside_strangers_of_every_kind():
     assert found[1][1].recv(4) == b"more"
     assert found[1][1].getpeername() == first.getsockname()
     assert all(is_closed(stream) for stream in [again, *silent, *wrong])
+    assert caplog.records == []  # asyncio logs, and so prints, whoever is still waited for
     with pytest.raises(ConnectionRefusedError):
         connected(listener)
 
