@@ -21,7 +21,10 @@ from scripts.campaigns.attack_classes.case import Case
 from scripts.campaigns.attack_classes.side_by_side import Outcome, run_all
 
 _OWN = ("case", "runs", "shims", "side_by_side", "whole_saves", "__main__")
-_SLOWEST = ("many_launches", "changed_saves", "memory_limits", "kills", "listeners", "stores", "limits")
+_SLOWEST = (
+    *("many_launches", "changed_saves", "io_faults", "resumed_saves", "clock_jumps", "full_disks", "beside_saves"),
+    *("memory_limits", "side_channel", "kills", "listeners", "stores", "limits"),
+)
 """Classes that start whole runs: begun first, so that none is left alone at the end."""
 PROCESSES = 4
 """Cases under way at a time: most wait for processes of theirs, or for patience to end."""

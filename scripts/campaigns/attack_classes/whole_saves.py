@@ -47,21 +47,22 @@ def fill(model: Any, optimizer: Any, scheduler: Any, value: int) -> None:
                 each.fill_(value)
 
 
-def save(step: int, training: tuple[Any, Any, Any], folder: str = SAVES, **options: Any) -> None:
-    """Save a step; every rank calls it."""
+def save(step: int, training: tuple[Any, Any, Any], folder: str = SAVES, *, numbered: bool = True) -> None:
+    """Save a step, in a folder of its own or in the place of the one before; every rank calls it."""
     import fsdplaunch
 
     fill(*training, step)
     model, optimizer, scheduler = training
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    fsdplaunch.save_checkpoint(folder, **parts, extra={"n": step}, step=step, **options)
+    fsdplaunch.save_checkpoint(folder, **parts, extra={"n": step}, step=step if numbered else None)
 
 
 def values_of(model: Any, optimizer: Any, scheduler: Any, state: Any) -> set[float]:
     """Return every value of what was loaded: one, if it is one save's."""
     from fsdplaunch.runtime.torch_internals.distributed import local_tensor
 
-    found = {float(scheduler.last_epoch), float(state["step"]), float(state["extra"].get("n", -1))}
+    found = {float(scheduler.last_epoch), float(state["extra"].get("n", -1))}
+    found |= set() if state["step"] is None else {float(state["step"])}
     for param in model.parameters():
         for each in (param, *optimizer.state.get(param, {}).values()):
             local = local_tensor(each) if hasattr(each, "device_mesh") else each
