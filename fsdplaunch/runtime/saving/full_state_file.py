@@ -6,6 +6,7 @@ and then read back as maps of that file, of which the system keeps in memory wha
 
 import collections
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,11 @@ def _gathered(tensors: list[PendingTensor], group: dist.ProcessGroup | None) -> 
         return
     for number, pending in enumerate(tensors):
         yield _assembled(pending, own[number], [each[number] for each in regions], group)
+    for number, pending in enumerate(tensors):  # only now: the other ranks send all that they have
+        held: set[Region] = set().union(*(each[number] for each in regions))
+        if sum(region.numel for region in held) != math.prod(pending.header.shape):
+            msg = f"the ranks' shards of {pending.header.name} do not add up to {pending.header.shape}"
+            raise CheckpointError(msg, hint="report this with the model and the configuration")
 
 
 def _assembled(
@@ -150,9 +156,6 @@ def _assembled(
             dist.recv(as_bytes(received), src=rank, group=group)
             if received is not goal:
                 goal.copy_(received)
-    if sum(region.numel for region in set().union(*regions)) != full.numel():
-        msg = f"the ranks' shards of {pending.header.name} do not add up to {pending.header.shape}"
-        raise CheckpointError(msg, hint="report this with the model and the configuration")
     return full
 
 
