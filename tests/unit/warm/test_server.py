@@ -103,6 +103,14 @@ def launched(environ, code=0, keep_seconds=0.0):
         yield agent, said, typed, held
 
 
+@contextmanager
+def only_socket(environ):
+    """Give the opened folder with the sockets, and the name of the only one."""
+    with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
+        (name,) = socket_names(folder)
+        yield folder, name
+
+
 def is_cold(environ):
     with launched(environ) as (agent, _, _, held):
         os.close(held)
@@ -142,8 +150,7 @@ def test_status_is_read_elsewhere_where_the_interpreter_was_killed(environ):
         server.wait()
         typed.close()
         assert agent.wait() == -99
-        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
-            assert len(socket_names(folder)) == 1
+        with only_socket(environ) as (folder, _):
             assert ask_all(environ, {"state": True}) == []
             assert socket_names(folder) == []  # whoever looks removes what is dead
 
@@ -196,9 +203,7 @@ def test_process_that_inherits_otherwise_gets_a_cold_launch(environ):
 
 def test_garbage_gets_no_answer_and_does_no_harm(environ):
     with serving(environ) as server:
-        folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm"
-        with opened_folder(folder_name) as folder:
-            name = socket_names(folder)[0]
+        with only_socket(environ) as (folder, name):
             for data in (
                 b"",
                 b"\xff" * 4,
@@ -218,8 +223,8 @@ def test_garbage_gets_no_answer_and_does_no_harm(environ):
 
 def test_launcher_that_says_no_more_leaves_no_agent(environ):
     with serving(environ) as server:
-        with opened_folder(environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm") as folder:
-            end = connect(folder, socket_names(folder)[0])
+        with only_socket(environ) as (folder, name):
+            end = connect(folder, name)
         from fsdplaunch.warm import PROTOCOL, handed_over, surroundings
 
         request = {
@@ -246,8 +251,7 @@ def test_launcher_that_says_no_more_leaves_no_agent(environ):
 def test_another_user_is_served_neither_through_the_folder_nor_with_an_open_one(environ):
     with serving(environ):
         folder_name = environ["XDG_RUNTIME_DIR"] + "/fsdplaunch_warm"
-        with opened_folder(folder_name) as folder:
-            name = socket_names(folder)[0]
+        with only_socket(environ) as (folder, name):
             pid = os.fork()
             if pid == 0:
                 os.setuid(65534)
