@@ -110,7 +110,7 @@ def summarize(ranks: Mapping[int, RankSteps]) -> Summary:
         steps_per_second=1 / seconds if seconds else None,
         samples_per_second=_rate(last, seconds, lambda step: step.samples),
         tokens_per_second=_rate(last, seconds, lambda step: step.tokens),
-        bound_by=_bound(last, rows, slowest, limit),
+        bound_by=_bound(ranks, last, rows, slowest),
         slowest=slowest,
         memory_limit=limit,
         ranks=rows,
@@ -183,10 +183,10 @@ def _slow_rank(last: Mapping[int, Sequence[Step]]) -> SlowRank | None:
 
 
 def _bound(
+    ranks: Mapping[int, RankSteps],
     last: Mapping[int, Sequence[Step]],
     rows: Sequence[RankSummary],
     slowest: SlowRank | None,
-    memory_limit: int | None,
 ) -> str | None:
     if min(map(len, last.values()), default=0) < _ENOUGH:
         return None
@@ -196,8 +196,8 @@ def _bound(
     largest = max(parts, key=parts.__getitem__)
     if parts[largest] >= _LARGE:
         return largest
-    peak = max((row.peak_bytes or 0 for row in rows), default=0)
-    return "memory" if memory_limit and peak >= _FULL * memory_limit else "compute"
+    nearly_full = any(0 < _FULL * ranks[row.rank].memory_limit <= (row.peak_bytes or 0) for row in rows)
+    return "memory" if nearly_full else "compute"
 
 
 def _parts_lost(rows: Sequence[RankSummary]) -> dict[str, float]:
@@ -249,7 +249,10 @@ def bound_words(found: Summary) -> str:
 
 
 def end_lines(found: Summary) -> list[str]:
-    """Return what is to be said of a run's last steps when it has ended; nothing where none was measured."""
+    """Return what is to be said of a run's last steps when it has ended; nothing where none was measured.
+
+    Of what bounds them only what wants to be changed: a slow rank, or memory that is nearly full.
+    """
     if found.step_seconds is None:
         return []
     speed = [counted(found.step, "step"), *speed_words(found)[1:]]
@@ -258,4 +261,4 @@ def end_lines(found: Summary) -> list[str]:
     if peaks:
         least, most = size_words(min(peaks)), size_words(max(peaks))
         lines.append(f"memory {most if least == most else f'{least} to {most}'} at most, on each rank")
-    return lines + ([bound_words(found)] if found.slowest is not None else [])
+    return lines + ([bound_words(found)] if found.bound_by in ("straggler", "memory") else [])

@@ -183,7 +183,6 @@ class GpuUse(NamedTuple):
 
     percent: int | None  # of the time that something computes on it
     celsius: int | None
-    memory_bytes: int | None  # that it has
 
 
 def read_gpu_use() -> dict[str, GpuUse]:
@@ -193,10 +192,8 @@ def read_gpu_use() -> dict[str, GpuUse]:
         for index in range(nvml.nvmlDeviceGetCount() if nvml is not None else 0):
             if (gpu := _asked(nvml, nvml.nvmlDeviceGetHandleByIndex, index)) is not None:
                 rates = _asked(nvml, nvml.nvmlDeviceGetUtilizationRates, gpu)
-                memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu)
                 degrees = _asked(nvml, nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
-                percent = rates.gpu if rates else None
-                found[str(index)] = GpuUse(percent, degrees, memory.total if memory else None)
+                found[str(index)] = GpuUse(percent=rates.gpu if rates else None, celsius=degrees)
     return found
 
 

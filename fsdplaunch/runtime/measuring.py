@@ -157,7 +157,7 @@ class Measuring:
 
     def begin_training(self, original: Callable[..., Any], called: Any, args: Any, state: Any, *rest: Any) -> Any:
         """Stand for the first of what a Trainer calls, which knows how many steps it will make."""
-        self._writer.total = self._writer.made + max(0, state.max_steps - state.global_step)
+        self._writer.total = self._writer.made + max(0, int(state.max_steps) - int(state.global_step))
         return original(called, args, state, *rest)
 
     def _choose_clock(self, optimizer: Optimizer) -> None:

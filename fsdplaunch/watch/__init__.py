@@ -29,9 +29,9 @@ class Snapshot:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return how long the run will still take; None where nothing says how many steps it makes."""
-        seconds, total = self.summary.step_seconds, self.summary.steps_total
-        return seconds * max(0, total - self.summary.step) if self.run.unfinished and seconds and total else None
+        """Return how long the steps will take that are still to be made; None where nothing says how many."""
+        seconds, left = self.summary.step_seconds, (self.summary.steps_total or 0) - self.summary.step
+        return seconds * left if self.run.unfinished and seconds and left > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""

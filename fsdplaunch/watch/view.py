@@ -65,7 +65,7 @@ def state_words(look: Snapshot) -> str:
     """Return how the run is doing, and for how long."""
     seconds, left = look.run.seconds, look.seconds_left
     words = [one_line(look.run.state), *([duration(seconds)] if seconds is not None else [])]
-    return ", ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])
+    return ", ".join([*words, *([f"about {duration(left)} left"] if left is not None else [])])
 
 
 def rank_cells(look: Snapshot, rows: Sequence[RankSummary]) -> list[list[str]]:
@@ -73,7 +73,7 @@ def rank_cells(look: Snapshot, rows: Sequence[RankSummary]) -> list[list[str]]:
     slow, cells = look.summary.slowest, []
     for row in rows:
         use, low_high, memory = look.gpus.get(row.rank), row.quartiles, row.memory_bytes
-        limit = use.memory_bytes if use is not None else look.summary.memory_limit
+        limit = look.ranks[row.rank].memory_limit
         of_gpu = ((use.percent, " %"), (use.celsius, " C")) if use is not None else ()
         cells.append(
             {

@@ -67,6 +67,13 @@ def test_what_bounds_a_run_without_a_slow_rank() -> None:
     for limit, bound in ((7_000_000, "memory"), (70_000_000, "compute")):
         found = summarize(ranks | {1: ranks[1]._replace(memory_limit=limit)})
         assert (found.bound_by, found.to_dict()["memory_limit"]) == (bound, limit)
+    uneven = {0: ranks[0]._replace(memory_limit=70_000_000), 1: ranks[1]._replace(memory_limit=6_000_000)}
+    small = [step._replace(peak_bytes=5e6) for step in ranks[1].recent]
+    found = summarize(uneven | {1: uneven[1]._replace(recent=small)})
+    assert (found.bound_by, found.memory_limit) == (
+        "compute",
+        6_000_000,
+    )  # the other rank's 7 MB are on a larger GPU
     assert summarize(training([0.01, 0.02], steps=5)).bound_by is None
 
 
@@ -96,6 +103,8 @@ def test_lines_at_the_end_say_how_fast_what_was_waited_for_and_who_is_slow() -> 
     ]
     last = end_lines(summarize(training([0.01, 0.01, 0.03, 0.01], noise=0.0)))[-1]
     assert last == "rank 2 is slow (compute): 3.0 times the others' own time, and they wait for it"
+    full = {rank: steps._replace(memory_limit=7_000_000) for rank, steps in even.items()}
+    assert end_lines(summarize(full))[-1] == "compute bounds the step, and the memory is nearly full"
     counted_only = {0: even[0]._replace(recent=[], history=[])}
     assert end_lines(summarize(counted_only)) == []
 

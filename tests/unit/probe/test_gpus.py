@@ -78,7 +78,7 @@ def test_each_gpu_is_read_with_what_it_is_doing(seen):
         "is_slice": False,
     }
     assert ([gpu["index"] for gpu in gpus], notes) == ([0, 1], [])
-    assert use == {"0": [97, 61, 85520809984], "1": [None, 62, 85520809984]}
+    assert use == {"0": [97, 61], "1": [None, 62]}
     assert list(seen["a lost one"][2]) == ["0", "1"]
 
 

@@ -63,8 +63,11 @@ def test_of_many_ranks_the_slowest_come_first_and_the_others_are_counted(tmp_pat
 
 def test_few_ranks_stand_in_their_order_with_what_is_known_of_each(tmp_path):
     seen = look(tmp_path, ranks=2)
-    seen = replace(seen, gpus={0: GpuUse(percent=97, celsius=61, memory_bytes=80 * GIB)})
-    seen = replace(seen, summary=replace(seen.summary, memory_limit=8 * GIB))
+    seen = replace(seen, gpus={0: GpuUse(percent=97, celsius=61)})
+    sizes = {0: 80 * GIB, 1: 8 * GIB}
+    seen = replace(
+        seen, ranks={rank: seen.ranks[rank]._replace(memory_limit=size) for rank, size in sizes.items()}
+    )
     head, first, second = texts(seen, 100, 24)[-3:]
     assert head.split() == ["rank", "step", "time", "spread", "data", "others", "memory", "GPU"]
     assert " ".join(first.split()) == "0 40 100.0 ms ±0.0 ms 1 % 20 % 1.0/80.0 GiB 97 % 61 C"
@@ -79,9 +82,11 @@ def test_time_left_is_shown_while_a_run_goes_on_whose_length_is_known(tmp_path):
     seen = replace(seen, summary=replace(seen.summary, steps_total=1000), run=replace(seen.run, unfinished=True))
     assert seen.to_dict()["seconds_left"] == seen.seconds_left == pytest.approx(0.1 * (1000 - 40))
     first, second = texts(seen, 100, 24)[:2]
-    assert first.endswith(", 1 m 36 s left")
+    assert first.endswith(", about 1 m 36 s left")
     assert second.startswith("step 40 of 1000  100.0 ms a step")
     assert replace(seen, run=replace(seen.run, unfinished=False)).seconds_left is None
+    evaluated = replace(seen, summary=replace(seen.summary, steps_total=40))  # its steps are made, and it goes on
+    assert (evaluated.seconds_left, "left" in log_line(evaluated)) == (None, False)
 
 
 def test_chart_has_the_history_of_the_run(tmp_path):
