@@ -63,7 +63,9 @@ def test_a_step_is_a_round_of_optimizers(measured, tmp_path, order, steps):
 def test_waiting_is_taken_off_where_it_belongs(measured, tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(measured.clock, "moment", lambda: now[0])
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(
+        measuring, "time", SimpleNamespace(**dict.fromkeys(("perf_counter", "time", "monotonic"), lambda: now[0]))
+    )
     stepping = optimizer()
 
     def wait_for_others(seconds: float) -> None:
