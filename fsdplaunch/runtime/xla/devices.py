@@ -1,6 +1,7 @@
 """PyTorch/XLA's devices, processes and mesh."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,6 @@ import torch
 import torch_xla
 from torch_xla import runtime
 from torch_xla.distributed import spmd
-
-from fsdplaunch.runtime.torch_internals.tensors import tensors_held
 
 FSDP_AXIS = "fsdp"  # axis of the mesh that parameters and batches are split along; transformers calls it so, too
 
@@ -50,6 +49,16 @@ def split_largest_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 def split_output(output: Any, _mesh: Any) -> None:
     """Tell the compiler that a unit's output is split as the batch is: the first tensor with dimensions in it."""
-    found = next((tensor for tensor in tensors_held(output) if tensor.dim()), None)
+    found = _first_batch(output)
     if found is not None:
         split_first_dim(found)
+
+
+def _first_batch(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() else None
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, list | tuple):
+        return next((found for each in output if (found := _first_batch(each)) is not None), None)
+    return None

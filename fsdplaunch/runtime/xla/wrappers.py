@@ -14,7 +14,7 @@ from fsdplaunch.checkpoint.readers.xla_files import own_name
 from fsdplaunch.config.schema.config import Config
 from fsdplaunch.errors import ShardingError
 from fsdplaunch.runtime import messages
-from fsdplaunch.runtime.patch import wrap, wrap_once_imported
+from fsdplaunch.runtime.patch import once_imported
 from fsdplaunch.runtime.sharding_watch import mark_sharded
 from fsdplaunch.runtime.torch_internals.modules import is_xla_shard, name_in_unit
 
@@ -37,20 +37,23 @@ def watch_wrappers() -> None:
 
     from fsdplaunch.runtime.xla.devices import split_output
 
+    def notice(wrapper: Any, *, moves: bool) -> None:
+        construct = wrapper.__init__
+
+        @functools.wraps(construct)
+        def construct_and_mark(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            if moves:
+                move_model(module, torch_xla.device())
+            if getattr(kwargs.get("shard_output"), "__module__", "") == "transformers.trainer":
+                kwargs["shard_output"] = split_output
+            construct(self, module, *args, **kwargs)
+            mark_sharded(wrapper.__name__)
+
+        wrapper.__init__ = construct_and_mark
+
     per_device, spmd = wrapper_classes()
-
-    def construct_and_mark(
-        wrapper: type, construct: Any, self: Any, module: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        if wrapper is spmd:
-            move_model(module, torch_xla.device())
-        if getattr(kwargs.get("shard_output"), "__module__", "") == "transformers.trainer":
-            kwargs["shard_output"] = split_output
-        construct(self, module, *args, **kwargs)
-        mark_sharded(wrapper.__name__)
-
-    for wrapper in (per_device, spmd):
-        wrap(wrapper, "__init__", functools.partial(construct_and_mark, wrapper))
+    notice(per_device, moves=False)
+    notice(spmd, moves=True)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
@@ -143,21 +146,28 @@ def configure_trainer(config: Config) -> None:
 
     The Trainer reads PyTorch/XLA's keys from its own arguments only, and no environment variable.
     """
-    own, home = trainer_arguments(config), "transformers.training_args"
-    # The control group of the CPU gives rise to an advice to use DDP, which is left out.
-    advice = "parallel_mode != ParallelMode.DISTRIBUTED"
-    logging.getLogger(home).addFilter(lambda record: advice not in record.getMessage())
+    own = trainer_arguments(config)
 
-    def fill_and_finish(finish: Any, self: Any) -> None:
-        if not self.fsdp and not self.fsdp_config:
-            self.fsdp, self.fsdp_config = "full_shard auto_wrap", copy.deepcopy(own)
-            messages.say("TrainingArguments: fsdp and fsdp_config are the configuration's")
-        if str(self.optim).endswith("adamw_torch_fused"):  # transformers' default with a new torch
-            self.optim = "adamw_torch"
-            messages.say("TrainingArguments: optim is adamw_torch, PyTorch/XLA has no fused one")
-        finish(self)
+    def fill_later(module: Any) -> None:
+        arguments = module.TrainingArguments
+        finish = arguments.__post_init__
+        # The control group of the CPU gives rise to an advice to use DDP, which is left out.
+        advice = "parallel_mode != ParallelMode.DISTRIBUTED"
+        logging.getLogger(arguments.__module__).addFilter(lambda record: advice not in record.getMessage())
 
-    wrap_once_imported(home, "TrainingArguments.__post_init__", fill_and_finish)
+        @functools.wraps(finish)
+        def fill_and_finish(self: Any) -> None:
+            if not self.fsdp and not self.fsdp_config:
+                self.fsdp, self.fsdp_config = "full_shard auto_wrap", copy.deepcopy(own)
+                messages.say("TrainingArguments: fsdp and fsdp_config are the configuration's")
+            if str(self.optim).endswith("adamw_torch_fused"):  # transformers' default with a new torch
+                self.optim = "adamw_torch"
+                messages.say("TrainingArguments: optim is adamw_torch, PyTorch/XLA has no fused one")
+            finish(self)
+
+        arguments.__post_init__ = fill_and_finish
+
+    once_imported("transformers.training_args", fill_later)
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
