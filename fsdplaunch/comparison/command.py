@@ -25,7 +25,6 @@ from fsdplaunch.run_dir import COMPARED_CHANGED, FOLDER_MODE
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 _OURS = ("FSDP", "ACCELERATE_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # the plan is for the CPU: none
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -63,8 +62,9 @@ def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
     target = plan.target
     words = (*(("-m",) if target.is_module else ()), target.name, *target.arguments)
     theirs = [name for name in os.environ if not name.startswith(_OURS) and name not in _OF_A_WORKER]
-    names = (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED", *_VISIBLE)
-    passed = {name: plan.env[name] for name in names if name in plan.env}
+    names = (COMPARE_DIR, REHEARSAL_STEPS, "OMP_NUM_THREADS", "PYTHONHASHSEED")
+    # The plan is for the CPU, and hides all GPUs.
+    passed = {name: text for name, text in plan.env.items() if name in names or name.endswith("_VISIBLE_DEVICES")}
     env = {name: os.environ[name] for name in theirs} | {**plan.config.launch.env, **passed}
     return subprocess.run(
         [sys.executable, "-m", PLAIN_RUN, *words], env={**env, **further},

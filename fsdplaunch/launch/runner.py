@@ -33,7 +33,7 @@ from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
 from fsdplaunch.launch.run_result import RunResult, read_result, read_start
-from fsdplaunch.launch.runs import note_revision, versions, write_job
+from fsdplaunch.launch.runs import age_of, note_revision, start_of, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
 from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
 from fsdplaunch.private_dir import remove_abandoned_dirs
@@ -168,9 +168,9 @@ def _use_agreed(agreed: RunAssignment, folder: Path) -> tuple[str, socket.socket
 
 def _begin_timing(folder: Path) -> None:
     """Make the file in which the parts of the start are noted, with the first: from when this process began."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # starttime
-    now, age = time.time_ns(), time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    run_dir.write_text(folder / run_dir.START, f"0 begin {now - int(age * 1e9)}\n0 plan {now}\n")
+    now, since = time.time_ns(), start_of(os.getpid())
+    begin = now if since is None else now - int(age_of(since) * 1e9)
+    run_dir.write_text(folder / run_dir.START, f"0 begin {begin}\n0 plan {now}\n")
 
 
 def _wait(agent: AgentProcess, is_over: Callable[[], bool] | None, grace: float) -> int:

@@ -92,7 +92,7 @@ class Run:
 def write_job(run_dir: Path, *, route: str, **what: Any) -> None:
     """Note how a run was started, and by which process."""
     pid = os.getpid()
-    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": _start_of(pid), **what}
+    about = {"route": route, "host": socket.gethostname(), "pid": pid, "since": start_of(pid), **what}
     write_json(run_dir / JOB, about)
 
 
@@ -116,7 +116,7 @@ def note_revision(run_dir: Path, folder: Path) -> None:
     threading.Thread(target=note, daemon=True).start()
 
 
-def _start_of(pid: int) -> int | None:
+def start_of(pid: int) -> int | None:
     """Return when a process started, in the kernel's ticks; None when there is none, or a zombie."""
     with suppress(OSError, IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -124,7 +124,7 @@ def _start_of(pid: int) -> int | None:
     return None
 
 
-def _age_of(since: int) -> float:
+def age_of(since: int) -> float:
     """Return for how long a process has been there that started at a moment in the kernel's ticks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - since / os.sysconf("SC_CLK_TCK")
 
@@ -169,6 +169,7 @@ def read_run(path: Path) -> Run:
     route = job.get("route")
     if not (isinstance(route, str) and route in _JOBS and matches(job, _JOBS[route])):
         route, job = "here", {}
+    age: float | None = None  # of a run that goes on here, by a clock that nobody sets
     if route == "slurm":
         state = _state_of_array(path, slurm.job_states(job["job"]))
     elif (ended := _result_of(path)) is not None:
@@ -179,16 +180,15 @@ def read_run(path: Path) -> Run:
         state = "unknown", False
     elif job["host"] != socket.gethostname():
         state = f"started on {job['host']}", True
-    elif job.get("since") is not None and _start_of(job["pid"]) == job["since"]:  # not another one of its number
-        state = "running", True
+    elif job.get("since") is not None and start_of(job["pid"]) == job["since"]:  # not another one of its number
+        state, age = ("running", True), age_of(job["since"])
     else:
         state = "lost: its launcher has gone", False
     plan, part, started = read_json(path / PLAN), last_start(path), (path / PLAN).stat().st_mtime
     made = read_steps(rank_folder(part, 0))
     said = (_result_of(path) or {}).get("seconds")
     took = [said] if isinstance(said, int | float) else [made.ended - started] if made is not None else []
-    if state[1]:  # of a run that goes on here, by a clock that nobody sets
-        age = _age_of(job["since"]) if state[0] == "running" else None
+    if state[1]:
         took = [time.time() - started if age is None else age]
     workers = plan.get("world_size")
     return Run(

@@ -18,7 +18,6 @@ from fsdplaunch.display_text import short_count
 from fsdplaunch.errors import ShardingError, UsageError
 from fsdplaunch.runtime import messages
 from fsdplaunch.runtime.api.prepare import fit
-from fsdplaunch.runtime.collectives.rank_group import RankGroup
 from fsdplaunch.runtime.plugin import FullyShardedDataParallelPlugin
 from fsdplaunch.runtime.rank import DataRanks
 from fsdplaunch.runtime.sharding.settings import Settings
@@ -38,7 +37,8 @@ def _shard(model: nn.Module, settings: Settings, config: Config) -> nn.Module:
     size = sum(param.numel() for param in model.parameters())
     units, spmd_run = set(plan_units(model, settings, set()).values()), runtime.is_spmd()
     if dist.get_world_size() > 1:  # all begin with rank 0's values, while they are in host memory
-        RankGroup().send(*(tensor.data for tensor in (*model.parameters(), *model.buffers())))
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0)
     move_model(model, torch_xla.device())
     again = settings.activation_checkpointing or config.fsdp_config.xla_fsdp_grad_ckpt
     outer: Any = wrapper_classes()[spmd_run]

@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fsdplaunch.errors import UsageError
+from fsdplaunch.launch import runs
 from fsdplaunch.launch.runs import LogTail, cancel, find_run, log_files, read_runs, status_of, write_job
 from fsdplaunch.run_dir import JOB
 
@@ -80,6 +82,13 @@ def test_slurm_run_without_slurm_is_known_by_its_last_start(tmp_path: Path, monk
     for number, code in enumerate((75, 0)):
         make(run_dir, f"try{number}", result={"exit_code": code})
     assert state(run_dir) == ("done", False)
+
+
+def test_slurm_run_that_goes_on_has_taken_time_since_its_start(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(runs.slurm, "job_states", lambda _job: {"": "RUNNING"})
+    run_dir = make(tmp_path, "r1", job={"route": "slurm", "job": "12"}, at=int(time.time()) - 500)
+    assert state(run_dir) == ("running", True)
+    assert find_run(tmp_path, "r1").seconds == pytest.approx(500, abs=60)
 
 
 def test_runs_are_listed_newest_first_without_latest(tmp_path: Path):
