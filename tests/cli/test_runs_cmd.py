@@ -42,6 +42,9 @@ def test_list_has_a_line_for_each_run_that_fits_80_columns(tmp_path, capsys):
     newest = json.loads(capsys.readouterr().out)[0]
     assert (newest["workers"], newest["steps"], newest["state"]) == (2, 40, "running")
     assert newest["step_seconds"] == pytest.approx(0.1)
+    began = launch_runs.start_of(os.getpid())  # the launcher that the run names
+    assert began is not None
+    assert newest["seconds"] == pytest.approx(launch_runs.age_of(began), abs=5)
 
 
 def test_times_that_nobody_can_mean_are_left_out(tmp_path, capsys):
