@@ -62,7 +62,7 @@ def describe_stall(positions: Sequence[Position], seconds: float, *, run_dir: Pa
     else:
         behind = [position for position in positions if not position.waits]
     waiting = len(positions) - len(behind)
-    found = f"all ranks are alike: {positions[0]}"
+    found = f"all ranks are at the same place: {positions[0]}"
     if behind and waiting:
         who = f"{waiting} ranks wait" if waiting != 1 else "1 rank waits"
         found = f"{who} for {listed([str(position) for position in behind], _NAMED)}"

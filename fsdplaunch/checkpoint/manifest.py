@@ -117,7 +117,7 @@ def _read_patiently(path: Path, read: Callable[[], Any]) -> Any:
         return read()
     except UnreadableError as problem:
         msg = f"{path} cannot be read: {str(problem).partition(': ')[2].lower()}"
-        hint = "look after the disk or the file server, and try again; or name an older checkpoint"
+        hint = "check the disk or the file server, and try again; or name an older checkpoint"
         raise CheckpointError(msg, hint=hint) from None
 
 

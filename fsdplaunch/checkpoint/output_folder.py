@@ -295,8 +295,8 @@ def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
     try:
         sync_folder(target.parent)
     except OSError as problem:
-        msg = f"{target} is there, whole, but perhaps not on disk: {problem.strerror}"
-        raise CheckpointError(msg, hint="look after the disk or the file server, and compare the files") from None
+        msg = f"{target} is complete, but perhaps not on disk yet: {problem.strerror}"
+        raise CheckpointError(msg, hint="check the disk or the file server, and compare the files") from None
 
 
 def keep_entries(entries: Iterable[Path], folder: Path) -> None:

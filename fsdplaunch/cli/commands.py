@@ -72,7 +72,7 @@ app = group(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = group("Write, show, check and convert the configuration file.")
-runs_app = group("List runs, show what they were and their output, compare, cancel and delete them.")
+runs_app = group("List, show, compare, cancel and delete runs, and print their output.")
 app.add_typer(config_app, name="config")
 app.add_typer(runs_app, name="runs")
 
@@ -118,9 +118,7 @@ def launch(
     dry_run: Annotated[bool, flag("--dry-run", "Print the environment and the command; start nothing")] = False,
     show_all: Annotated[bool, flag("--all", "With --dry-run: also variables that hold defaults")] = False,
     check_only: Annotated[bool, flag("--check-only", "Check that this machine can run it; start nothing")] = False,
-    no_python: Annotated[
-        bool, both_ways("--no-python", "SCRIPT is a program of its own, not run in Python")
-    ] = False,
+    no_python: Annotated[bool, both_ways("--no-python", "SCRIPT is a program, not a Python script")] = False,
     allow_unsharded: Annotated[
         bool, flag("--allow-unsharded", "Accept a script that never shards a model")
     ] = False,
@@ -158,14 +156,14 @@ def merge_weights(
     ] = "safetensors",
     remove_checkpoint_dir: Annotated[
         bool,
-        both_ways("--remove-checkpoint-dir", "Delete the checkpoint once the result has been found equal"),
+        both_ways("--remove-checkpoint-dir", "Delete the checkpoint after verifying the result"),
     ] = False,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace weights that OUTPUT holds")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace weights that are in OUTPUT")] = False,
     verify: Annotated[bool, flag("--verify", "Read the result back and compare")] = False,
     no_checksums: Annotated[
         bool, flag("--no-checksums", "Do not compare with the checkpoint's checksums while copying")
     ] = False,
-    max_shard_size: Annotated[str, size("--max-shard-size", "Largest output file, as in 5GB")] = "50GB",
+    max_shard_size: Annotated[str, size("--max-shard-size", "Largest output file, such as 5GB")] = "50GB",
     dtype: Annotated[str | None, takes("TYPE", "Convert floating-point weights: bf16, fp16 or fp32")] = None,
     only: Annotated[
         list[str] | None, takes("PATTERN", "Merge only these weights: shell pattern or prefix")
@@ -173,7 +171,7 @@ def merge_weights(
     exclude: Annotated[
         list[str] | None, takes("PATTERN", "Leave these weights out: shell pattern or prefix")
     ] = None,
-    rename: Annotated[list[str] | None, takes("OLD=NEW", "Replace the leading parts OLD of names by NEW")] = None,
+    rename: Annotated[list[str] | None, takes("OLD=NEW", "Replace OLD at the start of names by NEW")] = None,
     keep_tied: Annotated[
         bool, flag("--keep-tied", "Write a weight with several names under each of them")
     ] = False,
@@ -205,7 +203,7 @@ def estimate(
     file: ConfigOption = None,
     overrides: SetOption = None,
     world_size: Annotated[int | None, whole("--world-size", 1, 2**24, "Ranks over all nodes")] = None,
-    gpu_memory: Annotated[int | None, size("--gpu-memory", "Memory of one GPU, as in 80GB")] = None,
+    gpu_memory: Annotated[int | None, size("--gpu-memory", "Memory of one GPU, such as 80GB")] = None,
     batch_size: Annotated[int, whole("--batch-size", 1, 2**24, "Sequences per rank and step")] = 1,
     seq_len: Annotated[int | None, whole("--seq-len", 1, 2**30, "Tokens of each sequence")] = None,
     optimizer: Annotated[str, takes("NAME", "adamw, adam, nadam, adagrad, rmsprop, momentum or sgd")] = "adamw",
@@ -213,7 +211,7 @@ def estimate(
 ) -> None:
     """Say whether a run fits into memory.
 
-    It says how much each GPU needs, and for what, and what to change where that is too much.
+    It prints how much each GPU needs, for what, and what to change if that is too much.
     """
 
 
@@ -252,7 +250,7 @@ def check(
 
     It runs a few steps, and writes and reads a checkpoint.
 
-    With --compare, say whether it computes what it does in one process, or where and why not; exit 1 if not.
+    With --compare, say whether it computes the same as in one process, or where and why not; exit 1 if not.
     """
 
 
@@ -260,16 +258,13 @@ def check(
     "warm:warm",
     app,
     "warm",
-    epilog="fsdplaunch launch --keep-warm 600 train.py leaves one behind by itself, for the next launch.",
+    epilog="fsdplaunch launch --keep-warm 600 train.py keeps one for the next launch.",
 )
 def warm(
     stop: Annotated[bool, flag("--stop", "End them; runs go on")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep torch imported for the next launch.
-
-    Lists or stops interpreters that have it and wait.
-    """
+    """List or stop the interpreters that are kept for the next launch."""
 
 
 @does(
@@ -293,7 +288,7 @@ def tune(
     ] = None,
     steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a launch")] = 10,
     limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,
-    memory: Annotated[int | None, size("--memory", "What a worker may need [default: the GPU's memory]")] = None,
+    memory: Annotated[int | None, size("--memory", "Memory that a worker may need [default: the GPU's]")] = None,
     precision: Annotated[bool, flag("--allow-precision", "Try other dtypes too")] = False,
     compile: Annotated[  # noqa: A002  (as the option has it)
         bool, flag("--compile", "Try torch.compile too")
@@ -301,33 +296,33 @@ def tune(
     allow_writes: Annotated[
         bool, flag("--allow-writes", "Let the script write outside of its own folder")
     ] = False,
-    write: Annotated[Path | None, takes("FILE", "Write the best as a configuration")] = None,
+    write: Annotated[Path | None, takes("FILE", "Write the best configuration to FILE")] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure which configuration is fastest here and fits.
 
-    It launches the script itself with one after the other, for a few steps each.
+    It launches the script with one configuration after another, for a few steps each.
     """
 
 
 @does("fsdplaunch.watch.command:watch", app, "watch")
 def watch(
     run: RunArgument = "latest",
-    once: Annotated[bool, flag("--once", "Look once, and end")] = False,
+    once: Annotated[bool, flag("--once", "Print the state once, and exit")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
-    as_json: Annotated[bool, Option("--json", help="Print a JSON object in a line, again and again")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per line, once a second")] = False,
 ) -> None:
     """Show what each rank of a run does, how fast, and which one is slow.
 
-    While it runs, from any terminal, or over one that has ended. q or Ctrl-C leaves the run alone.
+    The run may still run, or have ended. q or Ctrl-C ends the view and not the run.
     """
 
 
 @does("doctor:doctor", app, "env", hidden=True, fixed={"paste": True})
 def env(file: ConfigOption = None) -> None:
-    """Print the block for a bug report: what accelerate calls env, here doctor --paste."""
+    """Print the block for a bug report, as doctor --paste does; for users of accelerate."""
 
 
 @does("check:test", app, "test", hidden=True, epilog=CHECK_EPILOG, context_settings=SCRIPT_SETTINGS)
@@ -339,7 +334,7 @@ def test(
     module: ModuleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Try a script as check does: what accelerate calls test. Without a script, try the workers' connections."""
+    """Try a script, as check does; for users of accelerate. Without a script, test the workers' connections."""
 
 
 @does("runs:list_runs", runs_app)
@@ -361,7 +356,7 @@ def runs_show(
     log_dir: LogDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a run was: command, configuration, versions, speed, waiting, memory, checkpoints, end."""
+    """Show a run: command, configuration, versions, speed, waiting, memory, checkpoints, end."""
 
 
 @does("fsdplaunch.watch.describe:compare", runs_app, "compare")
@@ -372,7 +367,7 @@ def runs_compare(
     log_dir: LogDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say where two runs differ, in configuration and speed."""
+    """Show how two runs differ in configuration and speed."""
 
 
 @does("runs:show_logs", runs_app, "logs")
@@ -382,7 +377,7 @@ def runs_logs(
         int | None, whole("--rank", 0, 2**24, "One rank's output instead of what the launcher showed")
     ] = None,
     stderr: Annotated[bool, flag("--stderr", "That rank's error output")] = False,
-    follow: Annotated[bool, flag("--follow", "Go on until the run ends")] = False,
+    follow: Annotated[bool, flag("--follow", "Keep printing until the run ends")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
 ) -> None:
@@ -391,15 +386,15 @@ def runs_logs(
 
 @does("runs:prune_runs", runs_app, "prune")
 def runs_prune(
-    older_than: Annotated[int, age("--older-than", "Only what has not changed for so long, as in 30d")],
+    older_than: Annotated[int, age("--older-than", "Only runs unchanged for that long, such as 30d")],
     yes: Annotated[bool, Option("--yes", "-y", help="Delete without asking")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete old runs' folders, after a list and a question.
+    """List old runs, ask, and delete their folders.
 
-    Never one that may still be running, or that holds what no launch writes, as a checkpoint.
+    Runs that may still be running stay, and so do folders with files that no launch writes, such as a checkpoint.
     """
 
 
@@ -458,7 +453,7 @@ def config_set(
     ],
     file: ConfigOption = None,
 ) -> None:
-    """Change keys in the file; its comments and layout stay."""
+    """Change keys in the file, and keep its comments and layout."""
 
 
 @does("config:validate", config_app, "validate")

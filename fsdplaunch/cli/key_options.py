@@ -167,8 +167,10 @@ def _no_such_option(option: str, names: set[str], own: set[str], rest: Sequence[
 def _assignment(option: str, name: str, spec: KeySpec, value: str) -> str:
     """Return the key an option sets, with its value; torchrun's `--nnodes` says a number or a range."""
     if not value.strip():  # a shell's unset variable must not turn a run over nodes into one on this node
-        msg = f"{option} is given nothing"
-        raise UsageError(msg, hint=f"leave it out; --set {spec.dotted}= takes back what the file says")
+        msg = f"{option} has no value"
+        raise UsageError(
+            msg, hint=f"leave it out; --set {spec.dotted}= sets the default instead of the file's value"
+        )
     if name == "env" and _PAIR.match(value):
         return f"launch.env.{value}"
     return f"launch.nodes={value}" if name == "nnodes" and ":" in value else f"{spec.dotted}={value}"

@@ -89,7 +89,7 @@ def prune_runs(
         remove_run(run, seen)
     if as_json:
         out.json({"deleted": [run.id for run, _ in gone]})
-    out.say(f"deleted {counted(len(gone), 'run')} that nobody has touched for {rough_time(older_than)}")
+    out.say(f"deleted {counted(len(gone), 'run')} unchanged for {rough_time(older_than)}")
     return 0
 
 
@@ -105,7 +105,7 @@ def show_logs(
         out.note("the run's output was shown in its own terminal; this is rank 0's, and --rank N shows another's")
     if not log_files(found, rank=rank, stream=stream) and not follow:
         if not found.unfinished:
-            msg = f"{found.id} has left no such output"
+            msg = f"{found.id} has no such output"
             raise UsageError(msg, hint=f"see {found.dir}")
         out.say(f"no output yet: {found.state}")
     _show_files(found, rank=rank, stream=stream, follow=follow)

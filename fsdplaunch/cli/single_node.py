@@ -264,7 +264,7 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     place = short_path(plan.run_dir)
     if result.unwritten is not None:
-        out.note(f"{place} does not hold how the run ended: {result.unwritten}")
+        out.note(f"{place} lacks the record of how the run ended: {result.unwritten}")
     if result.start is not None:
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result.start.items())
         out.say(f"the last script began after {sum(result.start.values()):.2f} s: {parts}")

@@ -13,7 +13,7 @@ def warm(*, stop: bool, as_json: bool, out: Output) -> int:
     try:
         found = ask_all(os.environ, {"stop": True} if stop else {"state": True})
     except UnsafeFolderError as error:
-        raise MachineError(str(error), hint="remove it; fsdplaunch makes it anew, for you alone") from None
+        raise MachineError(str(error), hint="remove it; fsdplaunch makes it again, for your user only") from None
     if as_json and not stop:
         out.json({"folder": folder_path(os.environ), "interpreters": found})
         return 0

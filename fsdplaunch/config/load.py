@@ -118,11 +118,11 @@ def stack(
     for key, lost, source, leader in followers:  # what was taken back and differs from what runs
         if lost.value not in (keys_by_path()[key].default, value_at(context.config, key)):
             name = ".".join(source)
-            message = f"{write(lost.value)} is taken back: it follows {name}, which is set by {leader.place}"
+            message = f"{write(lost.value)} is overridden: it follows {name}, which is set by {leader.place}"
             notes.append(Problem(id="follows", key=".".join(key), message=message, place=lost.place))
     for key, one in theirs.values.items():
         if values.get(key) is one:
-            message = f"sets {'.'.join(key)}: {write(one.value)}, which nothing else does"
+            message = f"sets {'.'.join(key)}: {write(one.value)}, because nothing else sets it"
             notes.append(Problem(id="variable-of-accelerate", key="", message=message, place=one.place))
 
     def located(rules: Mapping[str, Check]) -> list[Problem]:

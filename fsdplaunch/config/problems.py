@@ -18,18 +18,18 @@ TEXT_PROBLEMS = {
     "misplaced-key": "The key belongs to another section.",
     "not-an-assignment": "A text on the command line is not `KEY=VALUE`.",
     "wrong-value": "The key does not take this value.",
-    "unsupported-value": "accelerate knows the value, fsdplaunch cannot honour it.",
+    "unsupported-value": "accelerate knows the value, but fsdplaunch cannot honour it.",
 }
 """The ids of problems that a text, a name or a single value can have; those of key combinations are rules."""
 
 TEXT_NOTES = {
     "other-spelling": "The key is written in another way than the reference does.",
-    "former-place": "The key stands where older files say it.",
+    "former-place": "The key is where older files have it.",
     "bare-section": "The file consists of one section's keys, without its name.",
     "follows": "A key follows another one, which a higher layer sets.",
     "variable-of-accelerate": "A variable that accelerate reads sets a key that the file leaves open.",
-    "unread-variable": "An environment variable is named nearly like that of a key.",
-    "option-without-effect": "An option of accelerate or torchrun changes nothing of this run.",
+    "unread-variable": "An environment variable's name is close to that of a key.",
+    "option-without-effect": "An option of accelerate or torchrun changes nothing in this run.",
 }
 """The ids of notes about a text, a name or an option; those about key combinations are rules."""
 MOST_SHOWN = 100  # how many problems a command shows: a file of another kind has thousands

@@ -73,7 +73,9 @@ class YamlText:
                 self.report("not-a-key", "a key must be a word", mark, key=section)
                 continue
             if key_node.value == "<<" and key_node.style is None:
-                self.report("not-a-key", "<< is not read here", mark, key=section, hint="write the keys out")
+                self.report(
+                    "not-a-key", "merge keys (<<) are not supported", mark, key=section, hint="write the keys out"
+                )
                 continue
             entry = YamlEntry(key_node.value, self.place(mark), value, key_node)
             first = found.setdefault(entry.name, entry)

@@ -243,7 +243,7 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
     why, found = f"the import fails {where}, in the environment of {facts.python}", _NO_MODULE.match(facts.text)
     known = sorted(module.name for module in pkgutil.iter_modules([facts.folder or ".", *sys.path]))
     name = found[1] if found else ""
-    first = f"install the package that has {name}: it may be called otherwise; or correct the path to it"
+    first = f"install the package that has {name}: its name may be another; or correct the path to it"
     if not name or name in _PACKAGES:
         first = f"{facts.python} -m pip " + (f"install {_PACKAGES[name]}, which has {name}" if name else "check")
     elif name in known:
@@ -259,7 +259,7 @@ def _wrong_block_class(facts: FailureFacts) -> Diagnosis | None:
     named = ", ".join(facts.config.fsdp_config.fsdp_transformer_layer_cls_to_wrap)
     return Diagnosis(
         why=f"the model has no module of the class {named or 'named'}",
-        remedies=("leave fsdp_transformer_layer_cls_to_wrap out: the blocks are then found by themselves",),
+        remedies=("leave fsdp_transformer_layer_cls_to_wrap out: the blocks are then found without it",),
     )
 
 
@@ -310,7 +310,7 @@ _KINDS: Sequence[_Recognise] = (
     ),
     _says(
         "duplicate GPU detected",
-        "two ranks compute on one GPU: the script chooses it by something else than LOCAL_RANK",
+        "two ranks compute on one GPU: the script does not choose it by LOCAL_RANK",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is on a GPU',
         "no more workers on a node than it has GPUs",
     ),

@@ -306,7 +306,7 @@ def check_groups(config: Config) -> None:
         and shards_on_xla(config)
         and not runs_spmd(config)
     ):
-        msg = "sharding_groups cannot be followed: groups would each train a model of their own"
+        msg = "sharding_groups is not supported: each group would train its own model"
         raise UsageError(msg, hint="leave it out: all processes shard together")
 
 
@@ -316,7 +316,7 @@ def _xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) ->
         given = environ.get(_CPU_DEVICES, "").strip()
         if given and not (given.isascii() and given.isdecimal() and int(given)):
             msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
-            raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; xla.cpu_devices says it, too")
+            raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; or set xla.cpu_devices")
         devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
         return found | {XLA_DEVICE: "CPU", _CPU_DEVICES: given or devices}
     if not environ.get(XLA_DEVICE):

@@ -92,7 +92,7 @@ def check_warm_folder(config: Config) -> Iterator[Finding]:
         yield Finding(message=error.message, hint="leave launch.keep_warm_seconds out")
         return
     if problem:
-        hint = "remove it; fsdplaunch makes it anew, for you alone"
+        hint = "remove it; fsdplaunch makes it again, for your user only"
         yield Finding(message=f"no interpreter is kept warm: {problem}", hint=hint, fatal=False)
 
 
@@ -139,7 +139,7 @@ def check_sharder(plan: LaunchPlan) -> Iterator[Finding]:
     is_read = file.suffix == ".py" and os.access(file, os.R_OK)
     text = file.read_text(encoding="utf-8", errors="replace") if is_read else ""
     if "optim" in text and not _SHARDERS.search(text):
-        message = f"{file} names nothing that shards a model, as a script under FSDP1 has to"
+        message = f"{file} calls nothing that shards a model, as a script under FSDP1 must"
         hint = "FSDP2 shards it: fsdplaunch launch --fsdp-version 2 ..., or fsdplaunch config set fsdp_version=2"
         yield Finding(message=message, hint=hint, fatal=False)
 

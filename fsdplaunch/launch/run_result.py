@@ -221,7 +221,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
         return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     if failure.rank is None:
         message = [f"  {line}" for line in _ends_of(failure.message or "")]
-        head = f"the run failed with exit code {failure.exit_code}, and no worker is to blame"
+        head = f"the run failed with exit code {failure.exit_code}, and no worker caused it"
         why = result.diagnosis.why or "the agent that watches the workers failed itself; its log has the traceback"
         remedies = [f"  try  {remedy}" for remedy in result.diagnosis.remedies]
         return [head, *message, "", f"  why  {why}", *remedies, f"  log  {run_dir}/{AGENT_LOG}"]

@@ -83,9 +83,9 @@ def _is_complete(folder: Path) -> bool:
 def _fetched(name: str) -> Path:
     """Fetch the configuration and the weights' headers, into files without data as large as the real ones."""
     if find_spec("huggingface_hub") is None:
-        raise _unreachable(name, "huggingface_hub is not installed to fetch it")
+        raise _unreachable(name, "huggingface_hub, which would download it, is not installed")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "true", "yes"):
-        raise _unreachable(name, "HF_HUB_OFFLINE forbids to fetch it")
+        raise _unreachable(name, "HF_HUB_OFFLINE forbids downloading it")
     import huggingface_hub
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ def _fetched(name: str) -> Path:
         known = [_REASONS[each.__name__] for each in type(error).__mro__ if each.__name__ in _REASONS]
         lines = [line[:200] for line in str(error).strip().splitlines()]
         why = next(iter([*known, *lines]), type(error).__name__)
-        raise _unreachable(name, f"it cannot be fetched: {why}") from None
+        raise _unreachable(name, f"it cannot be downloaded: {why}") from None
     folder = make_process_dir()
     (folder / "config.json").write_bytes(config.read_bytes())
     for file_name, found in headers.files_metadata.items():

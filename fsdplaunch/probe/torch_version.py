@@ -136,7 +136,9 @@ def _text(numbers: Numbers) -> str:
 
 
 NEWEST_RELEASE = "2.9.0"  # of torch_xla, and of the torch that it needs, as of the tests
-_INSTALL = f"pip install 'fsdplaunch[xla]' into an environment of its own: torch and torch_xla {NEWEST_RELEASE}"
+_INSTALL = (
+    f"pip install '.[xla]' in the clone, into an environment of its own: torch and torch_xla {NEWEST_RELEASE}"
+)
 
 
 def installed_problem() -> Mismatch | None:

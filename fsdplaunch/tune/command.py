@@ -145,7 +145,7 @@ def _announce(plan: LaunchPlan, source: str, folder: Path, out: Output, *, allow
         out.note("--allow-writes: what the script writes to other folders than its own is written by every trial")
     else:
         out.say("  the script runs in a copy of this folder made of links: what it writes there is thrown away,")
-        out.say("  a write elsewhere is refused; programs that it starts itself are not kept from writing")
+        out.say("  a write elsewhere is refused; programs that it starts can write anywhere")
     for note in plan.notes:
         out.note(note)
 

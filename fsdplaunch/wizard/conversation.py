@@ -290,7 +290,7 @@ class Conversation:
                 answer = question.accept(answer, before)
                 doubt = None if answer == question.proposed(before) else question.doubt(answer, before)
                 choices = (Choice("no", "No, another answer"), Choice("yes", "Yes"))
-                if doubt is None or self.prompts.select(f"{doubt}. Is that meant?", choices) == "yes":
+                if doubt is None or self.prompts.select(f"{doubt}. Is that intended?", choices) == "yes":
                     return answer
 
     def _prompt(self, question: Question, before: WizardState, default: str) -> str | PromptRequest:

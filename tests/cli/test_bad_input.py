@@ -28,7 +28,7 @@ FILES = {
     "broken.json": "{",
 }
 LAUNCH = [
-    ("--hosts ''", "--hosts is given nothing"),
+    ("--hosts ''", "--hosts has no value"),
     ("--hosts a,,b", "ssh.hosts: must be names of nodes separated by commas, and 'a,,b' lacks one"),
     ("--hosts a,a", "a is named twice"),
     ("--hosts 'a;id'", "'a;id' is not a name of a node"),
@@ -46,7 +46,7 @@ LAUNCH = [
     ("--hostfile bad", "bad:2: 'b slots=x' is not NAME or NAME slots=N"),
     ("--hostfile slots --num-processes 4", "num_processes is 4, but the hostfile's slots are 3"),
     ("--hostfile machines --nproc-per-node 4", "workers_per_node is 4 (command line), but a has slots=2"),
-    ("--num-machines 2 --main-process-ip ''", "--main-process-ip is given nothing"),
+    ("--num-machines 2 --main-process-ip ''", "--main-process-ip has no value"),
     ("--num-machines 2 --machine-rank 5", "5 is not below num_machines 2; nodes count from 0"),
     ("--num-machines 2 --main-process-port 99999", "must be a whole number from 0 to 65535, got 99999"),
     ("--num-machines 2 --rdzv-endpoint a:99999", "must be HOST:PORT, got a:99999"),
@@ -59,7 +59,7 @@ LAUNCH = [
     ("--start-method thread", "'thread' is not one of spawn, fork, forkserver"),
     ("--rdzv_conf read_timeout=soon", "read_timeout must be a whole number of seconds"),
     ("--rdzv_conf soon", "launch.rendezvous_options: must be"),
-    ("--gpu_ids ''", "--gpu_ids is given nothing"),
+    ("--gpu_ids ''", "--gpu_ids has no value"),
     ("--use_deepspeed", "DeepSpeed needs accelerate launch"),
     ("-c nope.yaml", "nope.yaml"),
     ("-c broken.yaml", "broken.yaml:3"),

@@ -101,7 +101,7 @@ def test_prune_keeps_a_run_that_holds_what_is_no_launchs(tmp_path, capsys, place
     said = capsys.readouterr().err
     found = place if place.startswith("ranks") else place.split("/")[0]
     assert f"{run_dir.name} is kept: {found} in it is not a launch's" in said
-    assert "deleted 0 runs that nobody has touched for 30 d" in said
+    assert "deleted 0 runs unchanged for 30 d" in said
     assert run_dir.exists()
 
 

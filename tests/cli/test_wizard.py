@@ -161,7 +161,7 @@ def test_wizard_further_keys_are_explained_checked_and_set():
     """A wrong value stays on its line; a key alone is explained; empty is the end."""
     more = "fsdp_state_dict_type" + ENTER + "max_restarts=x" + ENTER
     talked = talk(ENTER * 6 + more, CLEAR + "max_restarts=3" + ENTER + "state_dict_type=1" + ENTER * 3)
-    assert "fsdp_config.fsdp_state_dict_type: How checkpoints hold the model" in " ".join(talked.said.split())
+    assert "fsdp_config.fsdp_state_dict_type: How checkpoints store the model" in " ".join(talked.said.split())
     assert "launch.max_restarts: must be a whole number, at least 0, got x" in talked.drawn
     assert talked.result.config.launch.max_restarts == 3
     assert talked.result.config.fsdp_config.fsdp_state_dict_type == "FULL_STATE_DICT"

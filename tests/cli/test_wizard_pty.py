@@ -58,7 +58,7 @@ def test_wizard_on_a_terminal_goes_back_and_writes_what_was_answered(start):
     child.send(ENTER)
     child.expect_exact("How many workers on each node?")
     child.send("999" + ENTER)
-    child.expect_exact("Is that meant?")
+    child.expect_exact("Is that intended?")
     child.send(DOWN + ENTER)
     child.expect_exact("Model folder, or its size")
     child.send("124m" + ENTER)

@@ -228,7 +228,7 @@ def line_of(body: str, text: str) -> int:
 REFUSED = {
     "join": (
         "with Join([model]):\n    model(rows).mean().backward()\n",
-        " enters join(): every pass needs every rank, also one that has no batch left",
+        " enters join(): every pass needs every rank, even one without a batch left",
     ),
     "zero": (
         "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)\n",

@@ -49,4 +49,4 @@ def test_rates_that_differ_with_the_global_batch_kept_end_the_run(forks: Forks, 
     done = forks.run(HEAD + BY_HAND, tmp_path / "run", ranks=2, launch__keep_global_batch=True)
     assert done.codes == [1, 1]
     for err in done.err:
-        assert "ranks step with other learning rates: [0.5] on rank 0 and [0.25] on rank 1" in err
+        assert "ranks step with different learning rates: [0.5] on rank 0 and [0.25] on rank 1" in err

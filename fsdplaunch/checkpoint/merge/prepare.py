@@ -153,7 +153,7 @@ def remove_checkpoint(opened: OpenCheckpoint) -> bool:
                 if identity_of(os.stat(name, dir_fd=fd)) == identity:
                     continue
             msg = f"{folder} stays: {name} in it was changed after it was merged"
-            raise CheckpointError(msg, hint="the merged weights are complete; look what writes to the checkpoint")
+            raise CheckpointError(msg, hint="the merged weights are complete; check what writes to the checkpoint")
         for name in opened.files:
             os.unlink(name, dir_fd=fd)
         with suppress(FileNotFoundError):

@@ -177,5 +177,5 @@ def _rename(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]
 
 def _fits_none(option: str, names: Sequence[str]) -> NoReturn:
     shown = ", ".join(short(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")  # noqa: PLR2004
-    msg = f"{option} fits none of the {len(names)} weights"
-    raise UsageError(msg, hint=f"names are {shown}; without * it takes leading parts")
+    msg = f"{option} matches none of the {len(names)} weights"
+    raise UsageError(msg, hint=f"names are {shown}; a pattern without * matches the start of a name")

@@ -112,18 +112,18 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
         return
     why = f"launch.nodes {config.launch.nodes} lets nodes come and go"
     if config.rdzv_backend == "static":
-        yield Violation((("rdzv_backend",), _NODES), f"{why}, and static cannot", "use c10d")
+        yield Violation((("rdzv_backend",), _NODES), f"{why}, which static does not support", "use c10d")
     if isinstance(config.num_processes, int):
-        message = f"{why}, and {config.num_processes} workers do not"  # distributed_type: NO is one worker
+        message = f"{why}, so the number of workers cannot be {config.num_processes}"  # type NO is one worker
         yield Violation((_PROCESSES, _NODES), message, "set launch.workers_per_node")
     hybrid = context.strategy.startswith("HYBRID") and context.shards
     if hybrid or context.axes.replicas != 1:
         about = (fsdp("sharding_strategy"), mesh("dp_replicate"), _NODES)  # a dp_shard_size leaves one, too
         hint = "use FULL_SHARD, over however many nodes there are"
-        yield Violation(about, f"{why}, and a number of replicas does not", hint)
+        yield Violation(about, f"{why}, so the number of replicas cannot be fixed", hint)
     for axis, size in (("tp", context.axes.tensor), ("cp", context.axes.context)):
         if size == REST:
-            message = f"{why}, and the model would be split into as many parts"
+            message = f"{why}, and the number of parts of the model would follow"
             yield Violation((mesh(axis), _NODES), message, "give it a number")
 
 
@@ -183,7 +183,7 @@ def _unused_options(context: RuleContext) -> Iterator[Violation]:
     """Name settings of torch's rendezvous that the rendezvous of this run does not have."""
     least, most = node_range(context.config)
     if not _may_be_several(context):
-        read, why = _READ_ALONE, "one node meets nobody"
+        read, why = _READ_ALONE, "a run on one node has no rendezvous"
     else:
         read, why = _READ_FIXED if least == most else _READ_ELASTIC, "the launchers number the nodes themselves"
     unread = sorted(set(context.config.launch.rendezvous_options) - read)

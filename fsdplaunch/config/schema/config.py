@@ -82,7 +82,7 @@ class Config:
         v.FLAG, False, env="ACCELERATE_CPU_AFFINITY", follows=("launch.numa_binding",)
     )("accelerate's word for launch.numa_binding: node.")
     main_training_function: str = key(v.TEXT, "main", noise=True)("""
-        Under PyTorch/XLA, the script's function that is called where the script has trained nothing at its end.
+        Under PyTorch/XLA, the script's function that is called if the script has trained nothing when it ends.
         Without effect elsewhere.""")
     tpu_name: str | None = key(v.TEXT, None, noise=True)(_TPU)
     tpu_zone: str | None = key(v.TEXT, None, noise=True)(_TPU)

@@ -22,23 +22,23 @@ class LaunchSection:
         Worker processes per node: a number; auto for one per GPU (2 without GPUs); gpu for one per GPU, an error
         without; cpu for one per processor. Left out, num_processes divided by num_machines.""")
     nodes: str | None = key(v.NODE_RANGE, None, follows=("num_machines",))("""
-        MIN:MAX nodes for an elastic run, which starts with MIN and takes in more up to MAX. Nodes that come or go
-        have all workers start again from the last checkpoint. Left out, exactly num_machines.""")
+        MIN:MAX nodes for an elastic run, which starts with MIN and accepts more, up to MAX. When nodes come or go,
+        all workers start again from the last checkpoint. Left out, exactly num_machines.""")
     shard: v.ShardName = key(v.one_of(v.ShardName), "auto")("""
-        Who shards the model. auto: what the script calls, and where nothing it calls shards, each worker itself,
-        where the script moves its model to the device, compiles it, builds its optimizer or gives it to
-        DistributedDataParallel (FSDP2). always: each worker itself, whatever else the script calls. explicit: only
-        what the script calls. off: nobody, and a script that shards nothing may end well.""")
+        Who shards the model. auto: the script's own calls, or if none of them shards, each worker, when the script
+        moves its model to the device, compiles it, builds its optimizer or gives it to DistributedDataParallel
+        (FSDP2). always: each worker, whatever else the script calls. explicit: only the script's own calls. off:
+        nobody, and a script that shards nothing may end well.""")
     hide_ranks: bool = key(v.FLAG, False)("""
-        Hide RANK, LOCAL_RANK, WORLD_SIZE and the like from the script. One that looks at them then takes its way
-        for one process, and is sharded and given its share of the data as such a script is.""")
+        Hide RANK, LOCAL_RANK, WORLD_SIZE and the like from the script. A script that looks at them then takes its
+        branch for one process, and is sharded and given its share of the data like any one-process script.""")
     keep_global_batch: bool = key(v.FLAG, False)("""
-        Compute what one process would where a script is sharded for it: every worker runs the script on the global
-        batch, with the same random numbers, and only the model's passes are divided over them. Otherwise every
-        worker takes batches of its own, and draws of its own, as under DDP.""")
+        In a script that the workers shard, compute what one process would: every worker runs the script on the
+        global batch, with the same random numbers, and only the model's passes are divided over them. Otherwise
+        every worker takes its own batches and its own random numbers, as under DDP.""")
     max_restarts: int = key(v.WHOLE, 0)("How often all workers are started again after one of them failed.")
     monitor_interval_seconds: float = key(v.SECONDS, 0.1, aliases=("monitor_interval",))("""
-        How often the workers are looked at.""")
+        How often the workers are checked.""")
     role: str = key(v.TEXT, "default")("Name of this kind of worker, which scripts find as ROLE_NAME.")
     event_log: v.EventLogName | None = key(v.one_of(v.EventLogName), None, aliases=("event_log_handler",))("""
         console: torch's agent writes its events into the run's agent.log. Left out, nowhere.""")
@@ -66,18 +66,18 @@ class LaunchSection:
     process_group_timeout_seconds: float = key(v.SECONDS, 600.0)("""
         How long a collective may wait for the slowest rank before the run fails.""")
     log_dir: str = key(v.TEXT, "runs", per_node=True)("""
-        Folder that gets one subfolder per run, with the plan, the result and rank output.""")
+        Folder with one subfolder per run, which holds the plan, the result and the ranks' output.""")
     show_ranks: str = key(v.RANKS, "0")("""
         Ranks whose output reaches the terminal: all, or numbers separated by commas. Every other rank's output
         goes to its files in the run's folder.""")
     show_local_ranks: str | None = key(
         v.RANKS, None, aliases=("local_ranks_filter",), per_node=True, follows=("launch.show_ranks",)
-    )("Ranks whose output reaches this node's terminal, counted on each node. Goes before show_ranks.")
+    )("Ranks whose output reaches this node's terminal, counted on each node. Overrides show_ranks.")
     redirects: str | None = key(v.STREAMS, None, follows=("launch.show_ranks",))("""
         Output that goes to the files only, as torchrun's option says it: 1 stdout, 2 stderr, 3 both, for all
-        workers of a node or for some, `0:3,1:2`. Goes before show_ranks.""")
+        workers of a node or for some, `0:3,1:2`. Overrides show_ranks.""")
     tee: str | None = key(v.STREAMS, None, follows=("launch.show_ranks",))("""
-        Output that reaches the terminal as well as the files, written as in redirects. Goes before show_ranks.""")
+        Output that reaches the terminal as well as the files, written as in redirects. Overrides show_ranks.""")
     preload: tuple[str, ...] = key(v.MODULES, ("torch",))("""
         Modules imported once per node, before the workers are forked. Torch is among them unless the list is
         empty; an empty list starts every worker as a fresh Python.""")
@@ -98,16 +98,16 @@ class LaunchSection:
         How long workers may take to save and end after a signal, or after another worker failed, before they are
         killed.""")
     stall_seconds: float = key(v.WAIT, 600.0)("""
-        When no rank has made a step or written anything for so long, say which ones are behind and save every
-        rank's stack. 0 is never.""")
+        When no rank has made a step or written anything for this long, name the ranks that are behind and save
+        every rank's stack. 0: never.""")
     measure: bool = key(v.FLAG, True)("""
-        Measure each worker's steps: what they take, and how much of it is waiting for data and for other workers.
-        With false only steps are counted.""")
+        Measure each worker's steps: how long they take, and how much of that is waiting for data and for other
+        workers. With false steps are only counted.""")
     timing: bool = key(v.FLAG, False)("""
-        Say after the run what its start took: the plan, the agent, importing torch, forking, joining the process
-        group, hooks, reading the script.""")
+        Print after the run how long each part of its start took: the plan, the agent, importing torch, forking,
+        joining the process group, hooks, reading the script.""")
     metrics: dict[str, str] = key(v.METRICS, {})("""
-        Where else what is measured goes, for other tools. jsonl: FILE gets a line of JSON for each step,
+        Where else the measurements go, for other tools. jsonl: FILE gets a line of JSON for each step,
         tensorboard: FOLDER the same as scalars (with tensorboard installed), and prometheus: PORT serves the last
         steps at http://127.0.0.1:PORT/metrics. The agent of rank 0 writes them.""")
     env: dict[str, str] = key(v.VARIABLES, {})("Further environment variables for the workers, name: value.")
@@ -118,15 +118,15 @@ class PrecisionSection:
     """Dtypes, each on its own. Left out, mixed_precision decides."""
 
     param: v.DtypeName | None = key(v.DTYPE, None, follows=("mixed_precision",))("""
-        Format parameters are gathered and computed in. Left out, that of mixed_precision.""")
+        Dtype that parameters are gathered and computed in. Left out, that of mixed_precision.""")
     reduce: v.DtypeName | None = key(v.DTYPE, None)("""
-        Format gradients are summed over ranks in. Left out, fp32 whenever parameters compute in less.""")
+        Dtype that gradients are summed over ranks in. Left out, fp32 whenever parameters compute in less.""")
     output: v.DtypeName | None = key(v.DTYPE, None, versions=(2,))("""
-        Dtype the model's outputs are cast to (FSDP2). Left out, that of the computation.""")
+        Dtype that the model's outputs are cast to (FSDP2). Left out, that of the computation.""")
     buffer: v.DtypeName | None = key(v.DTYPE, None, versions=(1,), follows=("mixed_precision",))("""
         Dtype of buffers in forward (FSDP1). Left out, that of mixed_precision.""")
     master: v.DtypeName | None = key(v.DTYPE, None)("""
-        Format the shards and the optimizer state are kept in. Left out, fp32 under mixed precision, else the
+        Dtype that the shards and the optimizer state are kept in. Left out, fp32 under mixed precision, else the
         model's own.""")
 
 
@@ -141,14 +141,14 @@ class CheckpointSection:
         into the model, every rank its own shards only; build the model on the meta device and no rank ever holds
         all of it. Left out, the model keeps the weights the script gave it.""")
     weights_strict: bool = key(v.FLAG, True)("""
-        Whether tensors that checkpoint.weights lacks, or has too many, are errors. With false the model
-        initialises what is missing, and what is left over is left out; both are reported.""")
+        Whether tensors that are missing or left over in checkpoint.weights are errors. With false the model
+        initialises the missing ones, and those left over are ignored; both are reported.""")
     async_: bool = key(v.FLAG, False)("""
         Copy and write checkpoints in the background: save_checkpoint returns at once, and an optimizer's step that
-        comes before the end of the copy to host memory waits for it. Each worker needs memory for its shards once
-        more.""")
+        comes before the end of the copy to host memory waits for it. Each worker needs memory for a second copy of
+        its shards.""")
     keep_last: int | None = key(v.COUNT, None)("""
-        How many complete checkpoints that were saved with a step stay; older ones are deleted. Left out, all.""")
+        How many complete checkpoints with a step are kept; older ones are deleted. Left out, all.""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,10 @@ class SlurmSection:
     mem: str | None = key(v.TEXT, None)("Host memory on each node, for example 200G.")
     constraint: str | None = key(v.TEXT, None)("Features the nodes must have.")
     array: str | None = key(v.TEXT, None)("""
-        Submit so many jobs that differ in SLURM_ARRAY_TASK_ID, for example 0-3 or 0-9%2.""")
+        Submit one job for each number, which it finds in SLURM_ARRAY_TASK_ID, for example 0-3 or 0-9%2.""")
     signal_seconds: int = key(v.WHOLE, 120)("""
         How long before the time limit the workers get SIGTERM, in order to save. SLURM may send it up to a minute
-        early. 0 is never.""")
+        early. 0: never.""")
     requeue: bool = key(v.FLAG, True)("""
         Put the job back into the queue when its workers have saved and left (status 75), when it is preempted, and
         when a node fails.""")
@@ -199,7 +199,7 @@ class KubernetesSection:
     user: int | None = key(v.COUNT, None)("""
         User number the pods run as, and group of their files. Left out, the image's, which must not be root.""")
     retries: int = key(v.WHOLE, 3)("""
-        How often a pod may fail in a way that another start can mend. Evictions do not count.""")
+        How often a pod may fail in a way that another start can fix. Evictions do not count.""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,5 +212,5 @@ class SshSection:
     options: tuple[str, ...] = key(v.LINES, ())("""
         Further options of the ssh command, each one word: -F, my_config, -oPort=2222.""")
     python: str | None = key(v.TEXT, None)("""
-        Interpreter on the nodes, its whole path. Left out, that of this command.""")
+        Full path of the interpreter on the nodes. Left out, that of this command.""")
     remote_dir: str | None = key(v.TEXT, None)("Folder on the nodes. Left out, the one of this command.")

@@ -108,7 +108,9 @@ _WRAP = "fsdp_config.fsdp_auto_wrap_policy"
 _ALONE = "is not used: it belongs to DeepSpeed's sequence parallelism"
 _NO_SPLIT = v.one_of(
     Literal[1],
-    refused={"*": "DeepSpeed splits sequences so, which needs accelerate launch; cp_size splits them under FSDP2"},
+    refused={
+        "*": "this way to split sequences is DeepSpeed's and needs accelerate launch; under FSDP2 use cp_size"
+    },
 )
 
 
@@ -205,7 +207,7 @@ class FsdpConfig:
     fsdp_state_dict_type: v.StateDictName | None = key(
         v.STATE_DICT, None, question="How are checkpoints written?", pinned=(1, 2)
     )("""
-        How checkpoints hold the model. SHARDED_STATE_DICT (3): every rank writes its own shards. FULL_STATE_DICT
+        How checkpoints store the model. SHARDED_STATE_DICT (3): every rank writes its own shards. FULL_STATE_DICT
         (1): rank 0 gathers and writes everything. LOCAL_STATE_DICT (2): FSDP1's flat shards. Left out,
         SHARDED_STATE_DICT under FSDP2 and FULL_STATE_DICT under FSDP1.""")
     fsdp_use_orig_params: bool = key(v.FLAG, True, versions=(1,))("""
@@ -237,13 +239,13 @@ class FsdpConfig:
         matches nothing is an error.""")
     xla: bool = key(v.FLAG, False, former={"xla": None})("""
         Shard with PyTorch/XLA, on TPUs, or on a CPU where there are none. torch_xla and the torch that goes with
-        it must be installed (fsdplaunch[xla]).""")
+        it must be installed (the package's extra xla).""")
     xla_fsdp_v2: bool = key(v.FLAG, False, aliases=("xla_v2",), former={"xla_fsdp_v2": None, "xla_v2": None})("""
         Under xla, shard by SPMD: one process per host drives all of its devices. False is
         XlaFullyShardedDataParallel, one process per device.""")
     xla_fsdp_settings: dict[str, Any] = key(XLA_SETTINGS, {}, former={"xla_fsdp_settings": None})("""
-        Under xla without xla_fsdp_v2, arguments of XlaFullyShardedDataParallel by name, dtypes by theirs:
-        compute_dtype: bfloat16. They go before what other keys say.""")
+        Under xla without xla_fsdp_v2, arguments of XlaFullyShardedDataParallel, dtypes by name: compute_dtype:
+        bfloat16. They override other keys.""")
     xla_fsdp_grad_ckpt: bool = key(
         v.FLAG, False, former={"xla_fsdp_grad_ckpt": None}, follows=("fsdp_config.fsdp_activation_checkpointing",)
     )("Under xla, recompute each unit's activations in backward; fsdp_activation_checkpointing means the same.")
@@ -264,7 +266,7 @@ class ShardingSection:
 
     tensor_parallel_plan: dict[str, str] = key(v.PLAN, {})("""
         How tp_size splits layers: names of modules or parameters, * for any one part of a name, and styles such as
-        colwise and rowwise. Left out, the plan that models of transformers bring along.""")
+        colwise and rowwise. Left out, the model's own plan, as transformers' models have it.""")
 
     context_parallel_attention: v.SequenceAttentionName = key(v.one_of(v.SequenceAttentionName), "auto")("""
         How attention sees the sequences that cp_size splits. heads: each rank computes some of the heads over all

@@ -45,7 +45,7 @@ _HINTS = {
     "connection refused": "the node is up and nothing listens there yet: start fsdplaunch launch on node 0",
     "the name is not known": "set main_process_ip to node 0's address, as numbers if names do not resolve here",
     "no route to host": "the node is down or not on this network: is main_process_ip right?",
-    "network is unreachable": "this node has no way to that network: is main_process_ip right?",
+    "network is unreachable": "this node has no route to that network: is main_process_ip right?",
 }
 
 

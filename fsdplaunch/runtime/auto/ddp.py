@@ -201,7 +201,7 @@ def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: Hoo
     if hook_context.keeps_batch and hook_context.size > 1:
         msg = (
             f"{line} gives {name} to DistributedDataParallel: the script divides its data by itself,"
-            " so launch.keep_global_batch cannot"
+            " so launch.keep_global_batch cannot be used"
         )
         hint = (
             "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
@@ -334,7 +334,7 @@ _HOOK = (
     "leave it out; precision.reduce sets the dtype that gradients are averaged in",
 )
 _JOIN = (
-    "enters join(): every pass needs every rank, also one that has no batch left",
+    "enters join(): every pass needs every rank, even one without a batch left",
     "give all ranks as many batches (drop_last=True, DistributedSampler), and leave join() out",
 )
 _REFUSED_METHODS = {"join_hook": _JOIN, "register_comm_hook": _HOOK, BUILTIN_HOOK: _HOOK}

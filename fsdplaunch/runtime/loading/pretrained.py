@@ -34,7 +34,7 @@ def pretrained_for(
     where = configured.weights if weights is None else weights
     if where is False or where is None or (weights is None and not models):
         if strict is not None:
-            msg = "strict was given, and no weights"
+            msg = "strict was given without weights"
             raise UsageError(msg, hint="give weights=FOLDER, or set checkpoint.weights")
         return None
     if len(models) != 1:

@@ -91,7 +91,7 @@ def repoint(optimizer: Optimizer, known: Mapping[int, str]) -> None:
             model = sharded_home(param)
             if model is None:
                 where = f"parameter {position} of group {index}, of shape {tuple(param.shape)}"
-                msg = f"the optimizer trains {where}, that no prepared model holds"
+                msg = f"the optimizer trains {where}, which no prepared model holds"
                 raise ShardingError(
                     msg, hint="pass the model it belongs to to fsdplaunch.prepare, before or with it"
                 )

@@ -33,7 +33,10 @@ ELSEWHERE = """Current thread 0x00007f3c (most recent call first):
             [(5, WAITING), (5, WAITING), (4, WAITING), (5, WAITING)],
             "3 ranks wait for rank 2 (step 4, train.py:90 in step)",
         ),
-        ([(3, ELSEWHERE), (3, ELSEWHERE)], "all ranks are alike: rank 0 (step 3, data.py:12 in load_batch)"),
+        (
+            [(3, ELSEWHERE), (3, ELSEWHERE)],
+            "all ranks are at the same place: rank 0 (step 3, data.py:12 in load_batch)",
+        ),
         (
             [(3, ELSEWHERE), (3, ELSEWHERE.replace("data.py", "item.py"))],  # two lines that read from a GPU
             "ranks are at different lines: "

@@ -130,7 +130,7 @@ def test_missing_module_says_where(worker, ranks, where):
         ("cv2", "/env/python -m pip install opencv-python, which has cv2"),
         (
             "no_such_package_at_all",
-            "install the package that has no_such_package_at_all: it may be called otherwise",
+            "install the package that has no_such_package_at_all: its name may be another",
         ),
         ("json.nothing", "json itself is there: another version of it, or another spelling below it"),
     ],

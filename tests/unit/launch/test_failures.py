@@ -84,7 +84,7 @@ def test_failure_that_nothing_is_known_about_says_so(worker, record):
 def test_run_that_failed_without_a_worker_says_so():
     lines = failure_lines(read_result({"error": "RuntimeError: no"}, exit_code=1), run_dir="runs/x")
     assert lines == [
-        "the run failed with exit code 1, and no worker is to blame",
+        "the run failed with exit code 1, and no worker caused it",
         "  RuntimeError: no",
         "",
         "  why  the agent that watches the workers failed itself; its log has the traceback",

@@ -228,9 +228,9 @@ class DividedPasses:
             return
         if facts[other][0] == facts[0][0]:
             rates = f"{facts[0][1]} on rank 0 and {facts[other][1]} on rank {other}"
-            msg = f"{script_line()}: ranks step with other learning rates: {rates}"
-            raise ShardingError(msg, hint="change them by what all ranks have alike, and not by a rank's number")
-        msg = f"{script_line()}: {self.name} is given other values on rank {other} than on rank 0"
+            msg = f"{script_line()}: ranks step with different learning rates: {rates}"
+            raise ShardingError(msg, hint="change them by values that all ranks share, not by a rank's number")
+        msg = f"{script_line()}: {self.name} is given different values on rank {other} than on rank 0"
         hint = (
             "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
             " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"

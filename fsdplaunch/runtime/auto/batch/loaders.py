@@ -69,8 +69,8 @@ def read(original: Any, hook_context: HookContext, loader: Any) -> Any:
         length, line = _early.pop(loader, (None, ""))
         if length is not None and len(loader) != length:
             messages.say(
-                f"{line}: len() of the loader was {length}, before it was known who shards, and each rank reads"
-                f" {len(loader)} batches: a schedule or a last save counted by it does not fit; with --shard"
+                f"{line}: len() of the loader was {length}, before it was known who shards, but each rank reads"
+                f" {len(loader)} batches: a schedule or a last save based on it is wrong; with --shard"
                 " always it is known from the start"
             )
     if not isinstance(loader.dataset, IterableDataset) or evaluates:

@@ -110,7 +110,7 @@ def _check_no_gradients(whose: str, params: Iterable[nn.Parameter], what: str) -
         msg = f"{script_line()} {what} after a backward pass: {whose} has gradients, of each rank's own rows"
         hint = (
             "build the optimizer, or move the model to its device (model.to(device)), before the first backward"
-            " pass; or call fsdplaunch.prepare(model) there. Gradients of no use: model.zero_grad()"
+            " pass; or call fsdplaunch.prepare(model) there. If its gradients are not needed: model.zero_grad()"
         )
         raise ShardingError(msg, hint=hint)
 

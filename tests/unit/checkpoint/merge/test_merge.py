@@ -246,10 +246,10 @@ def test_chosen_weights_are_merged_and_the_rest_is_named(dcp, model, options, le
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only": ("layer",)}, "--only 'layer' fits none of the 5 weights"),
-        ({"exclude": ("*.bias", "*.gain")}, r"--exclude '\*.gain' fits none"),
+        ({"only": ("layer",)}, "--only 'layer' matches none of the 5 weights"),
+        ({"exclude": ("*.bias", "*.gain")}, r"--exclude '\*.gain' matches none"),
         ({"only": ("head",), "exclude": ("*.weight",)}, "leave none of the 5 weights"),
-        ({"rename": (("lay", "x"),)}, "--rename lay=x fits none"),
+        ({"rename": (("lay", "x"),)}, "--rename lay=x matches none"),
         ({"rename": (("head.weight", ""),)}, "leaves nothing of the name 'head.weight'"),
         ({"rename": (("layers.1", "layers.10"),)}, r"would both be called 'layers.10.up.weight'"),
     ],

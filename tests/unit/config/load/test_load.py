@@ -41,7 +41,7 @@ def test_later_layers_win_and_say_so(tmp_path):
     assert loaded.origins["fsdp_config", "fsdp_version"].text == "env FSDP_VERSION"
     assert loaded.origins["num_processes",].layer == "flag"
     assert [note.as_note() for note in loaded.notes] == [
-        "env FSDP_VERSION: sets fsdp_config.fsdp_version: 2, which nothing else does"
+        "env FSDP_VERSION: sets fsdp_config.fsdp_version: 2, because nothing else sets it"
     ]
 
 
@@ -101,7 +101,7 @@ def test_a_value_that_follows_is_named_where_it_would_have_been_another(tmp_path
     assert changed.config.fsdp_config.fsdp_reshard_after_forward is False
     (note,) = changed.notes
     assert note.as_note() == (
-        f"{path}:3:3: fsdp_config.fsdp_reshard_after_forward: true is taken back: "
+        f"{path}:3:3: fsdp_config.fsdp_reshard_after_forward: true is overridden: "
         "it follows fsdp_config.fsdp_sharding_strategy, which is set by command line"
     )
     assert load_config(path, environ={}, overrides=["fsdp_sharding_strategy=FULL_SHARD"]).notes == ()
