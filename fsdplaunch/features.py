@@ -55,5 +55,5 @@ def built_without(missing: ModuleNotFoundError) -> LaunchError | None:
     """Return a failed import of a feature that this installation is without, as an error of ours."""
     if missing.name not in FOLDERS:
         return None
-    msg = f"this installation is without {FOLDERS[missing.name]}: there is no {missing.name}"
+    msg = f"this installation lacks {FOLDERS[missing.name]}: {missing.name} is missing"
     return LaunchError(msg, hint="install the complete package")

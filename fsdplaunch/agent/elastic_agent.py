@@ -199,10 +199,10 @@ class AgreedRendezvous(RendezvousHandler):
         def leave() -> None:
             self._is_stopped()
             if self._elastic is not None and self._elastic.is_done and self._has_changed():
-                msg = "a node has gone while this one was done"  # it does not answer
+                msg = "a node left while this one had already finished"  # it does not answer
                 raise RendezvousError(msg)
 
-        poll(is_decided, self._is_stopped, self._join_seconds, "not all nodes began the attempt", self._nodes)
+        poll(is_decided, self._is_stopped, self._join_seconds, "not all nodes started the attempt", self._nodes)
         if not store.check(["all"]):
             return None
         watched: Any = _WatchedStore(store, leave, nodes)

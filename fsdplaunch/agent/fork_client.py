@@ -114,8 +114,8 @@ class ForkServer:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self._is_reaped = True
             how = signal_name(-code) if code < 0 else f"exit code {code}"
-            msg = f"what launch.preload names ended the interpreter ({how})"
-            raise LaunchError(msg, hint="leave it out of launch.preload") from None
+            msg = f"importing the modules of launch.preload ended the interpreter ({how})"
+            raise LaunchError(msg, hint="remove the module that does so from launch.preload") from None
 
     def start_worker(
         self, command: Sequence[str], variables: Mapping[str, str], *, cold: bool, files: Sequence[int], cpus: Any

@@ -64,7 +64,7 @@ class MetricsExport:
             action()
         except Exception as error:  # a full disk, a port in use, whatever TensorBoard raises
             self._sinks.pop(name, None)
-            self._say(f"launch.metrics: nothing more is written for {name}: {type(error).__name__}: {error}")
+            self._say(f"launch.metrics: stopped writing {name}: {type(error).__name__}: {error}")
 
     def _new_rows(self, ranks: Mapping[int, RankSteps]) -> Iterator[Row]:
         if ranks and (pid := next(iter(ranks.values())).pid) != self._pid:

@@ -186,7 +186,7 @@ class WorkerGroup:
         if self.attempts:
             cause = self.attempts[-1]["cause"]
             failed = sum(attempt["cause"] is not None for attempt in self.attempts)
-            again = "the nodes that take part have changed: all workers start again"
+            again = "the set of nodes has changed: all workers restart"
             if cause is not None:
                 again = f"attempt {failed + 1} of {self.spec.launch.max_restarts + 1} ({brief(cause)})"
             self.say(again)

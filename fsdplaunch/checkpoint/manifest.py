@@ -191,7 +191,7 @@ def _size_of(path: Path) -> int:
     except OSError as problem:
         is_no_name = problem.errno == errno.ENAMETOOLONG
         kind = MissingFileError if is_missing(problem) or is_no_name else UnreadableError
-        msg = f"it cannot be looked at: {problem.strerror}"
+        msg = f"it cannot be accessed: {problem.strerror}"
         raise kind(msg) from None
 
 
@@ -232,7 +232,7 @@ def find_other(folder: Path, manifest: Mapping[str, Any], only: str = "") -> str
             continue
         try:
             if _read_patiently(folder / name, partial(crc_of, folder, name)) != crc:
-                return f"{name} does not match its checksum: it is damaged, or of another save"
+                return f"{name} does not match its checksum: it is damaged, or from another save"
         except ValueError as problem:  # also a name that cannot be a file's
             return f"{name}: {problem}"
     return None

@@ -65,7 +65,7 @@ def find_weight_files(where: Path) -> WeightFiles:
         return _described(where, [where], None, pickled=pickled)
     if not where.is_dir():
         msg = f"no model folder {where}"
-        raise CheckpointError(msg, hint="give a folder with *.safetensors files, as this node sees it")
+        raise CheckpointError(msg, hint="give a folder with *.safetensors files; the path must exist on this node")
     names = sorted(path.name for path in where.iterdir() if path.is_file())
     usual = f"model{_INDEX}"
     indexes = [name for name in names if name.endswith(_INDEX)]
@@ -91,7 +91,7 @@ def _nothing(where: Path, names: list[str]) -> CheckpointError:
     children = [path.name for path in where.iterdir()]
     if INDEX_NAME in names or any(name.startswith(("pytorch_model_fsdp", "checkpoint-")) for name in children):
         msg = f"{where} is a checkpoint of a training run, not a model folder"
-        hint = "go on from it with fsdplaunch.load_checkpoint, or make a model folder of it with merge-weights"
+        hint = "resume from it with fsdplaunch.load_checkpoint, or turn it into a model folder with merge-weights"
         return CheckpointError(msg, hint=hint)
     msg = f"{where} holds no weights: no *.safetensors and no pytorch_model*.bin"
     return CheckpointError(msg, hint="finish the download, or give the folder that has them")
@@ -166,7 +166,7 @@ def check_index(files: WeightFiles) -> None:
         if weight is None or files.paths[weight.file].name != file:
             there = "is in none" if weight is None else f"is in {files.paths[weight.file].name}"
             msg = f"the index of {files.where} says {short(name)} is in {short(file)}, but it {there}"
-            raise CheckpointError(msg, hint="the files are not of one version; download them again")
+            raise CheckpointError(msg, hint="the files are from different versions; download them again")
 
 
 def _read_file(path: Path, number: int) -> list[StoredWeight]:

@@ -37,7 +37,7 @@ def check_output(output: Path, sources: tuple[Path, ...], *, overwrite: bool) ->
     """
     target = real_path(output)
     if output.suffix in {".safetensors", ".bin"}:
-        msg = f"{output} looks like a file; the output is a folder"
+        msg = f"{output} looks like a file; the output must be a folder"
         raise UsageError(msg, hint=f"use {output.parent}")
     for source in {real_path(path) for path in sources}:
         if target == source or target.is_relative_to(source) or source.is_relative_to(target):
@@ -103,7 +103,7 @@ def check_memory(needed: int) -> None:
     if free is not None and needed > free:
         sizes = f"{size_words(needed)}, {size_words(free)} are free"
         msg = f"the torch format needs the full checkpoint in memory: {sizes}"
-        raise CheckpointError(msg, hint="merge to safetensors, which needs next to none")
+        raise CheckpointError(msg, hint="merge to safetensors, which needs almost no memory")
 
 
 _HELD = {errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN}
@@ -295,7 +295,7 @@ def _publish(partial: Path, target: Path, *, overwrite: bool) -> None:
     try:
         sync_folder(target.parent)
     except OSError as problem:
-        msg = f"{target} is complete, but perhaps not on disk yet: {problem.strerror}"
+        msg = f"{target} is complete, but may not be on disk yet: {problem.strerror}"
         raise CheckpointError(msg, hint="check the disk or the file server, and compare the files") from None
 
 
@@ -336,7 +336,7 @@ def replace_folder(partial: Path, target: Path, aside: Path, stays: Callable[[st
             target.rename(aside)
         try:
             if not os.path.samestat(os.fstat(before), old.lstat()):
-                msg = f"{target} was replaced by another program meanwhile"
+                msg = f"{target} was replaced by another program in the meantime"
                 raise CheckpointError(msg, hint="give each program a folder of its own")
             if old is aside:
                 partial.rename(target)

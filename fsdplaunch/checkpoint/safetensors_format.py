@@ -130,7 +130,7 @@ def read_header(path: Path) -> FileHeader:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(MAX_HEADER, size - 8):
-            refuse(f"its header is said to have {length} bytes, the file has {size}")
+            refuse(f"its header is declared to have {length} bytes, but the file has {size}")
         text = file.read(length)
     try:
         header = parse_json(text)

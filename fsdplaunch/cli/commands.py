@@ -43,7 +43,7 @@ from fsdplaunch.cli.output import Output
 
 # What follows SCRIPT belongs to the script.
 SCRIPT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
-CHECK_STEPS = "Optimizer steps after which the script is ended; 2, or 5 with --compare"
+CHECK_STEPS = "Optimizer steps after which the script is stopped; 2, or 5 with --compare"
 CHECK_EPILOG = (
     "Example: fsdplaunch check train.py --lr 3e-4. Keys are options before SCRIPT, as for launch (--hide-ranks); "
     "everything after it belongs to the script."
@@ -123,13 +123,13 @@ def launch(
         bool, flag("--allow-unsharded", "Accept a script that never shards a model")
     ] = False,
     slurm: Annotated[
-        bool, flag("--slurm", "Submit to SLURM as slurm: in the file says; start nothing here")
+        bool, flag("--slurm", "Submit to SLURM, as set under slurm: in the file; start nothing here")
     ] = False,
     kubernetes: Annotated[
-        bool, flag("--kubernetes", "Apply Kubernetes objects as kubernetes: in the file says")
+        bool, flag("--kubernetes", "Apply Kubernetes objects, as set under kubernetes: in the file")
     ] = False,
     follow: Annotated[
-        bool, flag("--follow", "With --slurm or --kubernetes: show the output until the end")
+        bool, flag("--follow", "With --slurm or --kubernetes: show the output until the run ends")
     ] = False,
     live: Annotated[bool, flag("--live", "Show what each rank does, below the output")] = False,
     noted: NotedOption = None,
@@ -223,7 +223,7 @@ def doctor(
         bool, flag("--network", "Start a short test of the connections between all workers")
     ] = False,
     no_torch: Annotated[bool, flag("--no-torch", "Do not import torch (saves seconds)")] = False,
-    paste: Annotated[bool, flag("--paste", "Print the block for a bug report, without secrets and names")] = False,
+    paste: Annotated[bool, flag("--paste", "Print a block for a bug report, without secrets or names")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine has and what prevents training; exit 3 if something does."""
@@ -258,10 +258,10 @@ def check(
     "warm:warm",
     app,
     "warm",
-    epilog="fsdplaunch launch --keep-warm 600 train.py keeps one for the next launch.",
+    epilog="fsdplaunch launch --keep-warm 600 train.py keeps an interpreter for the next launch.",
 )
 def warm(
-    stop: Annotated[bool, flag("--stop", "End them; runs go on")] = False,
+    stop: Annotated[bool, flag("--stop", "End them; their runs go on")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List or stop the interpreters that are kept for the next launch."""
@@ -286,9 +286,9 @@ def tune(
         list[str] | None,
         takes("KEY=V1,V2", "Try these values, and only keys named by --try", "--try"),
     ] = None,
-    steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured in a launch")] = 10,
+    steps: Annotated[int, whole("--steps", 3, 10**6, "Optimizer steps measured per launch")] = 10,
     limit_seconds: Annotated[float, number("--time-limit", 1, 10**7, "Seconds that one launch may take")] = 300,
-    memory: Annotated[int | None, size("--memory", "Memory that a worker may need [default: the GPU's]")] = None,
+    memory: Annotated[int | None, size("--memory", "Memory that a worker may use [default: the GPU's]")] = None,
     precision: Annotated[bool, flag("--allow-precision", "Try other dtypes too")] = False,
     compile: Annotated[  # noqa: A002  (as the option has it)
         bool, flag("--compile", "Try torch.compile too")
@@ -386,7 +386,7 @@ def runs_logs(
 
 @does("runs:prune_runs", runs_app, "prune")
 def runs_prune(
-    older_than: Annotated[int, age("--older-than", "Only runs unchanged for that long, such as 30d")],
+    older_than: Annotated[int, age("--older-than", "Only runs unchanged for this long, such as 30d")],
     yes: Annotated[bool, Option("--yes", "-y", help="Delete without asking")] = False,
     file: ConfigOption = None,
     log_dir: LogDirOption = None,

@@ -224,7 +224,7 @@ def convert(
     if to != "fsdp2":
         msg = f"a file cannot be converted to {to}"
         raise UsageError(
-            msg, hint="use --to fsdp2; accelerate takes files without sections of our own as they are"
+            msg, hint="use --to fsdp2; accelerate reads files that have none of fsdplaunch's own sections"
         )
     target = target or source
     if target.exists() and not overwrite:

@@ -106,7 +106,7 @@ def _measure_network(
         if source is not None:
             secret = source.wait() if config.machine_rank else source.offer()
             if not secret:
-                msg = "the nodes prove a secret to each other, and this node has none"
+                msg = "the nodes authenticate to each other with a secret, and this node has none"
                 hint = f"start node 0 first, in a folder that the nodes share, or set {SECRET} on every node"
                 raise MachineError(msg, hint=hint)
         result = run_plan(plan, output=sys.stderr.fileno(), secret=secret)
@@ -118,6 +118,6 @@ def _measure_network(
         return [Check("all-reduce", "problem", "\n".join(lines).strip())], None
     answer = plan.run_dir / _ANSWER
     if not answer.is_file():
-        return [Check("all-reduce", "skipped", "rank 0's node reports what was found")], None
+        return [Check("all-reduce", "skipped", "rank 0's node reports the result")], None
     measured: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return list(check_connections(measured)), measured

@@ -93,6 +93,6 @@ def _launch_elsewhere(request: LaunchRequest, route: str | None, out: Output) ->
         return launch_over_ssh(request, out)
     if ssh.hosts or ssh.hostfile:
         named = "ssh.hosts" if ssh.hosts else "ssh.hostfile"
-        msg = f"--{route} hands the run over, and {named} names nodes to start it on"
+        msg = f"--{route} submits the run to a scheduler, but {named} names nodes to start it on"
         raise UsageError(msg, hint=f"leave out --{route}, or {named}")
     return (launch_on_slurm if route == "slurm" else launch_on_kubernetes)(request, out)

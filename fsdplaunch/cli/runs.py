@@ -39,7 +39,7 @@ def list_runs(*, file: Path | None, log_dir: Path | None, limit: int, as_json: b
     folder = folder_of(file, log_dir)
     if log_dir is not None and not folder.is_dir():
         msg = f"--log-dir {folder} is not a folder"
-        raise UsageError(msg, hint="name the one with the runs; a run is written to launch.log_dir")
+        raise UsageError(msg, hint="name the folder that holds the runs, launch.log_dir of their launches")
     runs = read_runs(folder, limit=limit)
     if as_json:
         out.json([run.to_dict() for run in runs])
@@ -77,7 +77,7 @@ def prune_runs(
     gone = [(run, seen) for run, seen in old if seen.foreign is None]
     for run, seen in old:
         if seen.foreign is not None:
-            out.note(f"{run.id} is kept: {seen.foreign} in it is not a launch's")
+            out.note(f"{run.id} is kept: {seen.foreign} in it was not written by a launch")
     if gone and not yes:
         for line in table([(run.id, rough_time(time.time() - run.started), run.state) for run, _ in gone]):
             out.say(line)

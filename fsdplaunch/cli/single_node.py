@@ -250,7 +250,7 @@ def run_shown(
         if count == 1:
             grace = plan.config.launch.shutdown_grace_seconds
             workers = counted(plan.workers, "worker")
-            out.say(f"{name}: asked {workers} to end, within {grace:.0f} s; again to kill them")
+            out.say(f"{name}: asked {workers} to end within {grace:.0f} s; repeat to kill them")
         else:
             out.say(f"{name}: killing the workers")
 
@@ -267,7 +267,7 @@ def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, i
         out.note(f"{place} lacks the record of how the run ended: {result.unwritten}")
     if result.start is not None:
         parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in result.start.items())
-        out.say(f"the last script began after {sum(result.start.values()):.2f} s: {parts}")
+        out.say(f"the last worker's script started after {sum(result.start.values()):.2f} s: {parts}")
     if result.summary is not None and not is_part:
         from fsdplaunch.launch.step_summary import end_lines
 

@@ -61,7 +61,7 @@ def _other_rows(one: StepFacts, many: StepFacts, sharded: RunFacts, *, drawn: bo
         if all(_close(content, one.contents[0]) for content in many.contents):
             return _randomness(sharded) if drawn else None
         if all(_close(content, many.contents[0]) for content in many.contents):
-            return _drawn_anew("all workers read the same rows, but not those of the plain run")
+            return _drawn_anew("all workers read the same rows, but not those of the run in one process")
         return Cause(
             id="batch-size",
             text=f"the global batch is {rows} rows instead of {plain}: each worker reads its own",
@@ -70,11 +70,11 @@ def _other_rows(one: StepFacts, many: StepFacts, sharded: RunFacts, *, drawn: bo
     if rows != plain:
         return Cause(
             id="batch-size",
-            text=f"the workers' batches have {rows} rows together, the plain run's has {plain}",
+            text=f"the workers' batches have {rows} rows together, that of the run in one process has {plain}",
             hint="use a batch size that the workers can divide evenly",
         )
     same = _close(sum(many.contents), one.contents[0])
-    return None if same else _drawn_anew("the workers read other rows than the plain run")
+    return None if same else _drawn_anew("the workers read other rows than the run in one process")
 
 
 def _drawn_anew(what: str) -> Cause:
@@ -90,8 +90,8 @@ def _randomness(run: RunFacts) -> Cause:
     named = f" ({drops[0]}{f' and {len(drops) - 1} more' if len(drops) > 1 else ''})" if drops else ""
     return Cause(
         id="randomness",
-        text=f"the forward pass draws random numbers{named}, and workers draw others than one process does",
-        hint="set dropout to 0 to compare; only the draw differs, not the computation",
+        text=f"the forward pass draws random numbers{named}, and workers draw other numbers than one process",
+        hint="set dropout to 0 to compare; only the random numbers differ, not the computation",
     )
 
 
@@ -166,7 +166,7 @@ def rounding(first: Difference, plain: RunFacts, sharded: RunFacts, changed: Run
         return None
     return Cause(
         id=_ID,
-        text="rounding, which grows in this script: one process whose weights are changed in their last digits"
-        f" before the first step is {reach[-1]:.1e} away from itself there",
+        text="rounding, which grows in this script: in one process, changing the last digits of the weights before"
+        f" the first step makes a difference of {reach[-1]:.1e} there",
         hint="compare in fp64 to see it shrink (torch.set_default_dtype(torch.float64)), or fewer --steps",
     )

@@ -74,7 +74,7 @@ def _run_alone(plan: LaunchPlan, further: Mapping[str, str]) -> int:
 
 def _no_step(plan: LaunchPlan, where: str) -> LaunchError:
     msg = f"{plan.script}, {where}, ended without an optimizer step"
-    return LaunchError(msg, hint="give it arguments with which it trains; --steps only ends it earlier")
+    return LaunchError(msg, hint="pass the script arguments with which it trains; --steps can only end it earlier")
 
 
 def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) -> int:
@@ -88,7 +88,7 @@ def conclude(plan: LaunchPlan, tolerance: float, *, as_json: bool, out: Output) 
     cause = find_cause(verdict.first, plain, sharded, plan.config.precision.param) if verdict.first else None
     if cause is not None and verdict.first is not None and may_be_rounding(verdict.first, cause):
         out.say("  they differ: running once more in one process, with the last digits of the weights changed,")
-        out.say("  to see whether rounding does as much")
+        out.say("  to see whether rounding alone makes as large a difference")
         status = _run_alone(plan, {COMPARE_CHANGED: "1"})
         changed = None if status else read_run(folder, 0, COMPARED_CHANGED)
         cause = (changed and rounding(verdict.first, plain, sharded, changed)) or cause
@@ -115,7 +115,9 @@ def _table(plan: LaunchPlan, plain: RunFacts, sharded: RunFacts) -> list[str]:
 def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | None) -> list[str]:
     if verdict.first is None or cause is None:
         steps, (count, by) = counted(len(plain.steps), "step"), verdict.parameters
-        noise = f"; {len(verdict.noise)} left out, whose gradients are rounding" if verdict.noise else ""
+        noise = (
+            f"; {len(verdict.noise)} left out, whose gradients are only rounding errors" if verdict.noise else ""
+        )
         return [
             f"equal: {plan.script} computes the same over {plan.workers} workers as in one process",
             f"  {steps}: losses and gradients to {verdict.largest:.1e}, {count} parameters to {by:.1e}{noise}",
@@ -125,9 +127,9 @@ def _words(plan: LaunchPlan, plain: RunFacts, verdict: Verdict, cause: Cause | N
     values = ""
     if first.plain is not None:
         values = f", {first.plain:.6g} in one process and {first.sharded:.6g} over workers"
-    word = "equal except for rounding, visible" if is_equal(verdict, cause) else "different"
+    word = "equal except for rounding, first visible" if is_equal(verdict, cause) else "different"
     return [
-        f"{word} {place}: {first.what}{values} (apart by {first.by:.1e})",
+        f"{word} {place}: {first.what}{values} (they differ by {first.by:.1e})",
         f"  cause  {cause.text}",
         f"  try    {cause.hint}",
     ]

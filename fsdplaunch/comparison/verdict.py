@@ -49,7 +49,9 @@ def read_run(folder: Path, workers: int, alone: str = COMPARED_PLAIN) -> RunFact
     steps = [_joined(record["steps"]) for record in records]
     if len(counts := {len(each) for each in steps}) > 1:
         msg = f"the workers made different numbers of optimizer steps: {sorted(counts)}"
-        raise LaunchError(msg, hint="see what each worker read: the script decides by rank how long it trains")
+        raise LaunchError(
+            msg, hint="check the batches of each worker: the script makes the number of steps depend on the rank"
+        )
     return RunFacts(
         steps=[_step(parts) for parts in zip(*steps, strict=True)],
         start=_norms([record["start"] for record in records]),

@@ -60,7 +60,7 @@ _VERSION, _STRATEGY, _RESHARD = fsdp("version"), fsdp("sharding_strategy"), fsdp
 _STATE_DICT, _REPLICAS, _SHARDS = fsdp("state_dict_type"), mesh("dp_replicate"), mesh("dp_shard")
 _DROPPED: Mapping[KeyPath, str] = {
     **LEFT_OVER,
-    fsdp("forward_prefetch"): "accelerate's FSDP2 does not have it, fsdplaunch's has: set it if it was faster",
+    fsdp("forward_prefetch"): "accelerate's FSDP2 does not have it, fsdplaunch's does: set it if it was faster",
     fsdp("sync_module_states"): "rank 0's values are sent to all ranks",
     ("precision", "buffer"): "FSDP2 leaves buffers in their own dtype",
 }

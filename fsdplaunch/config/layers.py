@@ -65,9 +65,9 @@ class Layer:
             canonical = None if value is None else spec.key.kind.parse(value)
         except ValueError as error:
             if value == "" and spec.default is None and spec.key.kind in (TEXT, PORT):  # so tools leave it out
-                self.note("empty-value", spec.dotted, "says nothing: it is empty", place)
+                self.note("empty-value", spec.dotted, "is ignored: it is empty", place)
             elif spec.key.noise:  # whatever it says, no run reads it
-                message = f"has no effect here, whatever it says: {shown(value)}"
+                message = f"has no effect here, whatever its value: {shown(value)}"
                 self.note("written-by-accelerate", spec.dotted, message, place)
             elif spec.key.leftover and len(spec.path) == 1:  # another engine's, which alone knows its form
                 self.note("other-engine", spec.dotted, spec.key.leftover, place)
@@ -172,7 +172,7 @@ def _read_entry(layer: Layer, text: YamlText, section: str, entry: YamlEntry, *,
         layer.reject("wrong-value", dotted, words, place)
         return
     if former and value is None:
-        layer.note("former-place", dotted, f"says nothing; {spec.dotted} is the key", place)
+        layer.note("former-place", dotted, f"is ignored: it has no value, and the key is now {spec.dotted}", place)
     elif spec.path in layer.values:
         _say_again(layer, spec, value, dotted, place)
     else:

@@ -173,7 +173,7 @@ def _read_by(what: str) -> str:
     return f"is read by {what} only, and this run does not use it"
 
 
-_ALWAYS = "is always so"
+_ALWAYS = "is always on"
 _TPU = "says how accelerate finds a TPU pod; here the same command runs on each of its hosts"
 _SAGEMAKER = "is read for SageMaker only, and this run does not use it"
 _NO_MEANING = "is torchrun's, and has no meaning here"
@@ -198,15 +198,15 @@ FOREIGN_OPTIONS: Mapping[str, ForeignOption] = {
     "num_cpu_threads_per_process": _taken(
         "sets OMP_NUM_THREADS in launch.env", sets="launch.env.OMP_NUM_THREADS={}", has_value=True
     ),
-    "fsdp": _taken("sets the keys that its words mean", words=_FSDP_WORDS, has_value=True),
+    "fsdp": _taken("sets one key for each of its words", words=_FSDP_WORDS, has_value=True),
     "start_method": _taken(
-        "spawn sets launch.preload=none; fork and forkserver are forks of a preloaded interpreter, as always",
+        "spawn sets launch.preload=none; fork and forkserver fork workers from a preloaded interpreter, as always",
         words=_START_METHODS,
         has_value=True,
     ),
     "quiet": _taken(f"{_ALWAYS}: a failure is reported in a few lines"),
     "run_path": _taken(f"{_ALWAYS}: a script runs inside its worker's interpreter"),
-    "use_parallelism_config": _taken("the sizes of parallelism_config count wherever they are set"),
+    "use_parallelism_config": _taken("the sizes of parallelism_config apply wherever they are set"),
     "use_xpu": _noted("is ignored by accelerate as well", has_value=False),
     "ipex": _noted(_read_by("Intel's extension of torch"), has_value=False),
     "tpu_cluster": _noted(_TPU, has_value=False),

@@ -41,7 +41,7 @@ def check_driver(facts: DoctorFacts) -> Iterator[Check]:
         if problem := driver_problem(facts.notes):
             yield Check("driver", wanted, problem, "reboot, or install it again; use_cpu: true runs on the CPU")
         elif torch is not None and torch.sees_gpus:
-            text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not show: runs use the CPU"
+            text = f"torch can use {torch.sees_gpus} GPUs, which NVIDIA's library does not list: runs use the CPU"
             hint = "only NVIDIA GPUs are used; are the driver's libraries complete?"
             yield Check("driver", "warning", text, hint)
         elif facts.wants_gpus and torch is not None and torch.cuda:
@@ -81,16 +81,16 @@ def check_gpus(facts: DoctorFacts) -> Iterator[Check]:
     kinds = Counter(gpu.kind for gpu in facts.gpus)
     text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
-        hint = "choose equal ones with gpu_ids: the slowest sets the pace, the smallest the size"
-        yield Check("gpus", "warning", f"unlike GPUs: {text}", hint)
+        hint = "choose identical ones with gpu_ids: the slowest limits the speed, the smallest the memory"
+        yield Check("gpus", "warning", f"different GPUs: {text}", hint)
     else:
         yield Check("gpus", "ok", text)
     slow = [pair for pair, can in facts.driver.peers.items() if not can]
     if slow:
         first, second = slow[0]
         pairs = f"{len(slow)} of {len(facts.driver.peers)} pairs"
-        text = f"{pairs} go through host memory, GPU {first} and {second} first"
-        yield Check("links", "warning", text, "NCCL_P2P_DISABLE unset? IOMMU (ACS) off?")
+        text = f"{pairs} go through host memory, for example GPU {first} and {second}"
+        yield Check("links", "warning", text, "is NCCL_P2P_DISABLE unset, and the IOMMU (ACS) off?")
     elif len(facts.gpus) > 1:
         yield Check("links", "ok", "all pairs read each other's memory")
 
@@ -124,7 +124,7 @@ _FLEETING_KINDS = ("tmpfs", "ramfs", "overlay")
 def check_host(facts: DoctorFacts) -> Iterator[Check]:
     """Check that there is a processor for each worker, and how much host memory this process may use."""
     workers = len(facts.gpus) or CPU_WORKERS
-    text = f"{facts.cpus} usable (affinity and container limits counted)"
+    text = f"{facts.cpus} usable (affinity and container limits considered)"
     if facts.cpus < workers:
         hint = "give the container more processors, or start fewer workers"
         yield Check("processors", "warning", f"{text} for {counted(workers, 'worker')}", hint)
@@ -306,10 +306,10 @@ def check_connections(measured: Mapping[str, Any]) -> Iterator[Check]:
     """Say what the network test found: world, hosts, wrong, and all_reduce in bytes per second."""
     for rank, sizes in measured["wrong"].items():
         text = f"rank {rank} on {measured['hosts'][int(rank)]} got a wrong sum for {sizes[0]} elements"
-        hint = "test this node's memory, GPU and network card; NCCL_DEBUG=INFO says which way data went"
+        hint = "test this node's memory, GPU and network card; NCCL_DEBUG=INFO shows which path the data took"
         yield Check("all-reduce", "problem", text, hint)
     if not measured["wrong"]:
         rate = measured["all_reduce"]
         speed = f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"  # noqa: PLR2004
-        text = f"right on all {measured['world']} ranks, {speed} per link ({measured['backend']})"
+        text = f"correct on all {measured['world']} ranks, {speed} per link ({measured['backend']})"
         yield Check("all-reduce", "ok", text)

@@ -51,7 +51,9 @@ def build(script: Path, function: str) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module
     sys.path.insert(0, str(script.resolve().parent))
-    with _naming_the_line(script, f"importing {script}", "keep what trains below `if __name__ == '__main__':`"):
+    with _naming_the_line(
+        script, f"importing {script}", "put the training code under `if __name__ == '__main__':`"
+    ):
         spec.loader.exec_module(module)
     build_model = getattr(module, function, None)
     if not callable(build_model):
@@ -76,7 +78,7 @@ def _naming_the_line(script: Path, what: str, hint: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(script)]
         place = f" (line {lines[-1]})" if lines else ""
-        words = str(error).splitlines()[0] if str(error) else "without a text"
+        words = str(error).splitlines()[0] if str(error) else "without a message"
         msg = f"{what} raised {type(error).__name__}: {words}{place}"
         raise UsageError(msg, hint=hint) from error
 

@@ -146,7 +146,9 @@ def _sized(text: str) -> NamedModel:
         hint = "a size has a unit, such as 8b; a model of the hub is named org/model"
         raise UsageError(msg, hint=hint) from None
     if parameters > MOST_PARAMETERS:
-        msg = f"{quoted(text)} is larger than the largest llama that is estimated, of {MOST_PARAMETERS // 10**12}t"
+        msg = (
+            f"{quoted(text)} is larger than the largest llama that can be estimated, {MOST_PARAMETERS // 10**12}t"
+        )
         raise UsageError(msg, hint="describe the model: CONFIG.json or SCRIPT.py:FUNCTION")
     config = llama_of(parameters)
     model = describe(config, source=f"a llama of {text}")
@@ -169,7 +171,7 @@ def _read_folder(folder: Path, named: str) -> NamedModel:
     notes: tuple[str, ...] = ()
     if described is not None and described.sizes.parameters != sizes.parameters:
         counted = (short_count(sizes.parameters), short_count(described.sizes.parameters))
-        notes = ("the files hold {} parameters, config.json describes {}: the files count".format(*counted),)
+        notes = ("the files hold {} parameters, config.json describes {}: the files are used".format(*counted),)
     model = Model(sizes=sizes, shape=described.shape if described else None)
     return NamedModel(model=model, notes=notes, named=named)
 
@@ -201,7 +203,7 @@ def _words(model: Model, setup: TrainingSetup) -> str:
     sizes = model.sizes
     kinds = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp64"}
     master, compute, _ = setup.widths(sizes)
-    dtypes = f"{kinds.get(master, master)} kept, {kinds.get(compute, compute)} computed"
+    dtypes = f"{kinds.get(master, master)} weights, {kinds.get(compute, compute)} compute"
     return f"{sizes.words}; {dtypes}, {setup.optimizer}; {setup.batch_size} x {setup.length} tokens per rank" + (
         ", checkpointing" if setup.checkpoint_every else ""
     )

@@ -238,7 +238,7 @@ class ConfigNumbers:
         shown = quoted(value) if isinstance(value, str) else type(value).__name__
         if isinstance(value, int | float):
             shown = shortened(str(value), 20)
-        msg = f"{name} is {shown}, and not a whole number from {least} to {most}"
+        msg = f"{name} is {shown}, not a whole number from {least} to {most}"
         raise ValueError(msg)
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -373,7 +373,7 @@ def describe(config: Mapping[str, Any], *, source: str) -> Model:
     except UsageError:
         raise
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        msg = f"{source}: a number of this {kind} model has no meaning: {error}"
+        msg = f"{source}: the sizes of this {kind} model are invalid: {error}"
         raise UsageError(msg) from None
     dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), DTYPES["float32"])
     tensors = {name: TensorSize(size, dtype.size) for name, size in shapes.items()}

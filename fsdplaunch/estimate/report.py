@@ -71,7 +71,7 @@ def _candidates(model: Model, yours: TrainingSetup) -> Iterator[tuple[str, str, 
     if yours.batch_size > 1 and model.shape is not None:
         half = yours.batch_size // 2
         what, option = f"batch of {half} instead of {yours.batch_size}", f"a batch of {half} in the script"
-        cost = "more steps of accumulation for the same batch over all ranks"
+        cost = "more accumulation steps for the same global batch"
         yield what, option, cost, replace(yours, batch_size=half)
     if yours.shards > 1 or yours.world == 1:
         more = resized(yours, 2 * yours.world)

@@ -140,7 +140,7 @@ def _gpu_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
     remedies = _savings(facts.config)
     unused = size(rf"{_SIZE} is reserved by PyTorch but unallocated")
     if unused and asked and _bytes(unused) >= _bytes(asked):
-        why += f"; {unused} are held in pieces that are too small"
+        why += f"; {unused} are reserved in pieces that are too small"
         remedies.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     return Diagnosis(why=why, remedies=tuple(remedies))
 
@@ -201,7 +201,7 @@ def _host_out_of_memory(facts: FailureFacts) -> Diagnosis | None:
 def _unequal_collectives(facts: FailureFacts) -> Diagnosis | None:
     if UNEQUAL_COLLECTIVES not in facts.text:
         return None
-    alike = "--keep-global-batch, if the script chooses by random numbers: all ranks then draw the same"
+    alike = "--keep-global-batch, if the script branches on random numbers: all ranks then draw the same"
     return Diagnosis(
         why="ranks were in different collectives: one called or trained a model where another did not",
         remedies=(_SAME_CALLS,) if facts.config.launch.keep_global_batch else (alike, _SAME_CALLS),
@@ -214,7 +214,7 @@ def _collective_timeout(facts: FailureFacts) -> Diagnosis | None:
     waited = {worker["rank"] for worker in facts.workers if has_failed(worker) and is_consequence(worker)}
     missing = [worker["rank"] for worker in facts.workers if worker["rank"] not in waited]
     seconds = facts.config.launch.process_group_timeout_seconds
-    who = f"rank {_ranks(missing)}, which did not come" if missing else "the others, which did not come"
+    who = f"rank {_ranks(missing)}, which did not join it" if missing else "the others, which did not join it"
     longer = "--process-group-timeout-seconds with a larger number, if one rank is meant to take long"
     return Diagnosis(
         why=f"it waited in a collective for {seconds:.0f} s for {who}: ranks took different paths, or one is slow",
@@ -247,7 +247,7 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
     if not name or name in _PACKAGES:
         first = f"{facts.python} -m pip " + (f"install {_PACKAGES[name]}, which has {name}" if name else "check")
     elif name in known:
-        first = f"{name} itself is there: another version of it, or another spelling below it"
+        first = f"{name} itself is installed: it may need another version, or the name below it another spelling"
     elif near := closest(name, known):
         first = f"did you mean {near[0]}, which is there?"
     return Diagnosis(why=why, remedies=(first, "start fsdplaunch from the environment that has it"))
@@ -396,7 +396,7 @@ _KINDS: Sequence[_Recognise] = (
     ),
     _says(
         "no dimension for FSDP to shard",
-        "under FSDP2 accelerate has no way to keep a full model on every rank (NO_SHARD)",
+        "accelerate's FSDP2 cannot keep a full model on every rank (NO_SHARD)",
         "--fsdp-version 1, or --distributed-type MULTI_GPU",
     ),
     _says(

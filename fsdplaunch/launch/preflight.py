@@ -66,7 +66,7 @@ def find_obstacles(plan: LaunchPlan, hardware: Hardware) -> list[Finding]:
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * plan.workers
     if 0 <= limit < needed:
         message = f"a process here may open {limit} files, and {plan.workers} workers need {needed}"
-        found = [Finding(message=message, hint="ulimit -n 1024, in the shell that starts this")]
+        found = [Finding(message=message, hint="ulimit -n 1024, in the shell that starts the launch")]
     return [
         *check_target(plan.target),
         *check_sharder(plan),
@@ -163,7 +163,7 @@ def check_device(plan: LaunchPlan, hardware: Hardware) -> Iterator[Finding]:
     if plan.device == "cuda" and plan.target.is_python and torch_version.is_built_for_the_cpu():
         message = f"this machine has GPUs, and torch {torch_version.installed()} is built for the CPU"
     elif plan.device == "cpu" and not plan.config.use_cpu and (problem := driver_problem(hardware.notes)):
-        message = f"{problem.rstrip('.')}; this run would be on the CPU"
+        message = f"{problem.rstrip('.')}; this run would use the CPU"
     if message:
         yield Finding(message=message, hint="fsdplaunch doctor says more; --cpu runs on the CPU with gloo")
     if hidden:

@@ -222,7 +222,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     if failure.rank is None:
         message = [f"  {line}" for line in _ends_of(failure.message or "")]
         head = f"the run failed with exit code {failure.exit_code}, and no worker caused it"
-        why = result.diagnosis.why or "the agent that watches the workers failed itself; its log has the traceback"
+        why = result.diagnosis.why or "the agent that watches the workers itself failed; its log has the traceback"
         remedies = [f"  try  {remedy}" for remedy in result.diagnosis.remedies]
         return [head, *message, "", f"  why  {why}", *remedies, f"  log  {run_dir}/{AGENT_LOG}"]
     lines = _failed_rank(failure, folder)
@@ -232,7 +232,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
     rest = [("why", diagnosis.why)] if diagnosis.why else []
     rest += [("try", remedy) for remedy in diagnosis.remedies[:1]]
     rest += [("   ", remedy) for remedy in diagnosis.remedies[1:]]
-    rest = rest or [("why", "not one of the causes known here: the lines above and the log say all there is")]
+    rest = rest or [("why", "it matches no known cause: see the lines above and the log")]
     log = f"{run_dir}/{failure.log}" if failure.log else rank_folder(Path(run_dir), failure.rank)
     return [*lines, "", *(f"  {name}  {text}" for name, text in (*rest, ("log", log)))]
 

@@ -183,7 +183,7 @@ def read_run(path: Path) -> Run:
     elif job.get("since") is not None and start_of(job["pid"]) == job["since"]:  # not another one of its number
         state, age = ("running", True), age_of(job["since"])
     else:
-        state = "lost: its launcher has gone", False
+        state = "lost: its launcher is gone", False
     plan, part, started = read_json(path / PLAN), last_start(path), (path / PLAN).stat().st_mtime
     made = read_steps(rank_folder(part, 0))
     said = (_result_of(path) or {}).get("seconds")
@@ -313,8 +313,8 @@ def remove_run(run: Run, seen: RunFiles) -> None:
     run.dir.rename(aside)
     if look_at_files(aside) != seen:
         aside.rename(run.dir)
-        msg = f"{run.id} has changed since it was looked at"
-        raise LaunchError(msg, hint="look again: fsdplaunch runs")
+        msg = f"{run.id} has changed since it was listed"
+        raise LaunchError(msg, hint="list it again: fsdplaunch runs")
     shutil.rmtree(aside)
 
 

@@ -236,14 +236,18 @@ def bound_words(found: Summary) -> str:
     """Say in one sentence what bounds the step."""
     slow = found.slowest
     if slow is not None:
-        by = f"{slow.factor:.1f} times the others' own time" if slow.factor is not None else "it alone takes time"
+        by = (
+            f"{slow.factor:.1f} times the others' own time"
+            if slow.factor is not None
+            else "the others take next to none of their own"
+        )
         return f"rank {slow.rank} is slow ({slow.cause}): {by}, and they wait for it"
     percents = {name: f"{100 * part:.0f} %" for name, part in _parts_lost(found.ranks).items()}
     sentences = {
-        "input": f"input bounds the step: ranks wait {percents['input']} of it for the next batch",
-        "communication": f"communication bounds the step: it is {percents['communication']} or more on each rank",
-        "memory": "compute bounds the step, and the memory is nearly full",
-        "compute": "compute bounds the step",
+        "input": f"the step is input-bound: ranks wait {percents['input']} of it for the next batch",
+        "communication": f"the step is communication-bound: {percents['communication']} or more on each rank",
+        "memory": "the step is compute-bound, and the memory is nearly full",
+        "compute": "the step is compute-bound",
     }
     return sentences.get(found.bound_by or "", "too few steps yet to say what bounds them")
 

@@ -37,7 +37,7 @@ def find_model(folder: Path) -> Path | None:
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATIENCE_SECONDS = 10
 _REASONS = {
-    "GatedRepoError": "the hub gives it only to those who have agreed to its terms; run hf auth login",
+    "GatedRepoError": "it is gated; agree to its terms on the hub, then run hf auth login",
     "RepositoryNotFoundError": "the hub knows no such model, or it is private; run hf auth login",
     "EntryNotFoundError": "it has no config.json",
     "NotASafetensorsRepoError": "it has no safetensors files, whose headers say its size",

@@ -77,7 +77,7 @@ def save_and_load(optimizer: Optimizer) -> dict[str, Any]:
     for name, value in before.items():
         found = after.get(name)
         if found is None or found.shape != value.shape or not torch.equal(found, value):
-            how = "is missing" if found is None else "is not what it was"
+            how = "is missing" if found is None else "has changed"
             msg = f"{name} {how} after a checkpoint was saved and loaded"
             raise CheckpointError(
                 msg, hint="this is a defect of fsdplaunch or of the model's own state_dict hooks"

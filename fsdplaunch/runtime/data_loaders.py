@@ -119,12 +119,12 @@ def resume_at(loader: Any, position: Position) -> None:
 def _converted(counts: list[int], round_then: int, round_now: int) -> int:
     """Return the batches for each rank to skip, of what ranks had read in rounds of so many items together."""
     if len(set(counts)) > 1:
-        msg = f"the ranks had read {min(counts)} to {max(counts)} batches, which other ranks cannot go on from"
+        msg = f"the ranks had read {min(counts)} to {max(counts)} batches: other ranks cannot resume from there"
         raise CheckpointError(msg, hint=f"resume on {len(counts)} ranks with the same batch size")
     read = counts[0] * round_then
     again = read % round_now
     if again:
-        messages.say(f"{read} items had been read, not a multiple of {round_now}: {again} of them come again")
+        messages.say(f"{read} items had been read, not a multiple of {round_now}: {again} of them are read again")
     return read // round_now
 
 

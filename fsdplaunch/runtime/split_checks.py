@@ -67,7 +67,7 @@ class FirstPass:
             self.choose(True)
         tolerance = _tolerance(model, self.computes_in)
         if len(full) != len(split) or any(map(_differ, full, split, repeat(tolerance))):
-            msg = f"{script_line()}: {class_name(model)} computes something else with {self.what}"
+            msg = f"{script_line()}: {class_name(model)} computes different values with {self.what}"
             raise ShardingError(msg, hint=self.hint)
 
     def _split_pass(self, model: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:

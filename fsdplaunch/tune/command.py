@@ -72,8 +72,8 @@ def tune(
     allowed = frozenset(name for name, on in (("precision", precision), ("compile", compile)) if on)
     space = Space(read=read, world=plan.workers, on_gpu=on_gpu, allowed=allowed, tries=values)
     if values and not space.singles():
-        msg = "--try names nothing that makes another run than yours"
-        hint = "the values may be those that are set, contradict other keys, or have no effect"
+        msg = "--try names no value that would change the run"
+        hint = "the values are already set, contradict other keys, or have no effect"
         raise UsageError(msg, hint=hint)
     folder = Path(loaded.config.launch.log_dir).absolute() / f"{fresh_run_id()}-tune"
     source = str(loaded.path) if loaded.path else "the built-in configuration"

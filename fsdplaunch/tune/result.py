@@ -134,7 +134,7 @@ def table_lines(result: TuneResult) -> Iterator[str]:
     elif not result.rows[0].fits:
         answer = f"best of those that fit: {kept.label}; yours does not fit"
     elif speed is None:
-        answer = f"best: {kept.label}; not measured against yours in turn"
+        answer = f"best: {kept.label}; not compared directly with yours"
     else:
         answer = f"best: {kept.label}, {speed:.2f} times the speed of yours"
     yield answer if result.is_complete else f"so far, {answer}"

@@ -169,7 +169,7 @@ def read_tries(texts: Sequence[str]) -> dict[KeyPath, list[Any]]:
             wrong += [f"{problem.key} {problem.message}".strip() for problem in error.problems]
             continue
         if value is None:
-            wrong.append(f"{spec.dotted} is given no value")
+            wrong.append(f"{spec.dotted} has no value")
         elif spec.path[0] not in _OF_A_STEP:
             wrong.append(f"{spec.dotted} does not decide how a step is computed")
         elif value not in found.setdefault(spec.path, []):

@@ -20,7 +20,7 @@ from fsdplaunch.run_dir import PLAN
 from fsdplaunch.watch import RunWatcher
 from fsdplaunch.watch.view import log_line, screen
 
-_HELP = "q leaves the run alone   l numbers or last lines"
+_HELP = "q quits, the run goes on   l numbers or last lines"
 _LIVE_LINES = 10
 _PAINT_SECONDS, _SHARE = 0.5, 0.1
 """Between two looks on a screen, and the part of the time that they may take, where ranks are very many."""

@@ -47,7 +47,7 @@ def screen(look: Snapshot, width: int, height: int, print_of: Callable[[int], st
     lines += [(head, "dim"), *zip(texts, styles, strict=True)]
     if len(shown) < len(rows):
         lines.append(
-            (fit(f"{len(rows) - len(shown)} of {len(rows)} ranks left out: none is slower", width), "dim")
+            (fit(f"{len(rows) - len(shown)} of {len(rows)} ranks not shown: none is slower", width), "dim")
         )
     return lines
 

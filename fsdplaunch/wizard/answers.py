@@ -109,7 +109,7 @@ def answer_automatically(question: Question, given: Mapping[str, str], state: Wi
     by_key = next((path for path in question.keys if path in state.settings), None)
     if question.name in given:
         if by_key is not None:
-            msg = f"{question.flag} and --set {'.'.join(by_key)} decide the same"
+            msg = f"{question.flag} and --set {'.'.join(by_key)} set the same thing"
             raise UsageError(msg, hint="keep one of them")
         try:
             return state.answering(question.name, question.accept(given[question.name], state))

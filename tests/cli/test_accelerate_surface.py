@@ -235,7 +235,7 @@ def test_a_misspelt_option_names_the_nearest_one(option, meant):
 def test_an_address_that_is_left_empty_says_nothing():
     """So written by Ray's documentation."""
     notes = answer_to_file("main_process_ip: ''\nmain_process_port: ''\n")
-    assert notes == ["says nothing: it is empty"] * 2
+    assert notes == ["is ignored: it is empty"] * 2
     with pytest.raises(ConfigError, match="must be all, or GPU numbers"):
         loaded("gpu_ids: ''\n")  # accelerate hides every GPU then
 

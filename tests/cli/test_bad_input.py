@@ -29,14 +29,14 @@ FILES = {
 }
 LAUNCH = [
     ("--hosts ''", "--hosts has no value"),
-    ("--hosts a,,b", "ssh.hosts: must be names of nodes separated by commas, and 'a,,b' lacks one"),
+    ("--hosts a,,b", "ssh.hosts: must be names of nodes separated by commas, and 'a,,b' has an empty one"),
     ("--hosts a,a", "a is named twice"),
     ("--hosts 'a;id'", "'a;id' is not a name of a node"),
     ("--hosts=-oProxyCommand=id", "'-oProxyCommand=id' is not a name of a node"),
     ("--hosts '$(id)'", "'$(id)' is not a name of a node"),
     ("--hosts a --hostfile machines", "ssh.hosts and ssh.hostfile both name nodes"),
-    ("--hosts a --slurm", "--slurm hands the run over, and ssh.hosts names nodes"),
-    ("--hostfile machines --kubernetes", "--kubernetes hands the run over, and ssh.hostfile names"),
+    ("--hosts a --slurm", "--slurm submits the run to a scheduler, but ssh.hosts names nodes"),
+    ("--hostfile machines --kubernetes", "--kubernetes submits the run to a scheduler, but ssh.hostfile names"),
     ("--hosts a,b --num-machines 3", "num_machines is 3, but ssh names 2 nodes"),
     ("--hosts a,b --machine-rank 0", "machine_rank is set (command line)"),
     ("--hosts a,b,c --num-processes 8", "num_processes is 8, which cannot be split evenly"),
@@ -76,7 +76,7 @@ LAUNCH = [
 ]
 TUNE = [
     ("--try nonsense=1", "error: --try: nonsense is not a key"),
-    ("--try fsdp_reshard_after_forward=true", "names nothing that makes another run"),
+    ("--try fsdp_reshard_after_forward=true", "names no value that would change the run"),
     ("--memory much", "error: --memory must be a size such as 5GB"),
     ("--write two.yaml", "error: two.yaml exists"),
     ("--write no/where.yaml", "there is no folder"),

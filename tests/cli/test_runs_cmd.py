@@ -100,7 +100,7 @@ def test_prune_keeps_a_run_that_holds_what_is_no_launchs(tmp_path, capsys, place
     assert run(["runs", "prune", "--older-than", "30d", "--yes"]) == 0
     said = capsys.readouterr().err
     found = place if place.startswith("ranks") else place.split("/")[0]
-    assert f"{run_dir.name} is kept: {found} in it is not a launch's" in said
+    assert f"{run_dir.name} is kept: {found} in it was not written by a launch" in said
     assert "deleted 0 runs unchanged for 30 d" in said
     assert run_dir.exists()
 
@@ -131,7 +131,7 @@ def test_prune_deletes_only_the_folder_that_it_looked_at(tmp_path, capsys, monke
 
     monkeypatch.setattr("fsdplaunch.cli.runs.look_at_files", look_and_swap)
     assert run(["runs", "prune", "--older-than", "30d", "--yes"]) == 1
-    assert "old has changed since it was looked at" in capsys.readouterr().err
+    assert "old has changed since it was listed" in capsys.readouterr().err
     assert (tmp_path / "moved/plan.json").exists()
     assert (old / "plan.json").exists()
 

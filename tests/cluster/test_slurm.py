@@ -118,7 +118,7 @@ def test_machine_that_dies_puts_the_run_back_and_it_resumes_from_its_last_checkp
     finally:
         slurm.start_machine(1)
     first, second = (output(run_dir).partition(f"-try{number}  ")[2] for number in (0, 1))
-    assert f"error: lost {host1}: its launcher has gone" in first
+    assert f"error: lost {host1}: its launcher is gone" in first
     assert f"nodes {host0}, {host2}\n" in second
     assert (folder / "starts").read_text() == f"0 2 0\n{last} 2 0\n"  # with the weights of the checkpoint
     assert [result(run_dir / part)["exit_code"] for part in ("try0", "try1")] == [3, 0]

@@ -386,7 +386,7 @@ REFUSED = {  # files that cannot be read: tests/unit/checkpoint/test_model_weigh
     "fp8": ["'norm.weight' is F8_E4M3 in the files", "quantized"],
     "fp16 range": ["'norm.weight' holds 1e+06, more than torch.float16 can represent"],
     "tied": ["are one parameter in the model and differ in the files"],
-    "pickle": ["pytorch_model.bin", "which a tensor has no use for", "nothing in it was run"],
+    "pickle": ["pytorch_model.bin", "which a tensor never needs", "nothing in it was run"],
     "rank 1 cannot": ["rank 1: cannot open", "Permission denied"],
     "only rank 0": ["the model gets weights from", "on rank 0 and values of its own on rank 1"],
     "two models": ["is for one model, and prepare was given 2"],

@@ -208,7 +208,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_training(four_ranks: RankPoo
     assert "sharding.tensor_parallel_plan does not fit what its layers compute" in said[0]
     wrong |= {"layers.*.up": "packed_colwise", "layers.*.gain": "colwise"}
     said = four_ranks.run(refused, "plain", "pass", env=variables(2, wrong))
-    assert all("Plain computes something else with split layers (tp_size)" in text for text in said), said
+    assert all("Plain computes different values with split layers (tp_size)" in text for text in said), said
     said = four_ranks.run(refused, "plain", "other data", env=variables(2, models.PLAIN_PLAN))
     assert "ranks 0, 1 split layers together (tp_size), and their inputs differ" in said[0]
     assert "ranks 2, 3" in said[3]

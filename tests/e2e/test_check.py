@@ -70,7 +70,7 @@ def test_network_test_finds_right_sums(fsdplaunch):
     assert (found["network"]["world"], found["network"]["wrong"]) == (3, {})
     (check,) = (check for check in found["checks"] if check["topic"] == "all-reduce")
     assert check["status"] == "ok"
-    assert check["text"].startswith("right on all 3 ranks")
+    assert check["text"].startswith("correct on all 3 ranks")
 
 
 PLAIN = """

@@ -340,7 +340,7 @@ def preloaded(side_by_side):
         ("fine", 0, "True True\n", "finished in"),
         ("reports", 4, "", "failed with exit code 4"),
         ("fails", 0, "ran\n", "importing own_module failed (ZeroDivisionError: division by zero)"),
-        ("crashes", 1, "", "what launch.preload names ended the interpreter (SIGSEGV)"),
+        ("crashes", 1, "", "importing the modules of launch.preload ended the interpreter (SIGSEGV)"),
         ("threads", 0, "False None\n", "importing own_module started threads"),
     ],
 )

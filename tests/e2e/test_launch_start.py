@@ -91,7 +91,8 @@ def test_the_parts_of_a_start_are_printed_and_in_the_result_where_they_are_asked
     assert list(parts) == ["plan", "agent", "torch", "imports", "fork", "group", "hooks", "script"]
     assert 0 < parts["plan"] < sum(parts.values()) < run.json()["seconds"] + parts["plan"]
     assert (
-        f"the last script began after {sum(parts.values()):.2f} s: plan {parts['plan']:.2f}, agent " in run.stderr
+        f"the last worker's script started after {sum(parts.values()):.2f} s: plan {parts['plan']:.2f}, agent "
+        in run.stderr
     )
-    assert "the last script began" not in other.stderr
+    assert "the last worker's script started" not in other.stderr
     assert "start" not in other.json()

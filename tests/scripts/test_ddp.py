@@ -98,7 +98,7 @@ def _of_ranks(printed: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "world", "message"),
     [
-        ("spawn", "4", "train.py:25: mp.spawn starts 4 ranks here, and the launch has 2"),
+        ("spawn", "4", "train.py:25: mp.spawn starts 4 ranks here, but the launch has 2"),
         (
             "fork",
             "2",
@@ -232,7 +232,7 @@ REFUSED = {
     ),
     "zero": (
         "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam)\n",
-        " builds a ZeroRedundancyOptimizer: FSDP divides the state of Adam already",
+        " builds a ZeroRedundancyOptimizer: FSDP already shards the state of Adam",
     ),
     "hook": (
         "model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)\n",

@@ -325,7 +325,7 @@ def step(model, x):
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [("plain", "builds SGD after a backward pass"), ("moved", "builds SGD of parameters as they were gathered")],
+    [("plain", "builds SGD after a backward pass"), ("moved", "builds SGD from parameters that were gathered")],
 )
 def test_an_optimizer_that_a_library_builds_in_its_step_is_refused_at_the_scripts_line(
     forks: Forks, tmp_path: Path, mode: str, message: str

@@ -75,7 +75,7 @@ def test_rank_0_may_have_more_rows_to_evaluate_than_others_and_others_more_than_
         assert 0 not in done.codes
         says = r"Sequential in evaluation at train.py:\d+.* was called on rank 1 only"
         assert re.search(says, done.err[1]), done.err
-        assert "give all ranks as many batches" in done.err[1]
+        assert "give all ranks the same number of batches" in done.err[1]
     else:
         assert done.codes == [0, 0], done.err
         assert done.out == ["30\n", "30\n"]

@@ -229,4 +229,4 @@ def test_data_that_differ_by_rank_end_a_run_that_keeps_the_global_batch(forks: F
     texts = {kind: OTHERS.replace("DATA", kind) for kind in kinds}
     for kind, run in forks.beside(tmp_path, texts, launch__keep_global_batch=True).items():
         for err in run.err:
-            assert "train.py:17: Linear is given different values on rank 1 than on rank 0" in err, kind
+            assert "train.py:17: Linear gets different values on rank 1 than on rank 0" in err, kind

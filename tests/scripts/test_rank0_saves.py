@@ -93,7 +93,7 @@ for number in range(12):
         try:
             torch.save(shadow, "never.pt")
         except RuntimeError as error:
-            print("refused:", "is neither a parameter nor optimizer state" in str(error))
+            print("refused:", "is neither a current parameter nor current optimizer state" in str(error))
     if rank == 0 and number == 11:
         first = model.module.layers[0][0]
         read = [first.bias.tolist(), first.weight.detach().cpu().numpy(), first.weight.norm().item()]
@@ -240,7 +240,7 @@ def test_killed_rank_ends_the_save_within_seconds(forks: Forks, tmp_path: Path) 
     ("body", "line", "says"),
     [
         (TRAINED_ALONE, "print(model(", "calls Net in training on rank 0 only: rank 1 is at train.py:"),
-        (UNKNOWN, "torch.save(best", "is neither a parameter nor optimizer state as they are now"),
+        (UNKNOWN, "torch.save(best", "is neither a current parameter nor current optimizer state"),
     ],
     ids=["training", "unknown copy"],
 )

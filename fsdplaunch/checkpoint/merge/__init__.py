@@ -43,7 +43,7 @@ class MergeOptions:
             msg = f"max_shard_size must be at least 1 byte, got {self.max_shard_size}"
             raise UsageError(msg)
         if not self.checksums and self.reads_back:
-            msg = "a merge that is verified compares the checksums as well"
+            msg = "verifying a merge needs the checksums"
             raise UsageError(msg, hint="leave out --no-checksums")
         if self.dtype not in (None, *TARGETS):
             msg = f"dtype {self.dtype!r} is not known"

@@ -37,7 +37,7 @@ def prepare_merge(
     """
     options = options or MergeOptions()
     if not options.safe_serialization:
-        msg = "only a merge to safetensors can be planned ahead"
+        msg = "only a merge to safetensors can be planned without writing"
         raise UsageError(msg)
     with _reported(checkpoint, output):
         source = find_model(checkpoint)
@@ -118,7 +118,7 @@ def _merge_to_safetensors(
 def _check_output(checkpoint: Path, source: Path, output: Path, options: MergeOptions) -> Path:
     target = check_output(output, (checkpoint, source), overwrite=options.overwrite)
     if options.copy_from is not None and real_path(options.copy_from) == target:
-        msg = f"the output {output} is the model folder whose files are copied"
+        msg = f"the output {output} is also the model folder to copy files from"
         raise UsageError(msg, hint="choose another output folder")
     return target
 
@@ -137,7 +137,7 @@ def _reported(source: Path, output: Path | None) -> Iterator[None]:
         msg = f"merging {source}{goal} failed: {place}{why}"
         raise CheckpointError(msg, hint=_UNCHANGED) from problem
     except MemoryError:
-        msg = f"merging {source} needs more memory than there is"
+        msg = f"merging {source} ran out of memory"
         raise CheckpointError(msg, hint=_UNCHANGED) from None
 
 

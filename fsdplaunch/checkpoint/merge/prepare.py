@@ -152,7 +152,7 @@ def remove_checkpoint(opened: OpenCheckpoint) -> bool:
             with suppress(FileNotFoundError):
                 if identity_of(os.stat(name, dir_fd=fd)) == identity:
                     continue
-            msg = f"{folder} stays: {name} in it was changed after it was merged"
+            msg = f"{folder} was not deleted: {name} in it changed after the merge"
             raise CheckpointError(msg, hint="the merged weights are complete; check what writes to the checkpoint")
         for name in opened.files:
             os.unlink(name, dir_fd=fd)

@@ -86,7 +86,7 @@ def _torch_paths(index: CheckpointIndex) -> dict[str, NamePath]:
 def _load_tensor(tensor: StoredTensor, opened: OpenCheckpoint, meter: ProgressMeter, check: ChecksumCheck) -> Any:
     dtype = getattr(torch, tensor.dtype.name, None)
     if dtype is None or not tensor.dtype.size:
-        msg = f"{short(tensor.name)} is {tensor.dtype.name}, which cannot be copied by element"
+        msg = f"{short(tensor.name)} is {tensor.dtype.name}, which cannot be copied element by element"
         raise CheckpointError(msg)
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)

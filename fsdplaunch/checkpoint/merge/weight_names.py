@@ -108,7 +108,7 @@ def _find_root(paths: Sequence[NamePath], where: str) -> NamePath:
         elif len(others) == 1 and (not root or len(others) < len(nested)):
             root = (*root, others[0])
         elif len(others) < len(nested):
-            msg = f"{where} holds an optimizer beside {', '.join(short(str(key)) for key in others[:5])}"
+            msg = f"{where} holds an optimizer besides {', '.join(short(str(key)) for key in others[:5])}"
             raise CheckpointError(msg, hint="save the model alone, or under the key 'model'")
         else:
             return root
@@ -145,7 +145,7 @@ def _pick(names: Sequence[str], only: Sequence[str], exclude: Sequence[str]) -> 
         for name in names
     ]
     if not any(wanted):
-        msg = f"--only and --exclude leave none of the {len(names)} weights"
+        msg = f"--only and --exclude select none of the {len(names)} weights"
         raise UsageError(msg, hint="exclude less")
     return wanted
 
@@ -164,7 +164,7 @@ def _rename(names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]
             rest = name[len(old.removesuffix(".")) :].removeprefix(".") if old else name
             changed = ".".join(filter(None, (new.removesuffix("."), rest)))
             if not changed:
-                msg = f"--rename {old}={new} leaves nothing of the name {short(name)}"
+                msg = f"--rename {old}={new} would make the name {short(name)} empty"
                 raise UsageError(msg, hint="give a NEW that is not empty")
             result.append(changed)
         else:

@@ -245,7 +245,7 @@ def verify_merge(plan: MergePlan, sources: DataFiles, folder: Path, meter: Progr
             # From the disk, not from the pages just written.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if os.fstat(fd).st_size != file.nbytes or read_all(fd, 0, len(file.header)) != file.header:
-                _differs(f"{folder / file.name} has another size or header than planned")
+                _differs(f"{folder / file.name} does not have the planned size or header")
             for tensor in file.tensors:
                 meter.tensor, position, in_runs = tensor.name, tensor.offset, tensor.in_runs
                 for data in () if in_runs else written_blocks(tensor, sources.read_piece):

@@ -49,7 +49,7 @@ class DataFiles:
         if missing:
             shown = listed([short(name) for name in sorted(missing)], 5)
             msg = f"{folder} lacks {len(missing)} of the {len(files)} files its index names: {shown}"
-            hint = "a rank did not finish saving, or its files are on another node; bring them together"
+            hint = "a rank did not finish saving, or its files are on another node; copy them all into one folder"
             raise CheckpointError(msg, hint=hint)
         home = real_path(folder)
         for name, end in files.items():
@@ -91,7 +91,7 @@ class DataFiles:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as problem:
             msg = f"{path} cannot be opened: {problem.strerror}"
-            few = f"let a process open {MAX_OPEN + _OTHERS} files at a time: ulimit -n"
+            few = f"raise the limit on open files to {MAX_OPEN + _OTHERS}: ulimit -n"
             raise CheckpointError(msg, hint=few if problem.errno == errno.EMFILE else None) from None
         if self.identity.get(name) != identity_of(os.fstat(fd)):
             os.close(fd)
@@ -140,7 +140,7 @@ def check_save(sources: DataFiles, places: Iterable[ItemLocation]) -> None:
     known = known_crcs(sources.folder)
     for file, crc in data_crcs(sources, places).items() if known else ():
         if known.get(file, crc) != crc:
-            msg = f"{sources.folder / file} does not match its checksum: it is of another save, or damaged"
+            msg = f"{sources.folder / file} does not match its checksum: it is damaged, or from another save"
             raise CheckpointError(msg, hint=COPY_AGAIN)
 
 

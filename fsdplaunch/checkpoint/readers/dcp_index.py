@@ -113,7 +113,7 @@ def parse_index(data: bytes, *, where: str) -> CheckpointIndex:
         raise CheckpointError(msg, hint=_COPY_AGAIN) from None
     files = {place.file for place in meta.places.values()}
     if len(files) > _MAX_FILES:
-        msg = f"{where} refers to {len(files)} files"
+        msg = f"{where} refers to {len(files)} files, at most {_MAX_FILES} are read"
         raise CheckpointError(msg)
     for name in files:
         if name in {"", ".", ".."} or {*"/\\"} & {*name} or not name.isprintable() or len(name) > 255:  # noqa: PLR2004
@@ -162,7 +162,7 @@ def _file_ends(places: Places, where: str) -> dict[str, int]:
 def _regions_of(name: str, entry: TensorEntry, tilings: Tilings, where: str) -> tuple[Region, ...]:
     """Return a tensor's chunks in order, without empty ones; they have to tile it."""
     if len(entry.chunks) > _MAX_CHUNKS_PER_TENSOR:
-        msg = f"{where}: {short(name)} has {len(entry.chunks)} chunks"
+        msg = f"{where}: {short(name)} has {len(entry.chunks)} chunks, at most {_MAX_CHUNKS_PER_TENSOR} are read"
         raise CheckpointError(msg)
     key = (entry.shape, tuple(entry.chunks))
     regions = tilings.get(key)

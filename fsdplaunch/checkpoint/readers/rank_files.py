@@ -60,7 +60,7 @@ def all_ranks(folder: Path, names: Mapping[int, str], world: int) -> list[str]:
     if missing or world > _MAX_RANKS:
         shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")  # noqa: PLR2004
         msg = f"{folder} lacks the files of {len(missing)} of {world} ranks: {shown}"
-        raise CheckpointError(msg, hint="bring the files of all ranks together")
+        raise CheckpointError(msg, hint="copy the files of all ranks into one folder")
     return [names[rank] for rank in sorted(names)]
 
 
@@ -128,14 +128,14 @@ class FoundTensors:
         full = self.tensors.setdefault(name, FoundTensor(path, dtype, shape))
         if (full.dtype.name, full.shape) != (dtype.name, shape):
             here = f"{dtype.name} of shape {list(shape)}"
-            msg = f"{self.folder}: {short(name)} is {here} in {file.name}, in another file it is not"
+            msg = f"{self.folder}: {short(name)} is {here} in {file.name}, but not in another file"
             raise CheckpointError(msg, hint="the files are from different saves")
         item = locate_data(file.window, file.built, local)
         first = item.data_offset + local.start * dtype.size
         place = ItemLocation(file.name, first, item.data_length)
         item = item._replace(data_offset=item.data_offset - first)
         if self.items.setdefault(place, item) != item:
-            refuse(f"{short(name)} and another tensor see the same bytes in different ways")
+            refuse(f"{short(name)} and another tensor describe the same bytes differently")
         return place
 
     def add(
@@ -156,7 +156,7 @@ class FoundTensors:
     ) -> None:
         """Add a shard whose place is noted to a tensor that is known."""
         if local.shape != region.sizes:
-            shapes = f"of shape {list(local.shape)} where {list(region.sizes)} belongs"
+            shapes = f"of shape {list(local.shape)} instead of {list(region.sizes)}"
             msg = f"{self.folder / file}: {short(name)} has a shard {shapes}"
             raise CheckpointError(msg, hint="files of other ranks are missing, or from another save")
         self.tensors[name].shards.setdefault(region, place)  # ranks that hold the same shard each write it
@@ -173,7 +173,7 @@ class FoundTensors:
             fault = find_tiling_fault(full.shape, regions)
             if fault is not None:
                 msg = f"{self.folder}: {short(name)} of shape {list(full.shape)}: {fault}"
-                raise CheckpointError(msg, hint="bring the files of all ranks together")
+                raise CheckpointError(msg, hint="copy the files of all ranks into one folder")
             chunks = tuple(StoredChunk(region, full.shards[region]) for region in regions)
             tensors.append(StoredTensor(name, full.path, full.dtype, full.shape, chunks))
         return CheckpointIndex(tensors=tuple(tensors), values=tuple(self.values.values()), files=self.sizes)
@@ -209,7 +209,7 @@ def read_rank_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, T
             for name_path, value in _entries(file.state, (), 0):
                 left -= sum(len(part) if type(part) is str else 1 for part in name_path) + 1
                 if left < 0:
-                    refuse(f"the names in it have more than {_MOST_OF_NAMES} times its size")
+                    refuse(f"its names take up more than {_MOST_OF_NAMES} times its size")
                 _take(file, name_path, value, found)
         found.sizes[name] = file.window.length
     _place_on_meshes(found)
@@ -236,7 +236,7 @@ def _take(file: RankFile, path: NamePath, value: Any, found: FoundTensors) -> No
     if _FLAT.fullmatch(name):
         where = found.folder / file.name
         msg = f"{where} holds FSDP1's flat parameters (LOCAL_STATE_DICT), whose shapes only the model knows"
-        hint = "load it into the same model on as many ranks, and save that with SHARDED_STATE_DICT"
+        hint = "load it into the same model on the same number of ranks, and save that with SHARDED_STATE_DICT"
         raise CheckpointError(msg, hint=hint)
     if isinstance(value, MeshShard):
         place = found.place(file, path, (value.dtype, value.shape), value.local)
@@ -258,7 +258,7 @@ def _place_on_meshes(found: FoundTensors) -> None:
     for _, name, shard, _ in found.on_meshes:
         known = extents.get(name, (0,) * len(shard.coordinates))
         if len(shard.coordinates) != len(shard.placements) or len(known) != len(shard.coordinates):
-            msg = f"{found.folder}: {short(name)} lies on meshes that do not fit each other"
+            msg = f"{found.folder}: {short(name)} is placed on meshes that do not match"
             raise CheckpointError(msg, hint=COPY_AGAIN)
         extents[name] = tuple(max(size, at + 1) for size, at in zip(known, shard.coordinates, strict=True))
     for file, name, shard, place in found.on_meshes:

@@ -60,7 +60,7 @@ class ReadWindow:
     def bytes_at(self, offset: int, count: int) -> bytes:
         """Return exactly `count` bytes at `offset`."""
         if offset < 0 or count < 0 or offset + count > self.length:
-            refuse(f"it refers to {count} bytes at {offset}, the item has {self.length}")
+            refuse(f"it refers to {count} bytes at {offset}, but the item has {self.length}")
         if offset + count <= len(self.head):
             return self.head[offset : offset + count]
         if offset >= self.tail_start:
@@ -85,7 +85,7 @@ def read_zip(window: ReadWindow, limit: int) -> ZipDirectory:
         _, _, before, _ = _LOCATOR.unpack(window.bytes_at(locator, _LOCATOR.size))
         record = _END64.unpack(window.bytes_at(before, _END64.size))
         if record[0] != b"PK\6\6":
-            refuse("its zip64 record is not one")
+            refuse("its zip64 record is invalid")
         disk, first_disk, here, count, size, start = record[4:]
     if size > limit:
         refuse(f"its table of contents has {size} bytes")
@@ -119,7 +119,7 @@ def _entries(table: bytes, count: int, start: int) -> dict[str, ZipMember]:
         members[name] = ZipMember(header, size, crc, start + position)
         position = end
     if position != len(table) or len(members) != count:
-        refuse(f"its table of contents lists {len(members)} files, {count} were announced")
+        refuse(f"its table of contents lists {len(members)} files, its end record says {count}")
     return members
 
 

@@ -52,7 +52,7 @@ def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, To
             except InvalidFileError:  # a ValueError, too, that says more
                 raise
             except (LookupError, TypeError, ValueError):
-                refuse("what it says of its slices is damaged")
+                refuse("its description of the slices is damaged")
         found.sizes[name] = file.window.length
     return found.index(), found.items
 
@@ -60,9 +60,9 @@ def read_xla_files(folder: Path) -> tuple[CheckpointIndex, dict[ItemLocation, To
 def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> None:
     model, metadata = file.state.get("model"), file.state.get("shard_metadata")
     if not isinstance(model, dict) or not isinstance(metadata, dict):
-        refuse("it has no model with shard_metadata beside it")
+        refuse("it does not hold both a model and shard_metadata")
     if (metadata.get("rank"), metadata.get("world_size")) != (rank, world):
-        refuse("it says that it is of another rank, or of another number of ranks, than its name")
+        refuse("its rank or number of ranks differs from that in its file name")
     left = file.most_of_names
     for key, value in model.items():
         name = str(key)
@@ -77,7 +77,7 @@ def _take_all(file: RankFile, rank: int, world: int, found: FoundTensors) -> Non
         for own, shape, region, local in pieces:
             left -= len(own) + 1
             if left < 0:
-                refuse("it names more parameters than a description of its size can")
+                refuse("it names more parameters than a file of its size can describe")
             found.add(file, tuple(own.split(".")), (local.dtype, shape), [(region, local)])
 
 
@@ -113,7 +113,7 @@ def slice_pieces(
             yield own_name(name), shape, region, replace(value, shape=sizes, strides=row_major(sizes))
         return
     if value.strides not in {(1,), ()}:
-        refuse(f"{short(name)} has a slice that is not one run of elements")
+        refuse(f"{short(name)} has a slice that is not contiguous")
     first, last = rank * value.shape[0], (rank + 1) * value.shape[0]
     for own, sizes, at in _spans(metadata, name, shape):
         begin, end = max(first, at), min(last, at + math.prod(sizes))

@@ -107,7 +107,7 @@ class Interpreter:
     def top(self) -> Any:
         """Return the top of the stack, not beyond a mark."""
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
-            refuse(f"the stack runs empty at byte {self.position}")
+            refuse(f"the stack is empty at byte {self.position}")
         return self.stack[-1]
 
     def pop(self) -> Any:
@@ -132,7 +132,7 @@ class Interpreter:
         if self.spent > BYTES_TO_BEGIN_WITH:
             slots = SLOT * (len(self.stack) + len(self.memo))
             if self.spent + slots > BYTES_TO_BEGIN_WITH + BYTES_PER_BYTE * len(self.data):
-                refuse(f"at byte {self.position} it takes more than {BYTES_PER_BYTE} times its size of memory")
+                refuse(f"at byte {self.position} it needs more than {BYTES_PER_BYTE} times its size in memory")
 
     def find(self, module: str, name: str) -> None:
         """Push what stands for a name."""
@@ -340,7 +340,7 @@ _STOP = ord(".")
 
 
 def _refuse_name(module: str, name: str) -> NoReturn:
-    refuse(f"it names {short(module + '.' + name)}, which such a file has no use for")
+    refuse(f"it names {short(module + '.' + name)}, which such a file never needs")
 
 
 def unpickle(
@@ -374,5 +374,5 @@ def unpickle(
     except UnicodeDecodeError:
         msg = f"{where} is damaged: a text in it is not valid UTF-8"
     except (IndexError, struct.error):
-        msg = f"{where} is damaged: its pickle ends early or its stack runs empty"
+        msg = f"{where} is damaged: its pickle ends early or pops from an empty stack"
     raise CheckpointError(msg, hint="copy the checkpoint again from where it was written; nothing in it was run")

@@ -302,7 +302,7 @@ def _item(key: Any, place: Any) -> tuple[ItemKey, ItemLocation]:
             refuse(f"an entry of its storage table is a {_kind(place)} without the name of a file")
         if fields.get("transform_descriptors"):
             what = f"{short(key.fqn)} is stored through torch's extensions"
-            refuse(f"{what}: load it with torch, and save it without")
+            refuse(f"{what}: load it with torch, and save it again without them")
         start = check_count(fields.get("offset"), "an item's place")
         length = check_count(fields.get("length"), "an item's length")
         if start + length > LARGEST:
@@ -320,7 +320,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 def _one(kind: type, what: str) -> Callable[[tuple[Any, ...]], Any]:
     def take(arguments: tuple[Any, ...]) -> Any:
         if len(arguments) != 1 or type(arguments[0]) is not kind:
-            refuse(f"{what} is called with something else than one {kind.__name__}")
+            refuse(f"{what} is called with something other than one {kind.__name__}")
         return arguments[0]
 
     return take
@@ -333,7 +333,7 @@ def _layout(arguments: tuple[Any, ...]) -> str:
 
 def _folder(arguments: tuple[Any, ...]) -> None:
     if not all(type(part) is str for part in arguments):
-        refuse("a path is made of something else than text")
+        refuse("a path holds something other than text")
 
 
 def is_memory_format(arguments: tuple[Any, ...]) -> bool:
@@ -349,7 +349,7 @@ def is_memory_format(arguments: tuple[Any, ...]) -> bool:
 
 def _attribute(arguments: tuple[Any, ...]) -> None:
     if not is_memory_format(arguments):
-        refuse("it asks for an attribute")
+        refuse("it looks up an attribute")
 
 
 SIZE_NAMES: dict[tuple[str, str], Any] = {

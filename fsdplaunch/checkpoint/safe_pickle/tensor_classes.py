@@ -151,7 +151,7 @@ def _foreign(module: str, name: str) -> PickledCallable:
     if module.startswith("torch.distributed.") and not module.startswith("torch.distributed.checkpoint"):
         return _inert(full, full)
     if top in _REFUSED or top in sys.stdlib_module_names:
-        refuse(f"it names {short(full)}, which a tensor has no use for")
+        refuse(f"it names {short(full)}, which a tensor never needs")
     return _inert(full, name)
 
 
@@ -202,7 +202,7 @@ def _rebuild_subclass(arguments: tuple[Any, ...]) -> Any:
     function, cls, inner, state = arguments
     name = function.name if isinstance(function, PickledCallable) else ""
     if name not in _REBUILDERS or not isinstance(cls, PickledCallable):
-        refuse("it is built by something else than torch's own functions")
+        refuse("it is built by something other than torch's own functions")
     made = _REBUILDERS[name](inner if type(inner) is tuple else ())
     if isinstance(made, TensorDescription):
         return made
@@ -212,7 +212,7 @@ def _rebuild_subclass(arguments: tuple[Any, ...]) -> Any:
     if kind == "ShardedTensor":
         return _listed_parts(made, state)
     if cls.name not in _TRANSPARENT:
-        refuse(f"it is a {short(cls.name)}, whose values only its own library knows")
+        refuse(f"it is a {short(cls.name)}, whose values only its own library can read")
     values = state.values() if type(state) is dict else ()
     found = [
         v for v in values if isinstance(v, TensorDescription) and (v.dtype, v.shape) == (made.dtype, made.shape)
@@ -282,7 +282,7 @@ def _attribute(arguments: tuple[Any, ...]) -> PickledCallable | None:
         return None
     owner = arguments[0].name if arguments and isinstance(arguments[0], PickledCallable) else ""
     if not owner.endswith(".ShardedTensor") or arguments[1:] != ("ProcessGroupState",):
-        refuse("it asks for an attribute")
+        refuse("it looks up an attribute")
     return _inert("ProcessGroupState", "ProcessGroupState")
 
 

@@ -123,7 +123,7 @@ def _elastic_run(context: RuleContext) -> Iterator[Violation]:
         yield Violation(about, f"{why}, so the number of replicas cannot be fixed", hint)
     for axis, size in (("tp", context.axes.tensor), ("cp", context.axes.context)):
         if size == REST:
-            message = f"{why}, and the number of parts of the model would follow"
+            message = f"{why}, so a size of -1 would change with them"
             yield Violation((mesh(axis), _NODES), message, "give it a number")
 
 
@@ -149,7 +149,7 @@ def _variable_of_a_key(context: RuleContext) -> Iterator[Violation]:
     about, carriers = (("launch", "env"),), {spec.env: spec.dotted for spec in all_keys()}
     for name in context.config.launch.env:
         if name in carriers:
-            yield Violation(about, f"{name} carries {carriers[name]}", f"set {carriers[name]} instead")
+            yield Violation(about, f"{name} is the variable of {carriers[name]}", f"set {carriers[name]} instead")
         elif name in _OWN or name.startswith(("ACCELERATE_USE_", "FSDPLAUNCH_", "TORCHELASTIC_")):
             yield Violation(about, f"{name} is set by the launcher", "leave it out")
 

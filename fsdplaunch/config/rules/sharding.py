@@ -113,7 +113,7 @@ def _mesh_size(context: RuleContext) -> Iterator[Violation]:
     sizes, world = context.axes, world_size(context.config)
     rest = [axis for axis, size in zip(AXES, sizes, strict=True) if size == REST]
     if len(rest) > 1:
-        message = f"{' and '.join(f'{axis}_size' for axis in rest)} cannot both be the rest"
+        message = f"{' and '.join(f'{axis}_size' for axis in rest)} cannot both be -1, the rest"
         yield Violation(tuple(map(mesh, rest)), message, "give one of them a number")
     elif world is not None and (world % sizes.world if rest else sizes.world != world):
         message = f"a mesh of {sizes.world if rest else sizes} does not fit {counted(world, 'worker')}"
@@ -221,7 +221,7 @@ def _other_version(context: RuleContext) -> Iterator[Violation]:
             yield Violation((path, _VERSION), f"{write(value)} is left out: {what}")
     reshard = context.given.fsdp_config.fsdp_reshard_after_forward
     if context.version == 1 and isinstance(reshard, bool):
-        goes_by = f"FSDP1 goes by fsdp_sharding_strategy, here {context.strategy}"
+        goes_by = f"FSDP1 follows fsdp_sharding_strategy, here {context.strategy}"
         yield Violation((_RESHARD, _VERSION), f"{write(reshard)} is left out: {goes_by}")
 
 
@@ -254,7 +254,7 @@ def _impossible_on_xla(context: RuleContext) -> Iterator[tuple[KeyPath, str, str
     if config.dynamo_config.dynamo_backend != "NO":
         yield ("dynamo_config", "dynamo_backend"), "PyTorch/XLA compiles by itself", "leave it out"
     if given.xla.cpu_devices not in (None, 1) and not runs_spmd(config):
-        message = f"{given.xla.cpu_devices}: without xla_fsdp_v2 a process has one device of a CPU"
+        message = f"{given.xla.cpu_devices}: without xla_fsdp_v2 a process has one CPU device"
         yield ("xla", "cpu_devices"), message, "set xla_fsdp_v2: true, or leave it out"
     if shards_on_xla(config):
         yield from _impossible_ways_to_shard(context)
@@ -302,7 +302,7 @@ def _settings(context: RuleContext) -> Iterator[Violation]:
     for spec in context.keys_set(lambda spec: spec.name.startswith("xla_fsdp_") and not context.fsdp.xla):
         yield Violation((spec.path, _XLA), "is read under xla: true only")
     if context.fsdp.xla and context.fsdp.xla_fsdp_settings and runs_spmd(context.config):
-        message = "is not used: they are of the class that xla_fsdp_v2 replaces"
+        message = "is not used: it is for XlaFullyShardedDataParallel, which xla_fsdp_v2 replaces"
         yield Violation((("fsdp_config", "xla_fsdp_settings"), _XLA), message)
 
 

@@ -45,7 +45,7 @@ class Config:
         Written by accelerate. A file with this key means FSDP1 where it sets no fsdp_version.""")
     distributed_type: v.DistributedName = key(v.DISTRIBUTED, "FSDP", pinned=(1, 2))("""
         FSDP shards the model. MULTI_GPU, MULTI_CPU and NO only start the workers, as accelerate does. XLA (or TPU)
-        starts them for PyTorch/XLA, and shards where fsdp_config says xla.""")
+        starts them for PyTorch/XLA, and shards if fsdp_config sets xla: true.""")
     num_processes: v.Workers = key(
         v.WORKERS, "auto", question="How many workers in all?", per_node=True, follows=("launch.workers_per_node",)
     )("Worker processes over all nodes: a number, or auto for one per GPU (2 on a node without).")
@@ -57,11 +57,11 @@ class Config:
     )("Address of node 0.")
     main_process_port: int | None = key(
         v.PORT, None, aliases=("master_port",), per_node=True, follows=("launch.rendezvous_endpoint",)
-    )("Port of node 0. Left out or 0 on one node, a free one.")
+    )("Port of node 0. On one node, left out or 0 takes a free one.")
     rdzv_backend: v.RendezvousName = key(v.RENDEZVOUS, "c10d")("""
         How nodes find each other: c10d, or static, which numbers them by machine_rank.""")
     same_network: bool = key(v.FLAG, True, noise=True)("""
-        Written by accelerate; addresses are used the same way whatever it says.""")
+        Written by accelerate; addresses are used the same way whatever its value.""")
     mixed_precision: v.PrecisionName = key(
         v.PRECISION,
         "no",
@@ -72,15 +72,15 @@ class Config:
         tunable=Tunable(values=("no", "bf16"), when="precision"),
     )("Dtype of forward and backward: no (the model's own), bf16, fp16, fp8.")
     downcast_bf16: bool = key(v.FLAG, False, noise=True)("""
-        On a TPU that distributed_type XLA uses without sharding, under mixed_precision bf16: floats become bf16
-        and doubles floats. False: both become bf16. Without effect elsewhere.""")
+        Under distributed_type XLA without sharding, on a TPU with mixed_precision bf16: true turns fp32 into bf16
+        and fp64 into fp32, false turns both into bf16. Without effect elsewhere.""")
     debug: bool = key(v.FLAG, False, env="ACCELERATE_DEBUG_MODE")("""
         Check the shapes and order of collectives on all ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL); slower.""")
     use_cpu: bool = key(v.FLAG, False, env="ACCELERATE_USE_CPU")("Run on CPU with gloo even where there are GPUs.")
     gpu_ids: str | None = key(v.DEVICES, None, per_node=True)("GPUs to use, numbers separated by commas, or all.")
     enable_cpu_affinity: bool = key(
         v.FLAG, False, env="ACCELERATE_CPU_AFFINITY", follows=("launch.numa_binding",)
-    )("accelerate's word for launch.numa_binding: node.")
+    )("accelerate's name for launch.numa_binding: node.")
     main_training_function: str = key(v.TEXT, "main", noise=True)("""
         Under PyTorch/XLA, the script's function that is called if the script has trained nothing when it ends.
         Without effect elsewhere.""")

@@ -133,7 +133,7 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
     """Read names of nodes; a missing one between commas is a shell variable that was not set."""
     names = value.split(",") if isinstance(value, str) and value.strip() else value or ()
     if isinstance(names, list | tuple) and not all(str(name).strip() for name in names):
-        msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} lacks one"
+        msg = f"must be names of nodes separated by commas, and {','.join(map(str, names))!r} has an empty one"
         raise NotedValueError(msg)
     return _parse_names(value)
 
@@ -165,7 +165,7 @@ def _parse_variables(value: Any) -> dict[str, str]:
         try:
             variables[name] = item if item == "" else _parse_text(write(item) if isinstance(item, bool) else item)
         except ValueError:
-            msg = f"{name} must be a text; '' is the empty one"
+            msg = f"{name} must be a string; write '' for an empty one"
             raise NotedValueError(msg) from None
     return variables
 
@@ -232,10 +232,10 @@ def _parse_settings(value: Any) -> dict[str, str]:
 def _parse_metrics(value: Any) -> dict[str, str]:
     found = _parse_settings(value)
     if unknown := set(found) - {"jsonl", "tensorboard", "prometheus"}:
-        msg = f"must name jsonl, tensorboard or prometheus, and names {min(unknown)}"
+        msg = f"must name jsonl, tensorboard or prometheus, got {min(unknown)}"
         raise NotedValueError(msg)
     if empty := [name for name, place in found.items() if not place]:
-        msg = f"must say where {empty[0]} goes"
+        msg = f"must give {empty[0]} a value"
         raise NotedValueError(msg)
     port = found.get("prometheus", "1")
     if not (port.isdecimal() and 1 <= int(port) <= MAX_PORT):
@@ -375,7 +375,7 @@ def _seconds(*, may_be_zero: bool) -> Kind:
         if number < 0 or (number == 0 and not may_be_zero):
             raise ValueError(value)
         if number > MOST_SECONDS:
-            msg = f"must be at most {MOST_SECONDS} seconds, one year, and is {number:.3g}"
+            msg = f"must be at most {MOST_SECONDS} seconds (one year), got {number:.3g}"
             raise NotedValueError(msg)
         return number
 
@@ -409,7 +409,7 @@ SIGNALS = replace(
     NAMES, expects="signal names separated by commas, or a list of them", parse=_parse_signals, verbatim=False
 )
 LINES = Kind(
-    "a list of texts",
+    "a list of strings",
     _parse_lines,
     {"type": "array", "items": _TEXT_SCHEMA},
     write=lambda value: write_json(list(value)),
@@ -417,7 +417,7 @@ LINES = Kind(
 )
 TABLE = Kind("a mapping of names to values", parse_table, {"type": "object"}, write=write_json)
 VARIABLES = Kind(
-    "a mapping of variable names to texts",
+    "a mapping of variable names to strings",
     _parse_variables,
     {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
     write=write_json,

@@ -23,12 +23,12 @@ class LaunchSection:
         without; cpu for one per processor. Left out, num_processes divided by num_machines.""")
     nodes: str | None = key(v.NODE_RANGE, None, follows=("num_machines",))("""
         MIN:MAX nodes for an elastic run, which starts with MIN and accepts more, up to MAX. When nodes come or go,
-        all workers start again from the last checkpoint. Left out, exactly num_machines.""")
+        all workers restart from the last checkpoint. Left out, exactly num_machines.""")
     shard: v.ShardName = key(v.one_of(v.ShardName), "auto")("""
         Who shards the model. auto: the script's own calls, or if none of them shards, each worker, when the script
         moves its model to the device, compiles it, builds its optimizer or gives it to DistributedDataParallel
         (FSDP2). always: each worker, whatever else the script calls. explicit: only the script's own calls. off:
-        nobody, and a script that shards nothing may end well.""")
+        nobody, and a script that shards nothing is not an error.""")
     hide_ranks: bool = key(v.FLAG, False)("""
         Hide RANK, LOCAL_RANK, WORLD_SIZE and the like from the script. A script that looks at them then takes its
         branch for one process, and is sharded and given its share of the data like any one-process script.""")
@@ -36,10 +36,10 @@ class LaunchSection:
         In a script that the workers shard, compute what one process would: every worker runs the script on the
         global batch, with the same random numbers, and only the model's passes are divided over them. Otherwise
         every worker takes its own batches and its own random numbers, as under DDP.""")
-    max_restarts: int = key(v.WHOLE, 0)("How often all workers are started again after one of them failed.")
+    max_restarts: int = key(v.WHOLE, 0)("How often all workers are restarted after one of them has failed.")
     monitor_interval_seconds: float = key(v.SECONDS, 0.1, aliases=("monitor_interval",))("""
-        How often the workers are checked.""")
-    role: str = key(v.TEXT, "default")("Name of this kind of worker, which scripts find as ROLE_NAME.")
+        Time between two checks of the workers.""")
+    role: str = key(v.TEXT, "default")("Name of the workers' role, which scripts see as ROLE_NAME.")
     event_log: v.EventLogName | None = key(v.one_of(v.EventLogName), None, aliases=("event_log_handler",))("""
         console: torch's agent writes its events into the run's agent.log. Left out, nowhere.""")
     rendezvous_endpoint: str | None = key(
@@ -53,7 +53,7 @@ class LaunchSection:
         Name under which the nodes of one run find each other. Left out, the run's own name.""")
     rendezvous_options: dict[str, str] = key(v.SETTINGS, {}, aliases=("rdzv_conf",))("""
         Further settings of torch's rendezvous, for example read_timeout=30,last_call_timeout=5. Where the
-        launchers number the nodes themselves, few of them count; notes name the others.""")
+        launchers number the nodes themselves, most have no effect; notes name those.""")
     local_address: str | None = key(v.TEXT, None, aliases=("local_addr",), per_node=True)("""
         This node's address, as the other nodes reach it.""")
     network_interface: str | None = key(v.TEXT, None, per_node=True)("""
@@ -82,10 +82,10 @@ class LaunchSection:
         Modules imported once per node, before the workers are forked. Torch is among them unless the list is
         empty; an empty list starts every worker as a fresh Python.""")
     keep_warm_seconds: float = key(v.WAIT, 0.0, aliases=("keep_warm",), per_node=True)("""
-        How long the interpreter that has imported torch, and what preload names, stays when a run has ended. The
-        next launch by this user that fits forks its agent and its workers from it. 0: it ends with the run.""")
+        How long the interpreter that has imported torch and the modules of preload is kept after a run. The user's
+        next launch that matches it forks its agent and its workers from it. 0: it ends with the run.""")
     numa_binding: v.NumaName | None = key(v.one_of(v.NumaName), None, follows=("enable_cpu_affinity",))("""
-        Bind each worker to the CPUs near its GPU: to those of its node, or its share of the node's cores
+        Bind each worker to CPUs near its GPU: all of its NUMA node (node), or its share of that node's cores
         (exclusive). Left out, the system decides.""")
     virtual_local_rank: bool = key(v.FLAG, False)("""
         Show each worker only its own GPU, as number 0, and give all of them LOCAL_RANK 0.""")
@@ -199,7 +199,7 @@ class KubernetesSection:
     user: int | None = key(v.COUNT, None)("""
         User number the pods run as, and group of their files. Left out, the image's, which must not be root.""")
     retries: int = key(v.WHOLE, 3)("""
-        How often a pod may fail in a way that another start can fix. Evictions do not count.""")
+        How often a pod may fail in a way that a restart can fix. Evictions do not count.""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

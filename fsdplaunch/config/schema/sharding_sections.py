@@ -375,4 +375,4 @@ class DynamoConfig:
         tunable=Tunable(values=(True,), needs={"dynamo_config.dynamo_backend": ("INDUCTOR",)}, when="compile"),
     )("""
         Compile each block by itself, and blocks of one class once. Left false, the whole forward is handed to
-        torch.compile, which stops at the border of every unit and compiles the parts.""")
+        torch.compile, which breaks the graph at the boundary of every unit and compiles the parts.""")

@@ -183,10 +183,10 @@ class Coordinator(RunControl):
                 names, taken = ", ".join(one.name for one in infos), set(assign_ranks(infos))
                 known = dict(enumerate(required.expected))
                 missing = [known.get(rank, f"node {rank}") for rank in range(required.least) if rank not in taken]
-                came = f"{len(taken)} of {required.least} nodes came within {required.seconds:.0f} s: {names}"
+                came = f"{len(taken)} of {required.least} nodes joined within {required.seconds:.0f} s: {names}"
                 hint = f"start the same command there; can they reach port {self.port} of {self.own.name}?"
                 raise self._refuse([Finding(message=f"{came}; missing: {', '.join(missing)}", hint=hint)])
-            progress.show(f"{here} of {required.least} nodes here")
+            progress.show(f"{here} of {required.least} nodes have joined")
             if now - last_news > NEWS_SECONDS:
                 last_news = now
                 self._broadcast(kind="waiting", here=here, of=required.least)
@@ -288,7 +288,7 @@ class Coordinator(RunControl):
             now = time.monotonic()  # what has come by now is read before anybody counts as silent
             for node in self._turn():
                 if node.is_closed and node.outcome is None and node.node_info is not None and not node.lost:
-                    self._lose(node, "its launcher has gone")
+                    self._lose(node, "its launcher is gone")
             if now - last_ping > min(2.0, silence / 4):
                 last_ping = now
                 self._broadcast(kind="ping")
@@ -414,12 +414,12 @@ class Coordinator(RunControl):
         required, own, others = self._requirements, self.own, self.present
         if len(others) >= required.most or required.least == required.most or self._ended:
             words = f"{own.name} already runs {required.run_id} with {len(others)} nodes"
-            return words, "wait for its end, or use another port"
+            return words, "wait until it ends, or use another port"
         found = find_incompatibilities([own.node_info or node_info, node_info], most=required.most)
         if fatal := [one for one in found if one.fatal]:
             return "; ".join(one.message for one in fatal), fatal[0].hint
         if same := [one.name for one in others if one.rank == node_info.rank]:
-            hint = "give each node a rank of its own (--machine-rank), or none: it is then assigned"
+            hint = "set a different --machine-rank on each node, or on none: ranks are then assigned"
             return f"{same[0]} already is node {node_info.rank}", hint
         return None
 
@@ -498,7 +498,7 @@ class Coordinator(RunControl):
         if not accepted and address not in self._turned_away and len(self._turned_away) < _TURNED_AWAY_SHOWN:
             self._turned_away.add(address)
             which = "without a secret" if text == NONE else "with another secret"
-            self._tell(f"{address} came {which}, and was turned away: it does not belong to this run")
+            self._tell(f"{address} connected {which} and was rejected: it does not belong to this run")
         connection.send_line(answer)
         if accepted:
             node.handshake, connection.limit = None, MAX_BYTES

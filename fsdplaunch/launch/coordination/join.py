@@ -47,7 +47,7 @@ def join_run(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunControl:
     if not takes_in_others(spec.place):
         return _as_node_client(spec, progress, tell)
     if _is_elsewhere(spec.place.host):
-        tell(f"this is node 0, and {spec.place.host} is not its address: right only behind address translation")
+        tell(f"this is node 0, and {spec.place.host} is not its address, which is correct only behind NAT")
     return _as_coordinator(spec, progress, tell)
 
 

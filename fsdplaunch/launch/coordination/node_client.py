@@ -80,7 +80,7 @@ class NodeClient(RunControl):
                     address = plain_address(sock.getsockname())
                     if self._is_taken(sock, progress.seconds):
                         return address
-                    why = "it ended the connection"
+                    why = "it closed the connection"
                 time.sleep(_RETRY_SECONDS)
         finally:
             progress.end()
@@ -104,7 +104,7 @@ class NodeClient(RunControl):
                 return True
         except ProtocolError as error:
             if version := str(error):
-                msg = f"node 0 at {self._address} speaks {version}, and this node {PROTOCOL}"
+                msg = f"node 0 at {self._address} uses protocol {version}, and this node {PROTOCOL}"
                 raise MachineError(msg, hint="install the same version everywhere") from None
             msg = f"what listens at {self._address} is not fsdplaunch launch"
             hint = "choose another port with main_process_port, the same on every node"
@@ -143,7 +143,7 @@ class NodeClient(RunControl):
             pass
         finally:
             progress.end()
-        msg = f"node 0 at {self._address} has gone before the run started"
+        msg = f"node 0 at {self._address} left before the run started"
         raise MachineError(msg, hint="see its output")
 
     def _negotiate(self, message: Message, node_info: NodeInfo, progress: JoinProgress) -> RunAssignment | None:
@@ -151,7 +151,7 @@ class NodeClient(RunControl):
         if kind == "refused":
             raise MachineError(message["message"], hint=message["hint"] or None)
         if kind == "waiting":
-            progress.show(f"{message['here']} of {message['of']} nodes here")
+            progress.show(f"{message['here']} of {message['of']} nodes have joined")
         if kind == "try":
             self._connection.send(kind="reached", why_not=obstacle_to(message["address"], message["port"]))
         if kind != "go":
@@ -203,7 +203,7 @@ class NodeClient(RunControl):
             if not self._done.is_set() and now - self._heard > self._silence:
                 self._lose(f"no message for {self._silence:.0f} s")
             elif not self._done.is_set() and not self._connection.open:
-                self._lose("its launcher has gone")
+                self._lose("its launcher is gone")
 
     def _send_steps(self) -> None:
         if rows := self.actions.steps():

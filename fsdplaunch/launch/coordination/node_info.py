@@ -60,7 +60,7 @@ def find_incompatibilities(arrived: Sequence[NodeInfo], *, most: int) -> list[Fi
     for rank, count in sorted(counts.items()):
         names = " and ".join(one.name for one in arrived if one.rank == rank)
         if count > 1:
-            hint = "give each node a rank of its own (--machine-rank), or none: it is then assigned"
+            hint = "set a different --machine-rank on each node, or on none: ranks are then assigned"
             found.append(Finding(message=f"{names} are both configured as node {rank}", hint=hint))
         elif rank >= most:
             message = f"{names} is configured as node {rank}, but there are {most}"
@@ -110,7 +110,7 @@ def unreachable(tried: Mapping[str, tuple[str, str | None]]) -> list[Finding]:
     found = []
     for name, (other, why) in tried.items():
         if why is None:
-            found.append(Finding(message=f"{name} did not answer any more", hint="see that node's output"))
+            found.append(Finding(message=f"{name} stopped answering", hint="see that node's output"))
         elif why:
             found.append(Finding(message=f"{name} cannot reach {other}: {why}", hint=hint))
     return found

@@ -125,7 +125,9 @@ def explain_end(status: int, *, was_ready: bool, lines: Sequence[str], python: s
         return (f"the connection was lost ({words})", "is the node up?")
     if status == SSH_FAILED:
         return (words, "does `ssh -o BatchMode=yes` reach it without a question? passwords are never asked for")
-    hint = f"{python} is to have the same fsdplaunch there; set ssh.python, or try the same ssh command by hand"
+    hint = (
+        f"{python} needs the same fsdplaunch there: install it, or set ssh.python; or try the ssh command by hand"
+    )
     return (f"the launcher did not start: {words}", hint)
 
 

@@ -46,7 +46,7 @@ def build_zero(
     """Stand for the constructor of ZeroRedundancyOptimizer: the state of every optimizer is divided already."""
     if hook_context.ownership.ours is not False:
         name = getattr(optimizer_class, "__name__", "the optimizer")
-        msg = f"{script_line()} builds a ZeroRedundancyOptimizer: FSDP divides the state of {name} already"
+        msg = f"{script_line()} builds a ZeroRedundancyOptimizer: FSDP already shards the state of {name}"
         raise ShardingError(msg, hint=f"build {name} itself; or launch with --shard off")
     original(zero, params, optimizer_class, **how)
 
@@ -107,7 +107,7 @@ def spawn_ranks(
         return original(fn, args, nprocs, join, *more, **kwargs)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if nprocs != here:
-        msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, and the launch has {here}"
+        msg = f"{script_line()}: mp.spawn starts {nprocs} ranks here, but the launch has {here}"
         raise ShardingError(msg, hint=f"launch with --workers-per-node {nprocs}, or have the script start {here}")
     fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
     return None if join else _Ended()
@@ -335,6 +335,6 @@ _HOOK = (
 )
 _JOIN = (
     "enters join(): every pass needs every rank, even one without a batch left",
-    "give all ranks as many batches (drop_last=True, DistributedSampler), and leave join() out",
+    "give all ranks the same number of batches (drop_last=True, DistributedSampler), and leave join() out",
 )
 _REFUSED_METHODS = {"join_hook": _JOIN, "register_comm_hook": _HOOK, BUILTIN_HOOK: _HOOK}

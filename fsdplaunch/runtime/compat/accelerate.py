@@ -382,8 +382,8 @@ def _step_and_compare(step: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 _DIVIDES = (
-    "keep_global_batch: accelerate divides each batch over the ranks (split_batches); not as in one process are\n"
-    "  dropout and noise, which each rank draws for its own rows, losses that are not a mean over the batch,\n"
+    "keep_global_batch: accelerate divides each batch over the ranks (split_batches); these still differ from\n"
+    "  one process: dropout and noise, which each rank draws for its own rows, losses that are not a batch mean,\n"
     "  and the order of shuffled rows without use_seedable_sampler (DataLoaderConfiguration's; Trainers set it)"
 )
 

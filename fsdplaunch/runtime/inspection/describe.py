@@ -152,7 +152,7 @@ class ShardingDescription:
         yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{short_count(self.parameters - self.trained)} parameters" if self.frozen else ""
-        where = ", what they keep in host memory" if self.activations_offloaded else ""
+        where = ", their inputs in host memory" if self.activations_offloaded else ""
         again = f"{len(self.checkpointed)} modules{where}" if self.checkpointed else ""
         yield "activation checkpointing", again
         yield "compiled", self.compiled or ""

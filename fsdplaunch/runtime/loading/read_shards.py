@@ -103,7 +103,7 @@ def _held(name: str, tensor: torch.Tensor, *, saved: bool) -> LocalShard:
     region, local = Rectangle((0,) * len(shape), shape), tensor.detach()
     if isinstance(tensor, DTensor):
         if any(isinstance(placement, Partial) for placement in tensor.placements):
-            msg = f"{name} is kept as summands, which no file holds"
+            msg = f"{name} is a partial sum on each rank, which cannot be loaded from files"
             raise CheckpointError(msg, hint="load the weights before the model computes")
         sizes, offsets = shape_and_offset(tensor)
         region = Rectangle(offsets, sizes)

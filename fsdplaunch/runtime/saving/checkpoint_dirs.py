@@ -155,17 +155,17 @@ def _stays_unless(remove: Callable[[Path], str | None], path: Path) -> str | Non
     try:
         return remove(path)
     except OSError as problem:
-        return f"{path} stays: {(problem.strerror or 'it cannot be removed').lower()}"
+        return f"{path} is not deleted: {(problem.strerror or 'it cannot be removed').lower()}"
     except CheckpointError as problem:
-        return f"{path} stays: {problem.message}"
+        return f"{path} is not deleted: {problem.message}"
 
 
 def _set_aside(path: Path, known: object) -> str | None:
     """Hide the checkpoint of a save in one step: there is no moment at which half of it is there."""
     if path.is_mount():
-        return f"{path} stays: it is a mounted disk"
+        return f"{path} is not deleted: it is a mounted disk"
     if not path.is_symlink() and not all(os.access(folder, os.W_OK) for folder, _, _ in os.walk(path)):
-        return f"{path} stays: it is not writable"
+        return f"{path} is not deleted: it is not writable"
     hidden = path.rename(path.with_name(f".{path.name}{_REMOVED}"))
     try:
         if save_id(read_manifest(hidden)) == known:
@@ -174,7 +174,7 @@ def _set_aside(path: Path, known: object) -> str | None:
         hidden.rename(path)
         raise
     hidden.rename(path)
-    return f"{path} stays: another save has come into its place"
+    return f"{path} is not deleted: another save has taken its place"
 
 
 def _remove(hidden: Path) -> str | None:
@@ -201,4 +201,4 @@ def _remove(hidden: Path) -> str | None:
     place = hidden.with_name(hidden.name[1:].removesuffix(_REMOVED))
     hidden.rename(place)
     more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-    return f"{place} stays with what is not part of the checkpoint: {min(foreign)}{more}"
+    return f"{place} is kept for what is not part of the checkpoint: {min(foreign)}{more}"

@@ -56,7 +56,7 @@ def read_sharded(state: State, folder: Path, *, strict: bool) -> set[str]:
     with raise_on_all_ranks(f"read {folder}"):
         if not (folder / INDEX_NAME).exists() and any(XLA_FILE.fullmatch(path.name) for path in folder.glob("*")):
             whose = "the files of single ranks that PyTorch/XLA sharded"
-            msg = f"{folder} holds {whose}, and torch's FSDP is to read them"
+            msg = f"{folder} holds {whose}, which torch's FSDP cannot read"
             hint = f"fsdplaunch merge-weights {folder} OUT, then prepare(model, weights='OUT')"
             raise CheckpointError(msg, hint=hint)
         reader = SafeReader(folder)
@@ -100,7 +100,7 @@ def _read_full(path: Path, shapes: dict[str, tuple[int, ...]]) -> State:
             _check_names(set(state), set(shapes), path)
             for name, shape in shapes.items():
                 if (stored := _shape_of(state[name])) != shape:
-                    msg = f"{path} has {name} of shape {stored}, the model of {shape}"
+                    msg = f"{path} has {name} of shape {stored}, the model has it of shape {shape}"
                     raise CheckpointError(msg, hint="build the model as it was when the checkpoint was saved")
     return state
 
@@ -204,7 +204,7 @@ def _stored_in(folder: Path, places: Sequence[Path], what: str, hint: str) -> Pa
             msg = f"{folder} holds no {what}"
             raise CheckpointError(msg, hint=hint)
     if len(set(from_all(number))) > 1:
-        msg = f"cannot load {folder}: ranks find its {what} in different forms"
+        msg = f"cannot load {folder}: its {what} has a different format on different ranks"
         raise CheckpointError(msg, hint=COPY_AGAIN)
     return places[number or 0]
 

@@ -154,7 +154,7 @@ def read_random_states(path: Path) -> None:
                 torch.cuda.set_rng_state_all(of_gpus)
             else:  # nothing says which of them was this worker's
                 messages.say(
-                    f"random states of {len(of_gpus)} GPUs, of {here} here: those of GPUs are not restored"
+                    f"GPU random states are not restored: the checkpoint has {len(of_gpus)}, this node {here} GPUs"
                 )
         for name, (_, put_back) in _others.items():
             if name in states:

@@ -101,7 +101,7 @@ def _fill(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
         tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
     if target.size() != tensor.size():
-        msg = f"{short(item.storage_index.fqn)} is of shape {list(tensor.size())}, needed is {list(target.size())}"
+        msg = f"{short(item.storage_index.fqn)} has shape {list(tensor.size())}, expected {list(target.size())}"
         raise CheckpointError(msg, hint="index and data are from different saves")
     target.copy_(tensor)
     planner.commit_tensor(item, target)

@@ -217,7 +217,7 @@ def _find(root: Path) -> tuple[Path, Mapping[str, Any] | None]:
         seen = from_all((socket.gethostname(), is_there and save_id(manifest) == identity))
         if all(sees for _, sees in seen):
             if "crc32" not in (manifest or {}):
-                messages.say(f"{found} does not say which files are of one save: they are not checked")
+                messages.say(f"{found} does not say which files belong to one save: they are not checked")
             return found, manifest
         attempts += 1
         if attempts == _ATTEMPTS:

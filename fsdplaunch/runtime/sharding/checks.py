@@ -166,7 +166,7 @@ def check_model(model: nn.Module, version: int) -> None:
     for name, param in named_parameters(model):
         if isinstance(param, DTensor):
             msg = f"{name} is sharded already, but not all of {type(model).__name__} is"
-            raise ShardingError(msg, hint="give prepare the model before anything of it is sharded")
+            raise ShardingError(msg, hint="give prepare the model before any part of it is sharded")
     check_kinds(model)
 
 
@@ -177,7 +177,7 @@ def check_kinds(model: nn.Module) -> None:
         params = list(parameters_of(module, recurse=False))
         if any(is_lazy(param) for param in params):
             msg = f"{where} has no shape before the model's first pass"
-            raise ShardingError(msg, hint="compute one batch with the model before")
+            raise ShardingError(msg, hint="run one batch through the model first")
         if params and isinstance(module, torch.jit.ScriptModule):
             msg = f"{where} is compiled by torch.jit.script, and its parameters cannot be sharded"
             hint = "train the model as it is written, or by torch.compile; script it afterwards"

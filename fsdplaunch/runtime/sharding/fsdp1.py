@@ -33,7 +33,7 @@ def shard(
     at a time and right before they are wrapped, as in FSDP2.
     """
     if materializer.device.type == "meta":
-        msg = "fsdp_version 1 cannot lay a model out without giving it storage"
+        msg = "fsdp_version 1 cannot shard a model onto the meta device"
         raise ShardingError(msg, hint="use fsdp_version: 2, or prepare on a device that has memory")
     prefetch, dtypes = settings.backward_prefetch, settings.dtypes
     common = {

@@ -148,11 +148,11 @@ class Materializer:
         """Raise for a tensor that nothing has given values."""
         holder, attribute = entry.places[0]
         kind, where = type(holder).__name__, f"{entry.name} has no values on any rank, and "
-        msg, hint = f"{where}initializing {kind} makes none", f"set {attribute} in its reset_parameters method"
+        msg, hint = f"{where}initializing {kind} sets none", f"set {attribute} in its reset_parameters method"
         if self._init_of(holder) is None:
-            msg, hint = f"{where}{kind} cannot make them", "give the module a reset_parameters method"
+            msg, hint = f"{where}{kind} cannot initialize it", "give the module a reset_parameters method"
         elif type(holder).__module__.startswith("transformers."):
-            hint = f"install transformers 5 or newer, which makes {attribute} again"
+            hint = f"install transformers 5 or newer, which initializes {attribute}"
         raise ShardingError(msg, hint=f"{hint}, or pass param_init_fn to the plugin")
 
 

@@ -44,7 +44,7 @@ def ring_attention(
     kernel = kernel_for(query, key, value)
     if kernel is None:
         kinds = f"{query.dtype} of width {query.size(-1)} and {value.size(-1)} on {device}"
-        msg = f"{script_line()}: torch has no kernel for attention of {kinds} in a ring (cp_size)"
+        msg = f"{script_line()}: torch has no kernel for ring attention of {kinds} (cp_size)"
         raise ShardingError(msg, hint="use a cp_size that divides the heads, or leave it out")
     ring = _Ring(axis, kernel, is_causal, scale, (key.shape, value.shape))
     return _apply(ring, query, key, value)  # type: ignore[no-any-return]
@@ -56,11 +56,13 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_ca
     fits = fits and (query.size(0), query.size(-1)) == (key.size(0), key.size(-1))
     if not fits or query.size(_HEADS) % key.size(_HEADS):
         kinds = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in (query, key, value))
-        msg = f"{script_line()}: query, key and value do not fit each other: {kinds}"
-        raise ShardingError(msg, hint="they need one dtype and batch; heads of keys divide those of queries")
+        msg = f"{script_line()}: query, key and value do not match: {kinds}"
+        raise ShardingError(
+            msg, hint="they need the same dtype and batch; the number of key heads must divide that of query heads"
+        )
     rows, keys = query.size(_POSITIONS), key.size(_POSITIONS)
     if is_causal and rows != keys:
-        msg = f"{script_line()}: causal attention of {rows} positions to {keys} cannot go in a ring (cp_size)"
+        msg = f"{script_line()}: causal ring attention of {rows} positions to {keys} is not possible (cp_size)"
         raise ShardingError(msg, hint="give it as many keys as queries, or leave cp_size out")
 
 
@@ -79,7 +81,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            msg = "the gradient of a gradient cannot be computed through attention in a ring (cp_size)"
+            msg = "the gradient of a gradient cannot be computed through ring attention (cp_size)"
             raise ShardingError(msg, hint="leave create_graph out, or cp_size")
         query, own, result, sums = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):

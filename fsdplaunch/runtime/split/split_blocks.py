@@ -32,10 +32,10 @@ def check_length(length: int, ranks: int) -> None:
     """
     if length % ranks:
         msg = f"{script_line()}: sequences of {length} cannot be divided by {ranks} ranks (cp_size)"
-        raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or cut the data otherwise")
+        raise ShardingError(msg, hint=f"use lengths that {ranks} divides: pad, or split the data differently")
     if length == ranks:
         msg = f"{script_line()}: sequences of {length} leave one position to each of {ranks} ranks (cp_size)"
-        raise ShardingError(msg, hint="use longer ones: pad, or cut the data otherwise")
+        raise ShardingError(msg, hint="use longer ones: pad, or split the data differently")
 
 
 def own_piece(tensor: torch.Tensor, axis: DeviceMesh, dim: int) -> torch.Tensor:
@@ -137,7 +137,7 @@ def attend(
     if way == "ring" or (way == "auto" and not divides):
         if attn_mask is not None or dropout_p:
             what = "a mask" if attn_mask is not None else "dropout"
-            msg = f"{script_line()}: attention with {what} cannot go in a ring (cp_size)"
+            msg = f"{script_line()}: attention with {what} is not possible as ring attention (cp_size)"
             raise ShardingError(msg, hint=f"use a cp_size that divides the {heads} heads, or is_causal")
         scale = kwargs.get("scale")
         scale = query.size(-1) ** -0.5 if scale is None else scale

@@ -39,7 +39,7 @@ def call_untrained(function: str) -> None:
     ]
     if wanted:
         msg = (
-            f"the script has trained nothing, and {function} cannot be called for it: it wants {', '.join(wanted)}"
+            f"the script has trained nothing, and {function} cannot be called for it: it needs {', '.join(wanted)}"
         )
         raise UsageError(msg, hint="call it at the script's end, under if __name__ == '__main__'")
     messages.say(f"the script has trained nothing: {function} is called now, as main_training_function")

@@ -50,7 +50,7 @@ def open_weights(folder: Path, index: int) -> Iterator[StoredWeights]:
 
 def _of_full(path: Path, state: Any) -> StoredWeights:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        msg = f"{path} holds other things than weights"
+        msg = f"{path} holds something other than weights"
         raise CheckpointError(msg, hint="name the folder of a checkpoint that save_checkpoint wrote")
 
     def read(name: str, region: Region) -> torch.Tensor:

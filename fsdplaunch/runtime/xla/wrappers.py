@@ -130,7 +130,7 @@ def clip_norm(parameters: Any, max_norm: float, norm_type: float) -> torch.Tenso
         return None
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(map(is_xla_shard, given)):
-        msg = "the norm of shards of PyTorch/XLA is not that of their model"
+        msg = "the norm of PyTorch/XLA's shards is not the norm of the model"
         raise ShardingError(msg, hint="give clip_grad_norm_ the model that prepare returned")
     return None
 

@@ -101,7 +101,7 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_goes_on(tmp_path, expo
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
     make_steps(writers(tmp_path, 1)[0], 3)
     (said,) = export(tensorboard="tb", jsonl=str(tmp_path / "steps.jsonl"))
-    assert said.startswith("launch.metrics: nothing more is written for tensorboard: OSError: [Errno 28] No space")
+    assert said.startswith("launch.metrics: stopped writing tensorboard: OSError: [Errno 28] No space")
     assert len(written) == 1
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 3
 
@@ -109,9 +109,9 @@ def test_what_cannot_be_written_is_said_once_and_the_rest_goes_on(tmp_path, expo
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        ("{wandb: x}", "must name jsonl, tensorboard or prometheus, and names wandb"),
+        ("{wandb: x}", "must name jsonl, tensorboard or prometheus, got wandb"),
         ("{prometheus: 70000}", "prometheus must be a port, from 1 to 65535, got 70000"),
-        ("{jsonl: ''}", "must say where jsonl goes"),
+        ("{jsonl: ''}", "must give jsonl a value"),
     ],
 )
 def test_what_nobody_writes_is_refused(value, wrong):

@@ -89,7 +89,7 @@ def test_what_fails_after_the_output_is_in_place_says_so(checkpoint, dcp, tmp_pa
         sync(folder)
 
     monkeypatch.setattr(output_folder, "sync_folder", fail)
-    with pytest.raises(CheckpointError, match="out is complete, but perhaps not on disk yet: Input/output error"):
+    with pytest.raises(CheckpointError, match="out is complete, but may not be on disk yet: Input/output error"):
         merge(checkpoint, out)
     assert "layer.weight" in dcp.safetensors(out / "model.safetensors")
 

@@ -215,6 +215,6 @@ def test_config_that_is_wrong_or_that_this_machine_cannot_do():
 def test_what_the_network_test_measured():
     measured = {"world": 4, "hosts": ["a", "a", "b", "b"], "wrong": {}, "all_reduce": 5e9, "backend": "gloo"}
     (right,) = checks.check_connections(measured)
-    assert (right.status, right.text) == ("ok", "right on all 4 ranks, 5.0 GB/s per link (gloo)")
+    assert (right.status, right.text) == ("ok", "correct on all 4 ranks, 5.0 GB/s per link (gloo)")
     (wrong,) = checks.check_connections(measured | {"wrong": {"2": [1023]}})
     assert (wrong.status, wrong.text) == ("problem", "rank 2 on b got a wrong sum for 1023 elements")

@@ -57,7 +57,9 @@ def test_gpu_memory_names_what_was_wanted_and_keys_that_are_not_in_use(worker):
 def test_gpu_memory_that_another_process_holds_or_that_is_in_pieces_is_named(worker):
     text = OOM + ". Process 4242 has 30.00 GiB memory in use, and 4.00 GiB is reserved by PyTorch but unallocated."
     found = seen(worker(message=text))
-    assert found.why.endswith("; another process holds 30.00 GiB; 4.00 GiB are held in pieces that are too small")
+    assert found.why.endswith(
+        "; another process holds 30.00 GiB; 4.00 GiB are reserved in pieces that are too small"
+    )
     assert found.remedies[0] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -109,7 +111,7 @@ def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
     assert "in a collective for 600 s for rank 1, which did not come" in found.why
     assert "--process-group-timeout-seconds" in found.remedies[1]
     both = seen(waited, worker(1, message=GLOO_TIMEOUT))
-    assert "for the others, which did not come" in both.why
+    assert "for the others, which did not join it" in both.why
     assert "collective" in seen(worker(0, message=NCCL_TIMEOUT)).why
 
 
@@ -132,7 +134,10 @@ def test_missing_module_says_where(worker, ranks, where):
             "no_such_package_at_all",
             "install the package that has no_such_package_at_all: its name may be another",
         ),
-        ("json.nothing", "json itself is there: another version of it, or another spelling below it"),
+        (
+            "json.nothing",
+            "json itself is installed: it may need another version, or the name below it another spelling",
+        ),
     ],
 )
 def test_missing_module_is_explained_without_installing_what_is_called_like_it(worker, tmp_path, module, says):

@@ -78,7 +78,7 @@ def test_hint_of_an_own_error_is_not_repeated_in_its_text_and_long_messages_are_
 
 def test_failure_that_nothing_is_known_about_says_so(worker, record):
     lines = failure_lines(read_result(record(worker(0, message="KeyError: 'a'")), exit_code=1), run_dir="r")
-    assert lines[-2].startswith("  why  not one of the causes known here")
+    assert lines[-2].startswith("  why  it matches no known cause")
 
 
 def test_run_that_failed_without_a_worker_says_so():
@@ -87,7 +87,7 @@ def test_run_that_failed_without_a_worker_says_so():
         "the run failed with exit code 1, and no worker caused it",
         "  RuntimeError: no",
         "",
-        "  why  the agent that watches the workers failed itself; its log has the traceback",
+        "  why  the agent that watches the workers itself failed; its log has the traceback",
         "  log  runs/x/agent.log",
     ]
 

@@ -57,7 +57,7 @@ time.sleep(60)
     assert state(run_dir) == ("running", True)
     assert str(launcher.pid) in cancel(find_run(tmp_path, "r1"))
     assert launcher.wait(10) == -15
-    assert state(run_dir) == ("lost: its launcher has gone", False)
+    assert state(run_dir) == ("lost: its launcher is gone", False)
     with pytest.raises(UsageError, match="r1 is not running"):
         cancel(find_run(tmp_path, "r1"))
 
@@ -70,7 +70,7 @@ def test_another_process_of_the_same_number_or_of_another_machine_is_not_the_lau
     assert find_run(tmp_path, "r1").seconds < 10**5
     job = json.loads((run_dir / JOB).read_text())
     (run_dir / JOB).write_text(json.dumps(job | {"since": job["since"] - 1}))
-    assert state(run_dir) == ("lost: its launcher has gone", False)
+    assert state(run_dir) == ("lost: its launcher is gone", False)
     elsewhere = {"route": "here", "host": "elsewhere", "pid": os.getpid(), "since": 1}
     assert state(make(tmp_path, "r2", job=elsewhere)) == ("started on elsewhere", True)
 

@@ -104,7 +104,7 @@ def test_lines_at_the_end_say_how_fast_what_was_waited_for_and_who_is_slow() -> 
     last = end_lines(summarize(training([0.01, 0.01, 0.03, 0.01], noise=0.0)))[-1]
     assert last == "rank 2 is slow (compute): 3.0 times the others' own time, and they wait for it"
     full = {rank: steps._replace(memory_limit=7_000_000) for rank, steps in even.items()}
-    assert end_lines(summarize(full))[-1] == "compute bounds the step, and the memory is nearly full"
+    assert end_lines(summarize(full))[-1] == "the step is compute-bound, and the memory is nearly full"
     counted_only = {0: even[0]._replace(recent=[], history=[])}
     assert end_lines(summarize(counted_only)) == []
 

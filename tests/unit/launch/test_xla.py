@@ -209,7 +209,9 @@ def test_what_changes_nothing_is_named(text, note):
     "text", ["distributed_type: XLA\nxla: {cpu_devices: 4}\n", ONE_EACH + "xla: {cpu_devices: 2}\n"]
 )
 def test_devices_that_nothing_drives_are_refused(text):
-    with pytest.raises(ConfigError, match=r"xla\.cpu_devices: .: without xla_fsdp_v2 a process has one device"):
+    with pytest.raises(
+        ConfigError, match=r"xla\.cpu_devices: .: without xla_fsdp_v2 a process has one CPU device"
+    ):
         config_of(text)
 
 

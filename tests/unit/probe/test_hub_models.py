@@ -98,7 +98,7 @@ def test_why_the_hub_gives_nothing_is_one_sentence_and_comes_at_once(monkeypatch
     assert done.stderr == ""
     reasons = [line.partition("it cannot be downloaded: ")[2] for line in done.stdout.splitlines()]
     assert [reason.split(";")[0] for reason in reasons[:3]] == [
-        "the hub gives it only to those who have agreed to its terms",
+        "it is gated",
         "the hub knows no such model, or it is private",
         "it has no config.json",
     ]

@@ -101,8 +101,8 @@ def test_tries_replace_the_list():
     ("texts", "words"),
     [
         (["fsdp_reshard_after_forward"], "is not KEY=VALUE"),
-        (["fsdp_reshard_after_forward="], "fsdp_config.fsdp_reshard_after_forward is given no value"),
-        (["mixed_precision=bf16,"], "mixed_precision is given no value"),
+        (["fsdp_reshard_after_forward="], "fsdp_config.fsdp_reshard_after_forward has no value"),
+        (["mixed_precision=bf16,"], "mixed_precision has no value"),
         (["num_processes=2,4"], "num_processes does not decide how a step is computed"),
         (["nonsense=1", "mixed_precision=bf17"], "nonsense is not a key; mixed_precision must be one of"),
     ],

@@ -53,7 +53,7 @@ def test_run_that_has_ended_is_one_line_and_the_end(tmp_path, capsys):
     assert run(["watch", "ab12", "--log-dir", str(tmp_path / "runs")]) == 0
     assert capsys.readouterr().out == (
         "done, 2 m 05 s, step 40, 100.0 ms a step, 10 steps/s, 160 samples/s, 1 % waiting for data,"
-        " 20 % waiting for others, memory up to 1.1 GiB; compute bounds the step\n"
+        " 20 % waiting for others, memory up to 1.1 GiB; the step is compute-bound\n"
     )
 
 
@@ -68,8 +68,8 @@ def test_run_that_is_killed_is_told_ended_within_seconds(tmp_path, launcher):
         launcher.kill()
         said, told = stream.communicate(timeout=20)[0], lines.communicate(timeout=20)[0]
     last = json.loads(said.splitlines()[-1])
-    assert (last["state"], last["slowest"]["rank"]) == ("lost: its launcher has gone", 3)
-    assert told.startswith("lost: its launcher has gone")
+    assert (last["state"], last["slowest"]["rank"]) == ("lost: its launcher is gone", 3)
+    assert told.startswith("lost: its launcher is gone")
     assert len(told.splitlines()) == 1
 
 

@@ -66,7 +66,7 @@ def test_screen_answers_keys_and_another_size_and_leaves_the_terminal_as_it_was(
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_signals_leave_the_terminal_as_it_was(start, number, status):
     child = start("-m", "fsdplaunch", "watch")
-    child.expect_exact("q leaves the run alone")
+    child.expect_exact("q quits, the run goes on")
     child.kill(number)
     child.expect_exact(SCREEN_OFF)
     child.expect(pexpect.EOF)

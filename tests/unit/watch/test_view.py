@@ -55,7 +55,7 @@ def test_of_many_ranks_the_slowest_come_first_and_the_others_are_counted(tmp_pat
     assert (lines[first][0].split()[0], lines[first][1]) == (">37", "yellow")
     assert second == first + 1
     shown = sum(bool(re.match(r" *>?\d+ +40 ", text)) for text, _ in lines)
-    assert lines[-1][0] == f"{64 - shown} of 64 ranks left out: none is slower"
+    assert lines[-1][0] == f"{64 - shown} of 64 ranks not shown: none is slower"
     assert "rank 37 is slow (compute): 3.0 times the others' own time, and they wait for it" in [
         text for text, _ in lines
     ]
@@ -100,12 +100,12 @@ def test_chart_has_the_history_of_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("times", "bound", "said"),
     [
-        (even, "compute", "compute bounds the step"),
-        ({"data_seconds": 0.06}, "input", "input bounds the step: ranks wait 60 % of it for the next batch"),
+        (even, "compute", "the step is compute-bound"),
+        ({"data_seconds": 0.06}, "input", "the step is input-bound: ranks wait 60 % of it for the next batch"),
         (
             {"peer_seconds": 0.05},
             "communication",
-            "communication bounds the step: it is 50 % or more on each rank",
+            "the step is communication-bound: 50 % or more on each rank",
         ),
         (slow(1), "straggler", "rank 1 is slow (compute): 3.0 times the others' own time, and they wait for it"),
     ],

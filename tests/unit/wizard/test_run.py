@@ -267,7 +267,7 @@ def test_run_wizard_override_takes_back_what_follows_it_in_the_file():
 
 
 def test_run_wizard_override_and_option_for_the_same_key_are_refused(machines):
-    with pytest.raises(UsageError, match="--precision and --set mixed_precision decide the same"):
+    with pytest.raises(UsageError, match="--precision and --set mixed_precision set the same thing"):
         write(machines["eight_h100"], {"precision": "no"}, overrides=["mixed_precision=fp16"])
 
 

@@ -230,7 +230,7 @@ class DividedPasses:
             rates = f"{facts[0][1]} on rank 0 and {facts[other][1]} on rank {other}"
             msg = f"{script_line()}: ranks step with different learning rates: {rates}"
             raise ShardingError(msg, hint="change them by values that all ranks share, not by a rank's number")
-        msg = f"{script_line()}: {self.name} is given different values on rank {other} than on rank 0"
+        msg = f"{script_line()}: {self.name} gets different values on rank {other} than on rank 0"
         hint = (
             "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
             " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"
@@ -246,7 +246,7 @@ class DividedPasses:
         try:
             leaves, _ = tree_flatten((args, kwargs))
             if any(not isinstance(each, (torch.Tensor, *_PLAIN)) and any(tensors_held(each)) for each in leaves):
-                _compute_whole("its inputs hold tensors inside of objects")
+                _compute_whole("its inputs hold tensors inside objects")
             hooks = [str(getattr(each, "__module__", "")) for held in self.hooks[1:] for each in held.values()]
             if not all(each.startswith(("torch.", "fsdplaunch.")) for each in hooks):
                 _compute_whole("hooks of the script see what is computed inside")
@@ -274,7 +274,7 @@ class DividedPasses:
         undo()
         if isinstance(whole, Exception):
             abandon_pass(model)
-            _compute_whole("it computes gradients inside of its pass")
+            _compute_whole("it computes gradients inside its pass")
         if counts != list(map(change_count, tensors)) or undo.parameters_changed:
             _compute_whole("it changes parameters, or what it is given")
         self.trying = kind, rows
@@ -284,11 +284,11 @@ class DividedPasses:
         undo()
         (wholes, spec), (parts, spec_of_parts) = tree_flatten(whole), tree_flatten(part)
         forms: list[Form] = []
-        reason, other_form = "", "it returns something else for fewer rows"
+        reason, other_form = "", "with fewer rows its outputs have an unexpected structure or shape"
         if isinstance(part, Exception):
-            reason = f"its layers do not divide by the first dimension ({type(part).__name__}: {part})"
+            reason = f"it fails when given only part of the rows ({type(part).__name__}: {part})"
         elif not _agree(left, left_divided, _tolerance(model)):
-            reason = "it keeps something made from its rows"
+            reason = "it stores something computed from its rows"
         else:
             forms = [form_of(one, other, rows) for one, other in zip(wholes, parts, strict=False)]
             if spec != spec_of_parts or None in forms:

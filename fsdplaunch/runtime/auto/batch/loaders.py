@@ -218,8 +218,8 @@ def _warning_of_late_evaluation(hook_context: HookContext) -> Iterator[None]:
     if evaluated and "late evaluation" not in hook_context.printed:
         hook_context.printed.add("late evaluation")
         messages.say_unequal(
-            f"{script_line()}: each rank evaluates its own share of the rows, because the loader was begun before "
-            "model.eval() or torch.no_grad()\n  try  call model.eval() before the loop"
+            f"{script_line()}: each rank evaluates its own share of the rows, because the loop began before"
+            " model.eval() or torch.no_grad()\n  try  call model.eval() before the loop"
         )
 
 

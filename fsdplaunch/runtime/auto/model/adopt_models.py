@@ -342,8 +342,8 @@ def _keep_unsharded(bare: list[Any], what: str) -> None:
     """Keep parameters of no module equal on all workers: rank 0's values, gradients averaged."""
     if any(param.numel() and not param.untyped_storage().size() for param in bare if not param.is_meta):
         # A library has taken them out of a pass; their memory has been given back.
-        msg = f"{script_line()} {what} of parameters as they were gathered for a pass"
-        raise ShardingError(msg, hint="build it of model.parameters(), before the first pass")
+        msg = f"{script_line()} {what} from parameters that were gathered for a pass"
+        raise ShardingError(msg, hint="build it from model.parameters(), before the first pass")
     mesh = shard_target(ambient_plugin().settings(), mesh=None, process_group=None, device=None).mesh
     fresh = [param for param in bare if not hasattr(param, AVERAGED)]
     _check_no_gradients("a parameter of no module", fresh, what)

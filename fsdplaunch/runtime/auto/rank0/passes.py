@@ -47,12 +47,12 @@ from fsdplaunch.runtime.torch_internals.modules import (
 )
 
 _HINT = (
-    "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks as many batches, and"
-    " let rank 0 print; rank 0 alone can evaluate a model that FSDP2 shards and that is not compiled"
+    "call the model on all ranks: take the evaluation out of `if rank == 0:`, give all ranks the same number of"
+    " batches, and let rank 0 print; rank 0 alone can evaluate a model that FSDP2 shards and that is not compiled"
 )
 _OWN_DRAWS = (
-    "call the model on all ranks alike: each rank draws random numbers of its own once training has begun, and may"
-    " take another branch by them; launch with --keep-global-batch, with which all ranks draw the same"
+    "call the model on all ranks: each rank draws its own random numbers once training has begun, and may branch"
+    " differently on them; launch with --keep-global-batch, with which all ranks draw the same"
 )
 
 

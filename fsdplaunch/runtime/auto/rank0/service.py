@@ -113,7 +113,7 @@ STILL_SECONDS = 3.0
 """How long the script must have stood in one place inside torch to count as waiting."""
 _BUSY = 0.2  # share of a processor from which on it counts as computing there, not as waiting
 
-_UNKNOWN = "is neither a parameter nor optimizer state as they are now"
+_UNKNOWN = "is neither a current parameter nor current optimizer state"
 _KNOWN = (
     "save model.state_dict() and optimizer.state_dict(), called on rank 0; keep averages of weights in a"
     " copy.deepcopy of the model; or have every rank make this call, as reading a gradient needs"

@@ -180,7 +180,7 @@ def test_only_what_was_merged_is_removed(dcp, tmp_path, how):
     try:
         merge(checkpoint, tmp_path / "out", options=MergeOptions(remove_checkpoint_dir=True), progress=save_again)
     except CheckpointError as problem:
-        assert "was changed after it was merged" in problem.message or "changed while" in problem.message
+        assert "changed after the merge" in problem.message or "changed while" in problem.message
     assert dcp.tree(checkpoint) == left
 
 
@@ -248,9 +248,9 @@ def test_chosen_weights_are_merged_and_the_rest_is_named(dcp, model, options, le
     [
         ({"only": ("layer",)}, "--only 'layer' matches none of the 5 weights"),
         ({"exclude": ("*.bias", "*.gain")}, r"--exclude '\*.gain' matches none"),
-        ({"only": ("head",), "exclude": ("*.weight",)}, "leave none of the 5 weights"),
+        ({"only": ("head",), "exclude": ("*.weight",)}, "select none of the 5 weights"),
         ({"rename": (("lay", "x"),)}, "--rename lay=x matches none"),
-        ({"rename": (("head.weight", ""),)}, "leaves nothing of the name 'head.weight'"),
+        ({"rename": (("head.weight", ""),)}, "would make the name 'head.weight' empty"),
         ({"rename": (("layers.1", "layers.10"),)}, r"would both be called 'layers.10.up.weight'"),
     ],
 )
@@ -270,7 +270,7 @@ def test_choice_that_cannot_be_made_is_refused(dcp, model, options, message, tmp
         ),
         ({"dtype": "int8"}, "dtype 'int8' is not known"),
         ({"max_shard_size": 0}, "at least 1 byte, got 0"),
-        ({"checksums": False, "verify": True}, "compares the checksums as well"),
+        ({"checksums": False, "verify": True}, "verifying a merge needs the checksums"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):

@@ -12,7 +12,7 @@ from fsdplaunch.checkpoint.readers.open import open_checkpoint
 from fsdplaunch.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-HEADER = "has another size or header than planned"
+HEADER = "does not have the planned size or header"
 CHANGES = [
     *(("rows", old, new, HEADER) for old, new in ((b'"F32"', b'"I32"'), (b'"shape":[8,6]', b'"shape":[6,8]'))),
     *(("rows", old, new, HEADER) for old, new in ((b'"rows"', b'"rowt"'), (b"[0,192]", b"[1,192]"))),

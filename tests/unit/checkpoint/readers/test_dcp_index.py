@@ -178,5 +178,5 @@ def test_memory_format_that_python_3_11_2_has_written_is_read_and_no_other_attri
         unpickle(data, INDEX_NAMES, where="it")
         return
     for read in (lambda: check_plain(data, "it"), lambda: unpickle(data, INDEX_NAMES, where="it")):
-        with pytest.raises(CheckpointError, match="it asks for an attribute"):
+        with pytest.raises(CheckpointError, match="it looks up an attribute"):
             read()

@@ -107,7 +107,7 @@ def test_plain_subclass_of_tensor_is_its_own_data(dcp):
 @pytest.mark.parametrize(
     ("cls", "state", "match"),
     [
-        ("mylib.Quantized", {"_tensor": 0}, "'mylib.Quantized', whose values only its own library knows"),
+        ("mylib.Quantized", {"_tensor": 0}, "'mylib.Quantized', whose values only its own library can read"),
         ("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor", {}, "with 0 inner tensors"),
         ("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor", {"a": 0, "b": 0}, "with 2 inner tensors"),
         ("torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor", None, "with 0 inner tensors"),

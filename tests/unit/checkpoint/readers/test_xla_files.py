@@ -129,13 +129,13 @@ def test_missing_ranks_and_mixed_saves_are_named(tmp_path):
     [
         ({"rank": 5}, "another rank"),
         ({"world_size": 9}, "another number of ranks"),
-        ({"shard_info": {}}, "what it says of its slices is damaged"),
-        ({"shard_info": [1]}, "what it says of its slices is damaged"),
+        ({"shard_info": {}}, "its description of the slices is damaged"),
+        ({"shard_info": [1]}, "its description of the slices is damaged"),
         ({"shard_info": {"": {"_fsdp_shard.a": {"_orig_size": [-3], "_orig_name": "a"}}}}, "a size"),
         ({"shard_info": {"": {"_fsdp_shard.a": {"_orig_size": [10**9], "_orig_name": "a"}}}}, "chunks cover 128"),
         (
             {"shard_info": {"": {"_fsdp_shard.a": {"_orig_size": [3], "_orig_name": "flat_param_0"}}}},
-            "what it says of its slices is damaged",
+            "its description of the slices is damaged",
         ),
     ],
 )
@@ -164,5 +164,5 @@ def test_one_list_of_names_in_many_places_is_refused(tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     torch.save({"model": entries, "shard_metadata": metadata}, folder / NAME.format(rank=0, world=1))
-    with pytest.raises(CheckpointError, match="more parameters than a description of its size can"):
+    with pytest.raises(CheckpointError, match="more parameters than a file of its size can describe"):
         merged(folder, tmp_path / "out")

@@ -91,4 +91,4 @@ def test_what_belongs_to_one_node_is_not_compared():
 def test_node_that_cannot_be_reached_is_named_by_the_one_that_tried():
     (one, two) = unreachable({"a": ("b", "no route to host"), "b": ("c", ""), "c": ("a", None)})
     assert one.message == "a cannot reach b: no route to host"
-    assert two.message == "c did not answer any more"
+    assert two.message == "c stopped answering"

@@ -38,7 +38,7 @@ def test_files_of_others_in_old_checkpoints_stay_and_are_named(tmp_path):
     (old / "pytorch_model_fsdp_0" / "notes" / "mine.txt").write_text("kept")
     (old / "link").symlink_to("/etc")
     (note,) = remove_old(tmp_path, 2)
-    assert note == f"{old} stays with what is not part of the checkpoint: link and 1 more"
+    assert note == f"{old} is kept for what is not part of the checkpoint: link and 1 more"
     left = {str(path.relative_to(old)) for path in old.rglob("*")}
     inside = "pytorch_model_fsdp_0"
     assert left == {"link", inside, f"{inside}/notes", f"{inside}/notes/mine.txt"}
@@ -97,9 +97,9 @@ def test_what_cannot_be_removed_is_said_and_no_error(tmp_path, monkeypatch):
         patch.setattr(os, "fwalk", refuse)
         patch.setattr(os, "access", lambda path, mode: Path(path) != locked and may(path, mode))
         busy, kept, whole = sorted(remove_old(tmp_path, 1))
-    assert busy.endswith("checkpoint-1.removed stays: device or resource busy")
-    assert kept == f"{mounted} stays: it is a mounted disk"
-    assert whole == f"{locked} stays: it is not writable"
+    assert busy.endswith("checkpoint-1.removed is not deleted: device or resource busy")
+    assert kept == f"{mounted} is not deleted: it is a mounted disk"
+    assert whole == f"{locked} is not deleted: it is not writable"
     assert find_gap(locked) is None
     assert names(tmp_path) == {".checkpoint-1.removed", "checkpoint-2", "checkpoint-3", "checkpoint-4"}
     monkeypatch.setattr(Path, "rename", refuse)
@@ -119,7 +119,7 @@ def test_what_has_come_into_the_place_of_an_old_checkpoint_stays(tmp_path, monke
         return hide(path, known)
 
     monkeypatch.setattr(checkpoint_dirs, "_set_aside", replaced_before)
-    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 stays: another save has come into its place"]
+    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 is not deleted: another save has taken its place"]
     assert (tmp_path / "checkpoint-1" / "extra.bin").read_text() == "y"
 
 
@@ -135,7 +135,7 @@ def test_old_checkpoint_that_cannot_be_read_any_more_keeps_its_name(tmp_path, mo
         return read(folder)
 
     monkeypatch.setattr(checkpoint_dirs, "read_manifest", fail_once_hidden)
-    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 stays: fsdplaunch.json cannot be read"]
+    assert remove_old(tmp_path, 1) == [f"{tmp_path}/checkpoint-1 is not deleted: fsdplaunch.json cannot be read"]
     assert find_gap(tmp_path / "checkpoint-1") is None
 
 
@@ -157,7 +157,7 @@ def test_folder_of_another_program_is_not_replaced_and_what_comes_late_is_kept(t
 
     happen.append(lambda: (target.rename(tmp_path / "gone"), other.rename(target)))
     (other / "whose").write_text("theirs")
-    with pytest.raises(CheckpointError, match="checkpoint-1 was replaced by another program meanwhile"):
+    with pytest.raises(CheckpointError, match="checkpoint-1 was replaced by another program in the meantime"):
         save(tmp_path, 1)
     assert (target / "whose").read_text() == "theirs"
 

@@ -16,7 +16,7 @@ def test_states_of_another_number_of_gpus_are_left_and_said(tmp_path, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
     read_random_states(tmp_path / "states")
-    assert "random states of 1 GPUs, of 2 here: those of GPUs are not restored" in capsys.readouterr().err
+    assert "GPU random states are not restored: the checkpoint has 1, this node 2 GPUs" in capsys.readouterr().err
 
 
 WRONG = [None, -1, 2**70, "x", [], {}, [[]], 1.5, torch.ones(3), (3, tuple(range(600)), None)]

@@ -161,7 +161,7 @@ def test_the_function_of_a_script_that_has_trained_nothing_is_called(run, text, 
 
 
 def test_one_that_wants_arguments_is_refused(run):
-    with pytest.raises(UsageError, match="main cannot be called for it: it wants index"):
+    with pytest.raises(UsageError, match="main cannot be called for it: it needs index"):
         run("def main(index):\n    pass\n")
 
 
