@@ -293,9 +293,7 @@ def tune(
     compile: Annotated[  # noqa: A002  (as the option has it)
         bool, flag("--compile", "Try torch.compile too")
     ] = False,
-    allow_writes: Annotated[
-        bool, flag("--allow-writes", "Let the script write outside of its own folder")
-    ] = False,
+    allow_writes: Annotated[bool, flag("--allow-writes", "Let the script write outside its own folder")] = False,
     write: Annotated[Path | None, takes("FILE", "Write the best configuration to FILE")] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,

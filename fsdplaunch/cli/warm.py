@@ -19,7 +19,9 @@ def warm(*, stop: bool, as_json: bool, out: Output) -> int:
         return 0
     for one in found:
         if stop:
-            out.say(f"process {one['pid']} ends" + (f" with its {one['runs']} runs" if one["runs"] else ""))
+            out.say(
+                f"process {one['pid']} ends" + (f" when its {one['runs']} runs have ended" if one["runs"] else "")
+            )
             continue
         left = one["seconds_left"]
         when = f"{one['runs']} running" if left is None else f"{left:.0f} s left"

@@ -23,7 +23,7 @@ TEXT_PROBLEMS = {
 """The ids of problems that a text, a name or a single value can have; those of key combinations are rules."""
 
 TEXT_NOTES = {
-    "other-spelling": "The key is written in another way than the reference does.",
+    "other-spelling": "The key is spelled differently than in the reference.",
     "former-place": "The key is where older files have it.",
     "bare-section": "The file consists of one section's keys, without its name.",
     "follows": "A key follows another one, which a higher layer sets.",

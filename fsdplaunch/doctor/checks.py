@@ -184,7 +184,7 @@ def check_disks(facts: DoctorFacts) -> Iterator[Check]:
             yield Check("disk", "warning", f"{text}, on this node only", hint)
         elif disk.kind in _FLEETING_KINDS and disk.use == "checkpoints":
             hint = "mount a disk, or set checkpoint.dir"
-            yield Check("disk", "warning", f"{text}: gone when the container ends", hint)
+            yield Check("disk", "warning", f"{text}: lost when the container ends", hint)
         else:
             yield Check("disk", "ok", text)
 

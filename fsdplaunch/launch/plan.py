@@ -275,7 +275,7 @@ def _notes(config: Config, node: NodeFacts, target: LaunchTarget, device: str) -
         named = "" if _names_all_gpus(config) else f", though gpu_ids names {config.gpu_ids}"
         notes.append(f"no GPU is visible{named}: running on CPU with gloo")
     if config.num_machines == 1 and node.port_is_taken:
-        notes.append("the configured port is in use: another one is taken")
+        notes.append("the configured port is in use: another one is used")
     if not target.is_python and config.distributed_type == "FSDP":
         notes.append(f"{target.name} runs as a program of its own: whether it shards its model is not checked")
     return notes

@@ -120,7 +120,7 @@ def _check_source(file: Path) -> Iterator[Finding]:
             compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
         return
     except OSError as error:
-        message, hint = f"{file} cannot be read: {(error.strerror or '').lower()}", "see its permissions"
+        message, hint = f"{file} cannot be read: {(error.strerror or '').lower()}", "check its permissions"
     except SyntaxError as error:
         text = f": {error.text.strip()}" if error.text else ""
         message, hint = f"{file}:{error.lineno or 1}: {error.msg}{text}", _CORRECT
@@ -187,7 +187,9 @@ def check_gpus(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
             held = f", which holds {used / GIB:.1f} GiB" if used else ""
             message = f"GPU {number} is in use by process {pid}{held}"
             yield Finding(
-                message=message, hint=f"choose others with gpu_ids, or end it: ps -fp {pid}", fatal=False
+                message=message,
+                hint=f"choose other GPUs with gpu_ids, or end that process: ps -fp {pid}",
+                fatal=False,
             )
 
 

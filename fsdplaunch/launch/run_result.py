@@ -217,7 +217,7 @@ def failure_lines(result: RunResult, *, run_dir: str, folder: str = "", fixed_si
         return []
     if failure.lost:
         hint = "is that node up, and its network?"
-        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would go on"
+        hint += "" if fixed_size else " with launch.nodes: MIN:MAX the others would continue"
         return [failure.lost[0], *(f"  {line}" for line in failure.lost[1:]), "", f"  try  {hint}"]
     if failure.rank is None:
         message = [f"  {line}" for line in _ends_of(failure.message or "")]
@@ -264,7 +264,7 @@ def _ends_of(text: str) -> list[str]:
 def end_line(result: RunResult, *, workers: int) -> str:
     """Say how a run without a failure ended; `workers` over all nodes."""
     if result.stopped_by is not None:
-        saved = ": every worker ended well, start it again to go on" if result.exit_code == 75 else ""  # noqa: PLR2004
+        saved = ": every worker ended cleanly, launch it again to resume" if result.exit_code == 75 else ""  # noqa: PLR2004
         return f"stopped by {result.stopped_by} after {duration(result.seconds)}{saved}"
     tries = f", attempt {len(result.attempts)}" if len(result.attempts) > 1 else ""
     return f"finished in {duration(result.seconds)}, {counted(workers, 'worker')}{tries}"

@@ -189,8 +189,8 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
         ways = f"set launch.shard to auto, so that what is given to {_replicated[0]} is sharded; or {ways}"
     elif library is None and joined_by_script():
         ways = (
-            "the script joined a process group and gives no model to DistributedDataParallel, whose models are"
-            " sharded: give it that; or launch with --shard always, if ranks divide nothing by hand, or with"
+            "the script joined a process group and gives no model to DistributedDataParallel, where it would be"
+            " sharded: wrap it; or launch with --shard always, if the script divides nothing itself, or with"
             " --shard off, which leaves all to the script"
         )
     ways = f"{ways}; {also}" if also else ways

@@ -71,7 +71,7 @@ class WriteGuard:
     def _check_folder(self, text: str) -> None:
         folder, name = os.path.split(Path.cwd() / text)
         if not self._may_write(f"{os.path.realpath(folder)}{os.sep}{name}"):
-            msg = f"{text} is outside of the folder that a measured run may write to"
+            msg = f"{text} is outside the folder that a measured run may write to"
             raise WriteRefusedError(msg)
 
     def _may_write(self, real: str) -> bool:

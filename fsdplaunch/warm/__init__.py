@@ -90,7 +90,7 @@ def surroundings() -> dict[str, Any]:
     return {
         **{name: status.get(name) for name in _STATUS},
         **{name: kernel_text(name) for name in _FILES},
-        **{f"the name space {name}": _link(f"ns/{name}") for name in _NAMESPACES},
+        **{f"the {name} namespace": _link(f"ns/{name}") for name in _NAMESPACES},
         "the root folder": _link("root"),
         "scheduling": [os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)],
         "the memory policy": kernel_text("numa_maps", first_line=True).split(" ")[1:2],  # as numactl sets it

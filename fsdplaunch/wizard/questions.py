@@ -304,7 +304,7 @@ def _check_model(text: str, _: WizardState) -> str:
 MODEL = Question(
     name="model",
     text="Model folder, or its size",
-    help="Folder of the model, its hub name, or its size such as 8b; not stored, it only feeds the numbers shown.",
+    help="Folder of the model, its hub name, or its size such as 8b; only used for the estimates shown.",
     metavar="FOLDER|ORG/MODEL|SIZE",
     keys=(),
     write=lambda *_: {},
@@ -423,7 +423,7 @@ GOAL = Question(
 
 def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
     hardware, on_cpu, on_tpus = state.run_facts.hardware, state.answers.get("where") == "cpu", state.on_tpus
-    usual = "every GPU here computes it" if hardware.all_have_bf16 else "half the traffic"
+    usual = "every GPU here supports it" if hardware.all_have_bf16 else "half the traffic"
     usual = "slow on most CPUs" if on_cpu else "TPUs compute in it" if on_tpus else usual
     return (
         Choice(
@@ -431,7 +431,7 @@ def _precision_choices(state: WizardState) -> tuple[Choice, ...]:
             "bf16",
             usual,
             "Parameters and optimizer state are kept in fp32; blocks are gathered and computed in bf16.",
-            "a GPU here does not compute it" if hardware.gpus and not hardware.all_have_bf16 else None,
+            "a GPU here does not support it" if hardware.gpus and not hardware.all_have_bf16 else None,
         ),
         Choice(
             "fp16",

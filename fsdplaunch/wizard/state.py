@@ -84,9 +84,9 @@ def _layout(facts: SuggestionFacts) -> _Reasoned:
 def _mixed_precision(facts: SuggestionFacts) -> _Reasoned:
     dtype = "bf16" if facts.on_tpus or facts.hardware.all_have_bf16 else "no"
     if dtype == "bf16":
-        reason = "TPUs compute in bf16" if facts.on_tpus else "every GPU here computes bf16"
+        reason = "TPUs compute in bf16" if facts.on_tpus else "every GPU here supports bf16"
     elif facts.hardware.gpus:
-        reason = "a GPU here does not compute bf16"
+        reason = "a GPU here does not support bf16"
     else:
         unseen = facts.elsewhere or facts.gpus_per_node > 0
         reason = "the GPUs are not seen from here" if unseen else "without a GPU bf16 is slower"

@@ -134,7 +134,7 @@ def test_wizard_and_estimate_take_what_a_worker_would_see(on, tmp_path, gpus, mo
         ("h100:4", {}, "all pairs read each other's memory"),
         ("h100:4", {"FAKE_NVML_NOP2P": "1"}, "6 of 6 pairs go through host memory, for example GPU 0 and 1"),
         ("h100:4", {"FAKE_NVML_ECC": "7"}, "GPU 2 has 7 uncorrected memory errors"),
-        ("t4:1,h100:1", {}, "unlike GPUs: 1 x Tesla T4"),
+        ("t4:1,h100:1", {}, "different GPUs: 1 x Tesla T4"),
         ("h100mig:1", {}, "one MIG slice"),
         ("h100:8", {"FAKE_NVML_ECC": "7", "visible": "4,5"}, "2 x NVIDIA H100"),  # those that are visible alone
     ],

@@ -63,6 +63,6 @@ def test_host_whose_link_is_cut_is_dropped_and_one_that_returns_joins(three: Lab
     out, err = ends[0][1:]
     assert f"saved at step {saved()}" in out
     assert "stopped by SIGTERM" in err
-    assert f"lost host2 ({three.address(2)}): no message for 3 s; 2 nodes go on from the last checkpoint" in err
-    joined = rf"host2 \({re.escape(three.address(2))}\) joins as node 2: all workers start again"
+    assert f"lost host2 ({three.address(2)}): no message for 3 s; 2 nodes resume from the last checkpoint" in err
+    joined = rf"host2 \({re.escape(three.address(2))}\) joins as node 2: all workers restart"
     assert re.search(joined, err), err

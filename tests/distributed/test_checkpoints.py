@@ -257,7 +257,7 @@ def load_others(folder: str, form: str) -> list[str]:
 def test_checkpoint_of_another_model_is_refused_on_all_ranks(two_ranks: RankPool, saved: Any, form: str) -> None:
     for fewer, more, wider in two_ranks.run(load_others, str(saved(form)[0]), form):
         for message, words in ((fewer, "has layers.2"), (more, "lacks layers.3")):
-            assert "is of another model" in message
+            assert "is from another model" in message
             assert words in message
         assert "embed.weight" in wider
 

@@ -70,7 +70,7 @@ def test_stopped_run_saves_exits_75_and_goes_on_when_started_again(start_lm, tmp
         time.sleep(0.1)
     run.signal(signal.SIGTERM)
     assert run.end() == 75, run.stderr
-    assert "every worker ended well, start it again to go on" in run.stderr
+    assert "every worker ended cleanly, launch it again to resume" in run.stderr
     (saved,) = (tmp_path / "checkpoints" / "lm").glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
     assert json.loads((saved / "fsdplaunch.json").read_text())["complete"]

@@ -84,6 +84,6 @@ def test_a_script_that_writes_elsewhere_is_stopped_before_it_does(fsdplaunch, tm
     (tmp_path / "train.py").write_text(SCRIPT)
     done = fsdplaunch("tune", "--steps", "3", *TRIES, "train.py", OUT=str(tmp_path / "out.txt"))
     assert done.returncode == 1
-    assert "out.txt is outside of the folder that a measured run may write to" in done.stderr
+    assert "out.txt is outside the folder that a measured run may write to" in done.stderr
     assert "hint:  give the script a folder below this one, as a relative path; or --allow-writes" in done.stderr
     assert not (tmp_path / "out.txt").exists()

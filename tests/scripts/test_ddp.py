@@ -279,7 +279,7 @@ def test_ranks_that_wait_for_each_other_at_different_lines_are_told(forks: Forks
     done = forks.run(HEAD + SKIPS, tmp_path / "run", ranks=2)
     assert done.codes == [9, 9]
     at = (f"rank 0 at train.py:{line_of(SKIPS, 'backward')}", f"rank 1 at train.py:{line_of(SKIPS, 'pow')}")
-    told = f"the ranks wait for each other at different lines, and none goes on: {at[0]} (<module>); {at[1]}"
+    told = f"the ranks wait for each other at different lines, and none can continue: {at[0]} (<module>); {at[1]}"
     assert done.err[0].count(told) == 1
 
 

@@ -158,7 +158,7 @@ REFUSED = {
         other.layers[1].weight = model.layers[0].weight
         optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
         """,
-        "train.py:17: layers.1.weight of Net is one of Net as well, which was sharded at train.py:17",
+        "train.py:17: layers.1.weight of Net also belongs to Net, which was sharded at train.py:17",
     ),
     "after a backward": (
         """

@@ -40,7 +40,7 @@ def test_plateau_of_ranks_own_losses_is_decided_by_their_mean_and_told(forks: Fo
     done = forks.passes(HEAD + PLATEAU, tmp_path / "run", ranks=2)
     assert done.out[0] == done.out[1]
     assert "rate 0.5\n" not in done.out[0]
-    told = [line for line in done.err[0].splitlines() if "ReduceLROnPlateau is given" in line]
+    told = [line for line in done.err[0].splitlines() if "ReduceLROnPlateau gets" in line]
     assert len(told) == 1
     assert "train.py:19: " in told[0]
 

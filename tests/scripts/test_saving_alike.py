@@ -198,6 +198,6 @@ def test_save_of_another_rank_only_ends_soon_with_the_line(
     message = next(err for err in done.err if "was called on rank" in err)
     assert f"torch.save at train.py:{line} was called on rank 1 only" in message
     assert f" went on, waiting for rank 1 {where}" in message
-    assert "hint: save on all ranks or on rank 0" in message
+    assert "hint: save on all ranks, or on rank 0" in message
     assert "all_reduce" in message
     assert -9 not in done.codes

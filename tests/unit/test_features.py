@@ -58,7 +58,7 @@ def test_a_package_without_them_does_the_rest_and_names_each_when_asked(without)
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        f"error: this installation is without {what}: there is no {folder}" for folder, what in FOLDERS.items()
+        f"error: this installation lacks {what}: {folder} is missing" for folder, what in FOLDERS.items()
     ]
 
 

@@ -184,7 +184,7 @@ def _whole_graph(context: RuleContext) -> Iterator[Violation]:
     in_units = context.shards and context.fsdp.fsdp_auto_wrap_policy != "NO_WRAP"
     if dynamo.dynamo_backend != "NO" and whole and in_units:
         about = tuple(("dynamo_config", f"dynamo_use_{name}") for name in ("fullgraph", "regional_compilation"))
-        message = "true cannot hold for a model sharded in units: the graph breaks where they are gathered"
+        message = "true is not possible for a model sharded in units: the graph breaks where they are gathered"
         hint = "set dynamo_use_regional_compilation: true, which compiles each unit by itself"
         yield Violation(about, message, hint)
 

@@ -307,7 +307,7 @@ class Coordinator(RunControl):
         node.close()
         if not self._is_stopping and not self._ended and self._requirements.least < self._requirements.most:
             left = len(self.present)
-            self._tell(f"lost {node.name}: {why}; {left} nodes go on from the last checkpoint")
+            self._tell(f"lost {node.name}: {why}; {left} nodes resume from the last checkpoint")
             self._change_members()
         else:  # also after the end began: what failed first may have failed because this node had gone
             self._note_loss(f"lost {node.name}: {why}")
@@ -407,7 +407,7 @@ class Coordinator(RunControl):
             taken = {one.rank for one in self.present}
             free = next(rank for rank in range(required.most) if rank not in taken)
             node.node_info, node.rank = node_info, free if node_info.rank is None else node_info.rank
-            self._tell(f"{node.name} joins as node {node.rank}: all workers start again")
+            self._tell(f"{node.name} joins as node {node.rank}: all workers restart")
             self._change_members(node)
 
     def _late_obstacle(self, node_info: NodeInfo) -> tuple[str, str] | None:

@@ -92,7 +92,7 @@ def _differences(first: NodeInfo, other: NodeInfo) -> Iterator[Finding]:
         message = f"{other.name} would run {_command(other)}, and {first.host} {_command(first)}"
         yield Finding(message=message, hint="give every node the same script and arguments")
     if first.script and other.script and first.script != other.script:
-        message = f"the script on {other.name} is not the same text as on {first.name}"
+        message = f"the script on {other.name} differs from that on {first.name}"
         yield Finding(message=message, hint="copy it there again", fatal=False)
 
 

@@ -68,7 +68,7 @@ class SecretSource:
         if not self._secret:
             msg = f"node 0 at {address} asks for the run's secret, and this node has none"
         else:
-            msg = f"node 0 at {address} has another secret than this node: it is not the same run"
+            msg = f"node 0 at {address} has a different secret from this node: it is another run"
         hint = f"use the command that node 0 printed, or set {SECRET}, alike on every node"
         return MachineError(msg, hint=hint)
 

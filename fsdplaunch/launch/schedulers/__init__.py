@@ -31,7 +31,7 @@ def ask(words: Sequence[str], *, text: str = "", seconds: float, missing: str, l
     """Run a scheduler's command and return what it prints; the hints are for one that is missing, late, failed."""
     name = words[0]
     if shutil.which(name) is None:
-        msg = f"there is no {name} here"
+        msg = f"{name} was not found on this machine"
         raise MachineError(msg, hint=missing)
     try:
         done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds, check=False)

@@ -200,11 +200,11 @@ def _check(module: nn.Module, group: dist.ProcessGroup | None, hook_context: Hoo
         raise ShardingError(msg, hint=hint)
     if hook_context.keeps_batch and hook_context.size > 1:
         msg = (
-            f"{line} gives {name} to DistributedDataParallel: the script divides its data by itself,"
+            f"{line} gives {name} to DistributedDataParallel: the script divides its data itself,"
             " so launch.keep_global_batch cannot be used"
         )
         hint = (
-            "give --hide-ranks (launch.hide_ranks) if the script has a way for one process; or divide its batch"
+            "add --hide-ranks (launch.hide_ranks) if the script can run as one process; or divide its batch"
             " size by the number of ranks, and launch without the key"
         )
         raise ShardingError(msg, hint=hint)

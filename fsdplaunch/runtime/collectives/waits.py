@@ -101,9 +101,9 @@ def _warn(lines: list[str]) -> None:
         for line in dict.fromkeys(lines)
     ]
     messages.say(
-        f"the ranks wait for each other at different lines, and none goes on: {'; '.join(where[:4])}\n"
-        "  try  make each pass, backward and collective on all ranks: what leaves one out must be decided by a"
-        " number that all of them have (torch.distributed.all_reduce)"
+        f"the ranks wait for each other at different lines, and none can continue: {'; '.join(where[:4])}\n"
+        "  try  make each pass, backward and collective on all ranks: a condition that skips one must depend on a"
+        " number that is equal on all of them (torch.distributed.all_reduce)"
     )
 
 

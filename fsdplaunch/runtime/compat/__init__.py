@@ -85,8 +85,8 @@ def adapt_lightning_to_cpu() -> None:
 
 _PACKAGE = "torch.distributed.checkpoint"
 _HINT = (
-    "take it, or the library's call around it, such as accelerator.load_state, out of `if rank == 0:`, for every"
-    " rank writes or reads its part; or give no_dist=True"
+    "take it, or the library's call around it, such as accelerator.load_state, out of `if rank == 0:`, because"
+    " every rank writes or reads its part; or give no_dist=True"
 )
 
 

@@ -349,7 +349,7 @@ def _without_embeddings(prepare: Any, fsdp2_plugin: Any, model: Any) -> Callable
         name = type(module).__name__
         if around and name not in named:
             named.add(name)
-            messages.say(f"accelerate: {name} is not a unit, because the input embeddings inside of it are one")
+            messages.say(f"accelerate: {name} is not a unit, because the input embeddings inside it are one")
         return not around
 
     return wraps

@@ -149,7 +149,7 @@ class ShardingDescription:
             by = f", by {self.plan}" if self.plan else ""
             yield "layers split", f"{len(self.split)} of {total} parameters over {self.mesh.get(TENSOR)} ranks{by}"
         by = "" if self.attention == "auto" else f", attention by {self.attention}"
-        yield "sequences split", f"over {self.context} ranks inside of the blocks{by}" if self.context > 1 else ""
+        yield "sequences split", f"over {self.context} ranks inside the blocks{by}" if self.context > 1 else ""
         yield "not sharded", listed(self.ignored or self.unsharded, 4)
         yield "frozen", f"{short_count(self.parameters - self.trained)} parameters" if self.frozen else ""
         where = ", their inputs in host memory" if self.activations_offloaded else ""

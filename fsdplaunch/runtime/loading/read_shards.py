@@ -212,7 +212,7 @@ class ShardReader:
         while memory:
             got = os.preadv(self._open[weight.file], [memory[:_MOST_AT_ONCE]], position)
             if got == 0:
-                msg = f"{self.files.paths[weight.file]} ends at byte {position}, inside of {short(weight.name)}"
+                msg = f"{self.files.paths[weight.file]} ends at byte {position}, inside {short(weight.name)}"
                 raise CheckpointError(msg, hint="the file has changed since the headers were read; try again")
             position += got
             self.bytes_read += got

@@ -83,7 +83,7 @@ def _check_names(stored: set[str], needed: set[str], where: Path) -> None:
     absent, left_over = sorted(needed - stored), sorted(stored - needed)
     words = [f"lacks {listed(absent, _SHOWN)}"] if absent else []
     words += [f"has {listed(left_over, _SHOWN)} besides"] if left_over else []
-    msg = f"{where} is of another model: it {' and '.join(words)}"
+    msg = f"{where} is from another model: it {' and '.join(words)}"
     raise CheckpointError(msg, hint="build and wrap the model as it was when the checkpoint was saved")
 
 
@@ -131,7 +131,7 @@ def _read_flat(present: State, path: Path) -> None:
         if {name: _shape_of(each) for name, each in read.items()} != {
             name: _shape_of(each) for name, each in shards.items()
         }:
-            msg = f"the flat shards in {path} are of another model, or of another number of ranks"
+            msg = f"the flat shards in {path} are from another model, or from another number of ranks"
             hint = "LOCAL_STATE_DICT loads into the same model on as many ranks as wrote it"
             raise CheckpointError(msg, hint=hint)
         for name, shard in shards.items():

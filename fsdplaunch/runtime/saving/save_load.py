@@ -242,7 +242,7 @@ def _read_generators(folder: Path, manifest: Mapping[str, Any] | None) -> None:
             raise CheckpointError(msg, hint=COPY_AGAIN)
         read_random_states(folder / own)
     if (folder / file_name(0)).exists() and not (folder / last).exists():
-        messages.say("the checkpoint is of fewer ranks: the others' random number generators start anew")
+        messages.say("the checkpoint is from fewer ranks: the other ranks' random states are not restored")
 
 
 def _folder(given: str | Path | None) -> Path:

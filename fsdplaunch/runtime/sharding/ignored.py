@@ -67,7 +67,7 @@ def find_ignored(model: nn.Module, settings: Settings) -> IgnoredParts:
     kinds = Counter(type(param).__name__ for m, name in single if is_special(param := getattr(m, name)))
     for kind, number in kinds.items():
         messages.say(
-            f"{number} {kind} are kept in full on every rank: sharding would lose what their class keeps beside"
+            f"{number} {kind} are kept in full on every rank: sharding would lose what their class stores with"
             " them; with a storage dtype such as bf16 (bnb_4bit_quant_storage) they are sharded"
         )
     return IgnoredParts(modules=modules, single=single)

@@ -275,7 +275,7 @@ def split_blocks(
     found = [unwrapped(block) for block in numbered or named.values()]
     blocks = [block for block in found if any(True for _ in block.children())]
     if not blocks:
-        msg = f"{class_name(model)} has no blocks inside of which sequences could be split (cp_size)"
+        msg = f"{class_name(model)} has no blocks in which sequences could be split (cp_size)"
         raise ShardingError(msg, hint="name them in fsdp_transformer_layer_cls_to_wrap, or leave cp_size out")
     for number, block in enumerate(blocks):
         last = number == len(blocks) - 1

@@ -211,7 +211,7 @@ def _check_kind(plan: SplitPlan, module: nn.Module, style: Style, name: str) -> 
     if not (is_embedding if of_embeddings else matrix_outputs(module) is not None):
         wanted = "an embedding" if of_embeddings else "a linear layer"
         msg = f"{where} is a {class_name(module)}, and {name} splits {wanted}"
-        hint = "name the layer inside of it that holds the matrix, or one of its parameters"
+        hint = "name the layer inside it that holds the matrix, or one of its parameters"
         raise ShardingError(msg, hint=hint)
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.sparse or module.scale_grad_by_freq

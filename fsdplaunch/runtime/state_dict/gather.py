@@ -45,9 +45,8 @@ def cut_to_shard(value: Any, param: nn.Parameter) -> Any:
 SMALLEST = 1 << 16  # bytes below which a gathered tensor stays in memory: a file of its own is not worth it
 KEPT_BYTES = 1 << 25  # of the first tensors of a save, which stay there as well: most of a small model's
 HINT = (
-    "save on all ranks or on rank 0, which can save alone from the first step of the model's optimizer on: decide"
-    " by a number equal on all ranks, such as a loss on validation data or one averaged by"
-    " torch.distributed.all_reduce"
+    "save on all ranks, or on rank 0, which can save alone from the optimizer's first step on: decide by a number"
+    " equal on all ranks, such as a loss on validation data or one averaged by torch.distributed.all_reduce"
 )
 
 

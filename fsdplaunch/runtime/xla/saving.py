@@ -119,7 +119,7 @@ def read(folder: Path, models: list[nn.Module], optimizers: list[Optimizer]) -> 
         try:
             optimizer.load_state_dict(stored)
         except ValueError as error:
-            msg = f"{path} is of another optimizer: {error}"
+            msg = f"{path} is from another optimizer: {error}"
             raise CheckpointError(msg, hint="build it as it was when the checkpoint was saved") from None
         for value in (value for values in optimizer.state.values() for value in values.values()):
             if runtime.is_spmd() and isinstance(value, torch.Tensor) and value.device.type == "xla":

@@ -91,7 +91,7 @@ def check_fit(stored: StoredWeights, own: Mapping[str, Shape], further: Collecti
     wrong = sorted(set(own) ^ (set(stored.shapes) - set(further)))
     if wrong:
         verb = "lacks" if wrong[0] in own else "has"
-        msg = f"{stored.where} is of another model: it {verb} {short(wrong[0])}"
+        msg = f"{stored.where} is from another model: it {verb} {short(wrong[0])}"
         raise CheckpointError(msg, hint=_AS_IT_WAS)
     for name, shape in own.items():
         if stored.shapes[name] != shape:
@@ -134,6 +134,6 @@ def read_optimizer(folder: Path, file_name: str, own: list[list[Any]]) -> dict[s
         msg = f"{path} holds no optimizer's state"
         raise CheckpointError(msg, hint=COPY_AGAIN)
     if file.get(NAMES) != own:
-        msg = f"{path} is of an optimizer that trains other parameters, or in another order or shape"
+        msg = f"{path} is from an optimizer of other parameters, or of another order or shape"
         raise CheckpointError(msg, hint="build the optimizer and wrap the model as when it was saved")
     return state

@@ -106,7 +106,7 @@ def test_end_without_a_failure_is_one_line():
     assert end_line(again, workers=2) == "finished in 3.2 s, 2 workers, attempt 2"
     saved = RunResult(exit_code=75, seconds=61, stopped_by="SIGTERM")
     assert end_line(saved, workers=2) == (
-        "stopped by SIGTERM after 1 m 01 s: every worker ended well, start it again to go on"
+        "stopped by SIGTERM after 1 m 01 s: every worker ended cleanly, launch it again to resume"
     )
     assert end_line(RunResult(exit_code=130, seconds=1, stopped_by="SIGINT"), workers=1) == (
         "stopped by SIGINT after 1.0 s"

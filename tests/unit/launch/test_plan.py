@@ -146,7 +146,7 @@ def test_busy_port_is_replaced_on_one_machine_and_said(said):
     assert "--rdzv-endpoint=127.0.0.1:29500" in make(Config(**said)).argv
     plan = make(Config(**said), facts={"port_is_taken": True})
     assert "--rdzv-endpoint=127.0.0.1:0" in plan.argv
-    assert "the configured port is in use: another one is taken" in plan.notes[-1]
+    assert "the configured port is in use: another one is used" in plan.notes[-1]
 
 
 def test_torchruns_options_come_from_keys():

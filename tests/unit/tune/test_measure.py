@@ -33,7 +33,7 @@ def test_what_is_the_users_is_refused_by_any_way_in(place):
         ("os.symlink", (str(work), str(user / "link"), -1)),
     ]
     for event, args in ways:
-        with pytest.raises(WriteRefusedError, match="is outside of the folder that a measured run may write to"):
+        with pytest.raises(WriteRefusedError, match="is outside the folder that a measured run may write to"):
             guard.audit(event, args)
     with pytest.raises(WriteRefusedError):
         guard.before_write(user / "model.safetensors")

@@ -232,7 +232,7 @@ class DividedPasses:
             raise ShardingError(msg, hint="change them by values that all ranks share, not by a rank's number")
         msg = f"{script_line()}: {self.name} gets different values on rank {other} than on rank 0"
         hint = (
-            "with keep_global_batch all ranks must compute the same outside of the model: seed what splits,"
+            "with keep_global_batch all ranks must compute the same values outside the model: seed what splits,"
             " shuffles or draws the data (torch.manual_seed, numpy's default_rng(0), random.Random(0))"
         )
         raise ShardingError(msg, hint=hint)

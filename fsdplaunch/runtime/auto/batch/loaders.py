@@ -286,8 +286,8 @@ def step_by_mean(
         other = next((each for each in ranks if str(each) != str(ranks[0])), None)
         if other is not None:
             hook_context.say_once(
-                f"{script_line()}: ReduceLROnPlateau is given {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
-                " each of its own rows: the mean of all ranks decides",
+                f"{script_line()}: ReduceLROnPlateau gets {ranks[0]:.6g} on rank 0 and {other:.6g} on another,"
+                " each from its own rows: the mean over all ranks is used",
                 key="plateau",
             )
             metrics = float(torch.tensor(ranks, dtype=torch.float64).mean())

@@ -88,8 +88,8 @@ def _check_unsharded(model: nn.Module, hook_context: HookContext, line: str) -> 
         if param.requires_grad and owner is not None and owner not in inside:
             earlier = hook_context.models.get(owner, "another line")
             msg = (
-                f"{line}: {name} of {class_name(model)} is one of {original_name(owner)} as well, which was"
-                f" sharded at {earlier}: they would be trained apart"
+                f"{line}: {name} of {class_name(model)} also belongs to {original_name(owner)}, which was"
+                f" sharded at {earlier}: the two would be trained separately"
             )
             hint = "make both parts of one module whose forward calls them, or give that one to fsdplaunch.prepare"
             raise ShardingError(msg, hint=hint)

@@ -70,10 +70,10 @@ class GatheredView:
         changed = changes != self.changes
         if shown != self.shown and changed and [each for each, _ in shown] != [each for each, _ in self.shown]:
             msg = (
-                f"{script_line()}: parameters of {type(model).__name__} were changed as its attributes after a"
-                " pass without a backward, and their shards by an optimizer or a loop"
+                f"{script_line()}: parameters of {type(model).__name__} were changed as attributes after a"
+                " pass without a backward, and their shards were changed by an optimizer or a loop"
             )
-            hint = "change them by model.parameters(), or make that pass under torch.no_grad()"
+            hint = "change them through model.parameters(), or make that pass under torch.no_grad()"
             raise ShardingError(msg, hint=hint)
         for gathered, shard in pairs:
             if gathered.requires_grad != shard.requires_grad and shown != self.shown:

@@ -335,12 +335,12 @@ def _other_state(call: str, rank: int, answer: dict[str, Any], place: Place, whe
     if answer["steps"] != place.steps:
         what = (
             f"rank {rank} has made {answer['steps']} optimizer steps (it is at {where}) and rank 0 {place.steps},"
-            " so their shards are not of one step"
+            " so their shards are not from the same step"
         )
         hint = "make this call after optimizer.step(); or on all ranks, if it needs gradients"
     elif answer["changes"] != place.changes:
         what = f"weights were changed on rank {rank} since (it is at {where})"
-        hint = "change weights for a save, and back, where all ranks save; or write them before optimizer.step()"
+        hint = "change weights for a save, and back, on all ranks; or write them before optimizer.step()"
     return CheckpointError(f"{call} was called on rank 0 only, and {what}", hint=hint)
 
 

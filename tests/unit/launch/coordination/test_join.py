@@ -141,7 +141,7 @@ def test_wait_is_counted_and_ends_in_time(place):
         run.coordinator.gather(counter(said))
     other.join(10)
     assert run.ends[0].message == refused.value.message  # every one that came is told
-    assert any(line.startswith("2 of 3 nodes here") for line in said)
+    assert any(line.startswith("2 of 3 nodes have joined") for line in said)
 
 
 def test_node_client_that_cannot_reach_anybody_names_the_reason():

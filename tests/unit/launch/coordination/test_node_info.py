@@ -60,7 +60,7 @@ def test_difference_is_named_with_both_values(change, message):
     ("change", "message"),
     [
         ({"versions": VERSIONS | {"python": "3.12"}}, "python is 3.12 on b"),
-        ({"script": "2"}, "the script on b (10.0.0.2) is not the same text as on a"),
+        ({"script": "2"}, "the script on b (10.0.0.2) differs from that on a"),
     ],
 )
 def test_difference_that_may_be_meant_is_only_said(change, message):

@@ -65,7 +65,7 @@ def test_variable_that_is_no_secret_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("secret", "node_hears", "coordinator_says"),
     [
-        ("cd" * 32, "has another secret than this node: it is not the same run", "came with another secret"),
+        ("cd" * 32, "has a different secret from this node: it is another run", "came with another secret"),
         ("", "asks for the run's secret, and this node has none", "came without a secret"),
     ],
 )
