@@ -117,7 +117,7 @@ def small_cases() -> dict[str, Any]:
 
 def test_a_ring_casts_and_refuses_what_it_cannot_compute(four_ranks: RankPool) -> None:
     for found in four_ranks.run(small_cases):
-        assert all("query, key and value do not fit each other" in text for text in found["unfit"][:3]), found
+        assert all("query, key and value do not match" in text for text in found["unfit"][:3]), found
         assert "causal ring attention of 2 positions to 1 is not possible" in found["unfit"][3]
         for text, why in zip(found["refused"], ("no kernel", "with a mask", "with dropout"), strict=True):
             assert why in text

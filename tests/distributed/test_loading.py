@@ -390,7 +390,7 @@ REFUSED = {  # files that cannot be read: tests/unit/checkpoint/test_model_weigh
     "rank 1 cannot": ["rank 1: cannot open", "Permission denied"],
     "only rank 0": ["the model gets weights from", "on rank 0 and values of its own on rank 1"],
     "two models": ["is for one model, and prepare was given 2"],
-    "forgetful": ["rotary.frequencies has no values on any rank, and initializing Forgetful makes none"],
+    "forgetful": ["rotary.frequencies has no values on any rank, and initializing Forgetful sets none"],
 }
 
 

@@ -150,7 +150,7 @@ def test_weights_that_differ_in_the_last_value_or_are_said_to_be_untied_stay(tmp
     [
         ("nowhere", "nowhere is not a folder"),
         ("empty", "empty holds no config.json"),
-        ("out", "is the model folder"),
+        ("out", "is also the model folder"),
     ],
 )
 def test_model_folder_that_cannot_be_used_is_refused(where, message, tmp_path):

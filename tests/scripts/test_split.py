@@ -29,7 +29,7 @@ def test_nano_gpt_with_split_layers_and_sequences_is_that_of_one_process(forks: 
     assert split.losses() == pytest.approx(plain.losses(), abs=1e-4)
     assert "layers split: 12 of 28 parameters over 2 ranks, by sharding.tensor_parallel_plan" in split.err[0]
     assert_same_files(plain.folder, split.folder)
-    assert "sequences split: over 2 ranks inside of the blocks" in split.err[0]
+    assert "sequences split: over 2 ranks inside the blocks" in split.err[0]
 
 
 RANK_0_SAVES = """

@@ -87,5 +87,5 @@ def test_a_launch_needs_none_of_them(without):
 def test_who_asks_for_one_is_told(without, words):
     done = run(without, *words)
     assert done.returncode != 0
-    assert "error: this installation is without" in done.stderr
+    assert "error: this installation lacks" in done.stderr
     assert "Traceback" not in done.stderr

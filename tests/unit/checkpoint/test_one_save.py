@@ -58,7 +58,7 @@ def test_files_of_another_save_are_named(two, tmp_path, what):
         for path in other.glob("*.distcp"):
             shutil.copy(path, one)
     with pytest.raises(
-        CheckpointError, match=r"__[01]_0.distcp does not match its checksum: it is of another save"
+        CheckpointError, match=r"__[01]_0.distcp does not match its checksum: it is damaged, or from another save"
     ):
         merge(two[0], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -108,7 +108,7 @@ def test_full_disk_of_the_runs_folder_is_named():
 def test_collective_timeout_names_the_ranks_that_did_not_come(worker):
     waited = worker(0, message=GLOO_TIMEOUT)
     found = seen(waited, worker(1, code=-15, sent=[15]))
-    assert "in a collective for 600 s for rank 1, which did not come" in found.why
+    assert "in a collective for 600 s for rank 1, which did not join it" in found.why
     assert "--process-group-timeout-seconds" in found.remedies[1]
     both = seen(waited, worker(1, message=GLOO_TIMEOUT))
     assert "for the others, which did not join it" in both.why

@@ -180,7 +180,7 @@ def parse(command):
         ),
         ("eight_h100", {"model": "4"}, "--model 4 needs a unit, as in 4b or 4m"),
         ("eight_h100", {"model": "nowhere"}, "--model nowhere: no such file, and not the size of a model"),
-        ("one_t4", {"precision": "bf16"}, "--precision bf16 is not possible: a GPU here does not compute it"),
+        ("one_t4", {"precision": "bf16"}, "--precision bf16 is not possible: a GPU here does not support it"),
         (
             "one_t4",
             {"wrap": "Llama Decoder"},

@@ -127,8 +127,8 @@ def test_missing_ranks_and_mixed_saves_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"rank": 5}, "another rank"),
-        ({"world_size": 9}, "another number of ranks"),
+        ({"rank": 5}, "its rank or number of ranks"),
+        ({"world_size": 9}, "its rank or number of ranks"),
         ({"shard_info": {}}, "its description of the slices is damaged"),
         ({"shard_info": [1]}, "its description of the slices is damaged"),
         ({"shard_info": {"": {"_fsdp_shard.a": {"_orig_size": [-3], "_orig_name": "a"}}}}, "a size"),

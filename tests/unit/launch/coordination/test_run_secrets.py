@@ -65,8 +65,8 @@ def test_variable_that_is_no_secret_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("secret", "node_hears", "coordinator_says"),
     [
-        ("cd" * 32, "has a different secret from this node: it is another run", "came with another secret"),
-        ("", "asks for the run's secret, and this node has none", "came without a secret"),
+        ("cd" * 32, "has a different secret from this node: it is another run", "connected with another secret"),
+        ("", "asks for the run's secret, and this node has none", "connected without a secret"),
     ],
 )
 def test_node_without_the_secret_and_the_coordinator_are_told(monkeypatch, secret, node_hears, coordinator_says):
