@@ -243,13 +243,15 @@ def _missing_module(facts: FailureFacts) -> Diagnosis | None:
     why, found = f"the import fails {where}, in the environment of {facts.python}", _NO_MODULE.match(facts.text)
     known = sorted(module.name for module in pkgutil.iter_modules([facts.folder or ".", *sys.path]))
     name = found[1] if found else ""
-    first = f"install the package that has {name}: its name may be another; or correct the path to it"
+    first = f"install the package that provides {name} (its name may differ), or correct the path to it"
     if not name or name in _PACKAGES:
-        first = f"{facts.python} -m pip " + (f"install {_PACKAGES[name]}, which has {name}" if name else "check")
+        first = f"{facts.python} -m pip " + (
+            f"install {_PACKAGES[name]}, which provides {name}" if name else "check"
+        )
     elif name in known:
-        first = f"{name} itself is installed: it may need another version, or the name below it another spelling"
+        first = f"{name} itself exists: it may need another version, or the name below it another spelling"
     elif near := closest(name, known):
-        first = f"did you mean {near[0]}, which is there?"
+        first = f"did you mean {near[0]}, which exists?"
     return Diagnosis(why=why, remedies=(first, "start fsdplaunch from the environment that has it"))
 
 

@@ -16,7 +16,7 @@ _TORCH_MESSAGES = (
 )
 _NOTES = {
     "Invariant encountered: value was None": (
-        "fsdplaunch: a unit was sharded inside of another that was not called as a module, which happens when "
+        "fsdplaunch: a unit was sharded inside another that was not called as a module, which happens when "
         "embeddings are units.\nName the model's block class: fsdp_transformer_layer_cls_to_wrap: BertLayer, for "
         "example"
     ),
@@ -43,11 +43,11 @@ _NOTES = {
         "computation, or freeze it: requires_grad=False"
     ),
     "read-only": (
-        "fsdplaunch: an array of a sharded parameter is a copy, and what is written into it would be lost.\nWrite "
-        "into a copy of it, and that into the parameter: p.data.copy_(torch.from_numpy(array))"
+        "fsdplaunch: an array of a sharded parameter is a copy, and what is written into it would be lost.\n"
+        "Change the copy, then write it back: p.data.copy_(torch.from_numpy(array))"
     ),
     "Found dtype Float but expected BFloat16": (
-        "fsdplaunch: a loss got the model's output in bf16 and targets in fp32, of which this torch makes no "
+        "fsdplaunch: a loss got the model's output in bf16 and targets in fp32, for which this torch computes no "
         "gradient.\nSet precision.output: fp32 for outputs in fp32, or give both to the loss in one dtype"
     ),
 }
@@ -63,8 +63,8 @@ def explaining_mixtures() -> Iterator[None]:
         if any(message in str(error) for message in _TORCH_MESSAGES):
             error.add_note(
                 "fsdplaunch: a sharded parameter is a full tensor only while its model computes. Compute this in "
-                "the model's forward or in a method of the model that is given tensors,\nor shard in the script "
-                "where it suits: model, optimizer = fsdplaunch.prepare(model, optimizer)"
+                "the model's forward or in a method of the model that gets its inputs as arguments,\nor shard "
+                "explicitly in the script: model, optimizer = fsdplaunch.prepare(model, optimizer)"
             )
         for message, note in _NOTES.items():
             if message in str(error):

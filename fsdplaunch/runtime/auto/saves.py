@@ -166,7 +166,7 @@ def _meet(call: str) -> None:
     """
     service = waits.current()
     if service is not None:
-        service.meets(call, "make it on all ranks, decided by a number that all of them share")
+        service.meets(call, "make it on all ranks; decide by a number that is equal on all of them")
 
 
 def _cut(value: Any, target: Any) -> Any:

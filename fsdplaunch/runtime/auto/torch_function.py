@@ -252,7 +252,7 @@ class ShardFunctions:
             if torch.is_grad_enabled() and isinstance(shard, DTensor) and shard.requires_grad:
                 what = "a leaf Variable that requires grad is being used in an in-place operation."
                 if not shard.is_leaf:
-                    what = "what was computed of a shard with gradients is changed in place: change a copy"
+                    what = "a result computed from a shard with gradients is changed in place: change a copy"
                 msg = f"{script_line()}: {what}"
                 raise RuntimeError(msg)
         return self._on_full(func, args, kwargs, draws=kind is Kind.DRAWS)
@@ -314,8 +314,8 @@ def _refuse_memory(func: Any, _args: Any, _kwargs: Any) -> Any:
     """Refuse the memory of a full tensor, of which a rank has a shard: torch would crash."""
     msg = f"{script_line()}: {func.__name__}(): no memory holds all of a sharded tensor"
     hint = (
-        "read it by .numpy() or .tolist(), and write by .copy_() or by an index; a library that saves so: save"
-        " model.state_dict() by torch.save, or by safetensors' save_file; or shard by fsdplaunch.prepare"
+        "read it with .numpy() or .tolist(), write with .copy_() or an index; if a library saves this way, save"
+        " model.state_dict() with torch.save or safetensors' save_file; or shard with fsdplaunch.prepare"
     )
     raise ShardingError(msg, hint=hint)
 

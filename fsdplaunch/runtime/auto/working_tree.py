@@ -111,7 +111,7 @@ class WorkingTree:
         if not there and not self._await(place) and self.rank == 1 and not self._said:
             self._said = True
             where = f"{script_line()}: only this rank writes {place}"
-            messages.say_anywhere(f"{where}: not kept, rank 0 has the files")
+            messages.say_anywhere(f"{where}: its file is discarded, only rank 0's are kept")
         own = self._new_file()
         # A log that has changed in this run already has this rank's lines in it: rank 0 has been here before.
         begins = "r" in mode or ("a" in mode and there and os.stat(place).st_mtime < self._beginning())  # noqa: PTH116
@@ -279,7 +279,7 @@ class WorkingTree:
             in_rmtree = event == "os.rmdir" and arguments[1] != -1
             if not in_rmtree and self._place(path, folder=True) is not None:
                 msg = f"{script_line()}: {event} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
-                hint = "let rank 0 do it, by `if rank == 0:`; os.remove, rmtree and copyfile may stay"
+                hint = "let rank 0 do it, by `if rank == 0:`; os.remove, rmtree and copyfile need no such guard"
                 raise FilesOfRank0Error(msg, hint=hint)
 
 

@@ -139,8 +139,8 @@ def _check(
 
 _MISMATCHED = "build the model with the config.json of these weights"
 _STRICT = (
-    "build the model these weights are of; with checkpoint.weights_strict: false (or strict=False) the model "
-    "initialises what is missing, and what is left over is left out; where transformers converts names or shapes "
+    "build the model these weights belong to; with checkpoint.weights_strict: false (or strict=False) the model "
+    "initialises what is missing and ignores what is left over; where transformers converts names or shapes "
     "while it loads, build the model with from_pretrained instead"
 )
 
@@ -235,7 +235,7 @@ def report_loaded(plan: LoadPlan, *, name: str, made: Sequence[str] = ()) -> Non
         words.append(f"names with {plan.match.prefix}")
     left_over = [*plan.match.unexpected, *plan.match.passed]
     if left_over:
-        words.append(f"left out of the files: {listed(left_over, _NAMES_SHOWN)}")
+        words.append(f"in the files but not in the model: {listed(left_over, _NAMES_SHOWN)}")
     if made:
-        words.append(f"not in the files: {listed(made, _NAMES_SHOWN)}")
+        words.append(f"in the model but not in the files: {listed(made, _NAMES_SHOWN)}")
     messages.say("; ".join(words))

@@ -127,16 +127,16 @@ def test_missing_module_says_where(worker, ranks, where):
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        ("torhc", "did you mean torch, which is there?"),
-        ("mymodel", "did you mean mymodels, which is there?"),  # beside the script
-        ("cv2", "/env/python -m pip install opencv-python, which has cv2"),
+        ("torhc", "did you mean torch, which exists?"),
+        ("mymodel", "did you mean mymodels, which exists?"),  # beside the script
+        ("cv2", "/env/python -m pip install opencv-python, which provides cv2"),
         (
             "no_such_package_at_all",
-            "install the package that has no_such_package_at_all: its name may be another",
+            "install the package that provides no_such_package_at_all (its name may differ)",
         ),
         (
             "json.nothing",
-            "json itself is installed: it may need another version, or the name below it another spelling",
+            "json itself exists: it may need another version, or the name below it another spelling",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def _reaches_another(made: ModelPass, wanted: set[Any]) -> bool:
 
 
 _REMEDY = (
-    "take the gradient of the model's outputs by its inputs; or run this script in one process "
+    "take the gradient of the model's outputs with respect to its inputs; or run this script in one process "
     "(--num-processes 1 --shard off)"
 )
 

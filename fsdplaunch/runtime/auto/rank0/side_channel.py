@@ -79,7 +79,7 @@ class Connection:
         self._fill(memoryview(head))
         (length,) = _LENGTH.unpack(head)
         if length > most:
-            msg = f"rank {self.rank} sent {length} bytes where at most {most} belong"
+            msg = f"rank {self.rank} sent {length} bytes, expected at most {most}"
             raise CheckpointError(msg)
         return int(length)
 
@@ -98,7 +98,7 @@ class Connection:
             msg = f"rank {self.rank} did not answer within {self._stream.gettimeout():.0f} s"
             raise CheckpointError(msg) from None
         except OSError:
-            msg = f"rank {self.rank} ended while rank 0 saved what it holds a shard of"
+            msg = f"rank {self.rank} ended while rank 0 was saving a tensor of which it holds a shard"
             raise CheckpointError(msg, hint=f"see why in the output of rank {self.rank}") from None
 
     def wait_until_closed(self, timeout: float) -> None:
