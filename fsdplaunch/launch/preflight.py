@@ -66,7 +66,9 @@ def find_obstacles(plan: LaunchPlan, hardware: Hardware) -> list[Finding]:
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + _FILES_PER_WORKER * plan.workers
     if 0 <= limit < needed:
         message = f"a process here may open {limit} files, and {plan.workers} workers need {needed}"
-        found = [Finding(message=message, hint=f"ulimit -n {max(1024, needed)}, in the shell that starts the launch")]
+        found = [
+            Finding(message=message, hint=f"ulimit -n {max(1024, needed)}, in the shell that starts the launch")
+        ]
     return [
         *check_target(plan.target),
         *check_sharder(plan),
