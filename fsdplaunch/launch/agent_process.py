@@ -34,7 +34,7 @@ _begun: list[_Begun] = []
 
 @contextmanager
 def agent_begun() -> Iterator[None]:
-    """Begin the interpreter; one that no run has been given to within the context ends with it."""
+    """Begin the interpreter; it ends with the context unless a run was given to it."""
     channel, there = open_channel()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with suppress(OSError):
@@ -47,10 +47,15 @@ def agent_begun() -> Iterator[None]:
         yield
     finally:
         channel.close()
-        while _begun:
-            left = _begun.pop().process
-            left.kill()
-            left.wait()
+        end_begun()
+
+
+def end_begun() -> None:
+    """End an interpreter that was begun and that no run needs."""
+    while _begun:
+        left = _begun.pop().process
+        left.kill()
+        left.wait()
 
 
 def start_agent(argv: Sequence[str], *, files: Sequence[int], **settings: Any) -> "subprocess.Popen[bytes]":

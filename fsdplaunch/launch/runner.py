@@ -22,7 +22,7 @@ from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.files import open_missing_streams
-from fsdplaunch.launch.agent_process import begun_agent, start_agent
+from fsdplaunch.launch.agent_process import begun_agent, end_begun, start_agent
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
@@ -83,6 +83,7 @@ def _start_agent(
         if agent is None:
             variables = {**environ, **dict(zip((LIFELINE, HELD), map(str, files), strict=False))}
             agent = start_agent(plan.argv, files=files, env=variables, stdout=output, cwd=folder)
+        end_begun()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(lifeline)
