@@ -112,7 +112,10 @@ print(os.environ["MARK"], sys.flags.hash_randomization, len(waiting), flush=True
 
 def test_the_interpreter_that_is_begun_while_the_run_is_planned_gets_its_variables_or_another_is_started(launch):
     options = ("--distributed-type", "MULTI_CPU", "--use-cpu", "--set", "launch.env.MARK=run")
-    for seed, expected in (("", "run 1 1"), ("0", "run 0 0")):  # of hashes, which an interpreter reads at its start
+    for seed, expected in (
+        ("", "run 1 1"),
+        ("0", "run 0 0"),
+    ):  # of hashes, which an interpreter reads at its start
         seeded = ("--set", f"launch.env.PYTHONHASHSEED={seed}") if seed else ()
         run = launch(VARIABLES, *options, *seeded, plain=False, env={"MARK": "caller"})
         assert run.code == 0, run.stderr
