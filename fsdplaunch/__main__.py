@@ -5,7 +5,6 @@ before `main` has taken it over would end in a traceback.
 """
 
 import _signal  # type: ignore[import-not-found]  # what `signal` is made of; that one imports a dozen modules
-import gc
 import sys
 
 
@@ -17,6 +16,8 @@ def main() -> None:
     from fsdplaunch.cli.app import run
 
     status = run(sys.argv[1:])
+    import gc
+
     gc.freeze()  # what is left is Python's own taking apart, which would look for garbage in all of it
     if is_ours:
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
