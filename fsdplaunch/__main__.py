@@ -16,7 +16,10 @@ def main() -> None:
     from fsdplaunch.cli.app import run
 
     status = run(sys.argv[1:])
-    if is_ours:  # what is left is Python's own taking apart
+    import gc
+
+    gc.freeze()  # what is left is Python's own taking apart, which would look for garbage in all of it
+    if is_ours:
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     sys.exit(status)
 

@@ -8,7 +8,6 @@ ends.
 import errno
 import json
 import os
-import secrets
 import signal
 import stat
 import time
@@ -156,7 +155,7 @@ def read_tail(path: Path, lines: int = 20) -> list[str]:
 
 def fresh_run_id() -> str:
     """Return a name for a run: when it was started, and a few characters of its own."""
-    return f"{time.strftime('%Y-%m-%d_%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{time.strftime('%Y-%m-%d_%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def run_name(environ: Mapping[str, str]) -> tuple[str, Path]:

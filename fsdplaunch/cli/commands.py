@@ -100,7 +100,7 @@ def to_fsdp2(
 
 
 @does(
-    "launch:launch_script",
+    "early_launch:launch_script",
     app,
     "launch",
     epilog="Examples: fsdplaunch launch train.py --lr 3e-4; fsdplaunch launch --dry-run train.py; "

@@ -69,7 +69,7 @@ def write_config(
         out.note(note)
     if as_json:
         out.json({"path": str(result.path), "answers": dict(result.answers), "notes": list(result.notes)})
-    out.say(closing_words(result.path, result.command))
+    out.say(closing_words(result))
     return 0
 
 

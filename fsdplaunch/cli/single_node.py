@@ -1,5 +1,7 @@
 """`fsdplaunch launch` on one node: what was requested -> plan -> (check, dry run) -> run -> report."""
 
+from __future__ import annotations
+
 import os
 import shlex
 import signal
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdplaunch import __version__
 from fsdplaunch.cli.output import Output
@@ -21,7 +24,6 @@ from fsdplaunch.errors import UsageError
 from fsdplaunch.features import WATCH, feature
 from fsdplaunch.launch.compared import recall
 from fsdplaunch.launch.coordination.network import interface_variables
-from fsdplaunch.launch.coordination.run_control import RunControl
 from fsdplaunch.launch.plan import (
     XLA_DEVICE,
     LaunchPlan,
@@ -32,11 +34,14 @@ from fsdplaunch.launch.plan import (
     join_port,
 )
 from fsdplaunch.launch.preflight import find_obstacles, is_taken
-from fsdplaunch.launch.run_result import RunResult, end_line, failure_lines
 from fsdplaunch.probe import torch_version
 from fsdplaunch.probe.hardware import Hardware, count_tpu_chips
 from fsdplaunch.probe.scheduler import read_cluster
 from fsdplaunch.run_dir import run_name
+
+if TYPE_CHECKING:
+    from fsdplaunch.launch.coordination.run_control import RunControl
+    from fsdplaunch.launch.run_result import RunResult
 
 PROGRAM = ("-P", "-m", "fsdplaunch")
 """What follows the interpreter."""
@@ -260,6 +265,8 @@ def run_shown(
 
 def report(result: RunResult, plan: LaunchPlan, *, as_json: bool, out: Output, is_part: bool = False) -> None:
     """Say how the run ended; where this node is a part of it, in a line, as node 0 prints the report."""
+    from fsdplaunch.launch.run_result import end_line, failure_lines
+
     if as_json:
         out.json({"run_id": plan.run_id, "run_dir": str(plan.run_dir), **result.to_dict()})
     place = short_path(plan.run_dir)

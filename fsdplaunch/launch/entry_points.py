@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdplaunch.config.resolve import uses_xla
-from fsdplaunch.config.schema.config import Config
 from fsdplaunch.features import LAYERS, SEQUENCES
+
+if TYPE_CHECKING:
+    from fsdplaunch.config.schema.config import Config
 
 AGENT = Path(__file__).parents[1] / "agent" / "main.py"
 """Started by its path: with -m, python would look in the current folder first, and find modules of the user's."""
+PLAN_BY = "--plan-by="
+"""Stands before the descriptor by which an agent that was begun early gets its command line and variables."""
 BOOTSTRAP = "fsdplaunch.runtime.bootstrap"
 """The module that is every Python worker's entry."""
 SSH_REMOTE = "fsdplaunch.cli.ssh_remote"
@@ -35,13 +39,15 @@ def is_python(command: Sequence[str]) -> bool:
     return tuple(command[:2]) == ("-m", BOOTSTRAP)
 
 
-def is_forked(config: Config, command: Sequence[str]) -> bool:
+def is_forked(config: "Config", command: Sequence[str]) -> bool:
     """Return whether workers are to be forked from a preloaded interpreter."""
     return bool(config.launch.preload) and is_python(command)
 
 
-def preload_lists(config: Config, command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def preload_lists(config: "Config", command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what to import before the fork server is forked, and in it; `command` is the workers'."""
+    from fsdplaunch.config.resolve import uses_xla
+
     if not is_forked(config, command):
         return (), ()
     then = [BOOTSTRAP, *PRELOADED]

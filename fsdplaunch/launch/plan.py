@@ -315,7 +315,7 @@ def _xla_variables(config: Config, *, environ: Mapping[str, str], chips: int) ->
     if _is_on_cpu(config, environ=environ, chips=chips):
         given = environ.get(_CPU_DEVICES, "").strip()
         if given and not (given.isascii() and given.isdecimal() and int(given)):
-            msg = f"{_CPU_DEVICES} is {given!r}, and is to be a number of devices, at least 1"
+            msg = f"{_CPU_DEVICES} is {given!r}, which is not a number of devices (at least 1)"
             raise UsageError(msg, hint=f"unset {_CPU_DEVICES}; or set xla.cpu_devices")
         devices = str(config.xla.cpu_devices or 1) if runs_spmd(config) else "1"
         return found | {XLA_DEVICE: "CPU", _CPU_DEVICES: given or devices}

@@ -1,5 +1,7 @@
 """Run a LaunchPlan: start the agent, pass signals on, wait, read what came of it. Never imports torch."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal
@@ -11,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdplaunch import run_dir
 from fsdplaunch.config.environment import ALLOW_UNSHARDED, without_run
@@ -20,26 +22,21 @@ from fsdplaunch.config.resolve import shards_models
 from fsdplaunch.errors import LaunchError
 from fsdplaunch.features import WARM_CLIENT, feature
 from fsdplaunch.files import open_missing_streams
-from fsdplaunch.launch.coordination.run_control import (
-    AgentProcess,
-    RunAssignment,
-    RunControl,
-    attach,
-    conclude_run,
-    note_members,
-)
-from fsdplaunch.launch.diagnosis import diagnose_record
+from fsdplaunch.launch.agent_process import begun_agent, end_begun, start_agent
 from fsdplaunch.launch.entry_points import preload_lists
 from fsdplaunch.launch.plan import LaunchPlan
 from fsdplaunch.launch.root_cause import shell_status, signal_name
-from fsdplaunch.launch.run_result import RunResult, read_result, read_start
 from fsdplaunch.launch.runs import age_of, note_revision, start_of, versions, write_job
 from fsdplaunch.launch.secret_variables import without_variables
-from fsdplaunch.parent_death import LAUNCHER, LIFELINE, ended_with_us
+from fsdplaunch.parent_death import LAUNCHER, LIFELINE
 from fsdplaunch.private_dir import remove_abandoned_dirs
 from fsdplaunch.probe.hardware import memory_kills, usable_memory
 from fsdplaunch.run_secret import SECRET
 from fsdplaunch.sockets import HELD, inherited_limit
+
+if TYPE_CHECKING:
+    from fsdplaunch.launch.coordination.run_control import AgentProcess, RunAssignment, RunControl
+    from fsdplaunch.launch.run_result import RunResult
 
 PATIENCE = 2
 """Signals that are passed on before the agent is killed."""
@@ -67,30 +64,26 @@ def _start_agent(
     agent: AgentProcess | None = None
     files = [lifeline, *([held_port.fileno()] if held_port is not None else [])]
     try:
-        with inherited_limit():
-            with suppress(LaunchError):  # this package was built without warm interpreters
-                agent = feature(WARM_CLIENT).warm_agent(
-                    plan.argv,
-                    environ,
-                    modules,
-                    folder or Path.cwd(),
-                    [0, 1 if output is None else output, 2, *files],
-                    keep_seconds=plan.config.launch.keep_warm_seconds,
-                    blocked=[*before, signal.SIGINT],
-                    # One that wrote no status was killed.
-                    lost_status=lambda: run_dir.read_json(run_dir.agent_record(plan.run_dir)).get(
-                        "exit_code", -signal.SIGKILL
-                    ),
-                )
-            agent = agent or subprocess.Popen(
+        with suppress(LaunchError), inherited_limit():  # without: this package was built without warm interpreters
+            agent = feature(WARM_CLIENT).warm_agent(
                 plan.argv,
-                env={**environ, **dict(zip((LIFELINE, HELD), map(str, files), strict=False))},
-                stdout=output,
-                start_new_session=True,
-                pass_fds=files,
-                cwd=folder,
-                preexec_fn=ended_with_us(),  # noqa: PLW1509  (from its first moment, which may be its last)
+                environ,
+                modules,
+                folder or Path.cwd(),
+                [0, 1 if output is None else output, 2, *files],
+                keep_seconds=plan.config.launch.keep_warm_seconds,
+                blocked=[*before, signal.SIGINT],
+                # One that wrote no status was killed.
+                lost_status=lambda: run_dir.read_json(run_dir.agent_record(plan.run_dir)).get(
+                    "exit_code", -signal.SIGKILL
+                ),
             )
+        if agent is None and output is None and folder is None:
+            agent = begun_agent(plan.argv, environ, files)
+        if agent is None:
+            variables = {**environ, **dict(zip((LIFELINE, HELD), map(str, files), strict=False))}
+            agent = start_agent(plan.argv, files=files, env=variables, stdout=output, cwd=folder)
+        end_begun()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(lifeline)
@@ -135,11 +128,18 @@ def run_plan(
     agent, lifeline = _start_agent(plan, environ, output=output, folder=folder, held_port=held_port)
     note_revision(plan.run_dir, Path(plan.script).parent if Path(plan.script).is_file() else folder or Path.cwd())
     names = plan.config.launch.signals
-    is_new = attach(control, agent, plan.run_dir, names).came if control is not None else lambda _number: True
+    is_new = _attached(control, agent, plan.run_dir, names)
     with _signals_passed_to(agent, names, on_signal, is_new) as received:
+        # Imported now, while the agent imports torch, and not before it was started.
+        from fsdplaunch.launch.diagnosis import diagnose_record
+        from fsdplaunch.launch.run_result import read_result, read_start
+        from fsdplaunch.launch.step_summary import read_ranks, summarize
+
         code = _wait(agent, is_over, plan.config.launch.shutdown_grace_seconds)
         status, record = _read_record(plan, code, received, kills)
         if control is not None:
+            from fsdplaunch.launch.coordination.run_control import conclude_run
+
             status, record = conclude_run(control, status, record)
     os.close(lifeline)
     if code < 0:  # it could not do so itself
@@ -151,17 +151,27 @@ def run_plan(
         beside = "" if plan.target.is_module else str(Path(plan.target.name).parent)
         found = diagnose_record(record, plan.config, python=plan.argv[0], folder=beside)
         result = replace(result, diagnosis=found)
-    # It costs milliseconds, which the start need not wait for.
-    from fsdplaunch.launch.step_summary import read_ranks, summarize
-
     summary = summarize(read_ranks(plan.run_dir))
     if any(row.step for row in summary.ranks):
         result = replace(result, summary=summary)
     return _written(plan, result)
 
 
+def _attached(
+    control: RunControl | None, agent: AgentProcess, folder: Path, names: Sequence[str]
+) -> Callable[[int], bool]:
+    """Have other nodes end with this agent; return what says whether a signal has not come through one of them."""
+    if control is None:
+        return lambda _number: True
+    from fsdplaunch.launch.coordination.run_control import attach
+
+    return attach(control, agent, folder, names).came
+
+
 def _use_agreed(agreed: RunAssignment, folder: Path) -> tuple[str, socket.socket | None]:
     """Write down which nodes take part; return the run's secret, and the port that is held for its store here."""
+    from fsdplaunch.launch.coordination.run_control import note_members
+
     note_members(folder, change=agreed.change, place=agreed.place, nodes=agreed.nodes)
     return agreed.secret, agreed.held_port
 

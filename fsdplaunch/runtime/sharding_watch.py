@@ -182,7 +182,7 @@ def never_sharded(name: str, where: str = "", also: str = "") -> NeverShardedErr
         how = f": {whole} ({_replicated[0]})"
     elif where and workers > 1:
         how = f": {workers} workers trained independent replicas"
-    seen = f"; found at {where}" if where else ", and without a step of an optimizer of torch"
+    seen = f"; found at {where}" if where else ", and no torch optimizer made a step"
     library = built_library()
     ways = "call fsdplaunch.prepare(model, ...) in the script" if library is None else library.remedy
     if library is None and _replicated:

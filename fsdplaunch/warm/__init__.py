@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsdplaunch import __version__
+from fsdplaunch.launch.agent_process import READ_AT_START
 
 PROTOCOL = 3
 _PREFIXES = (
-    # the loader, the interpreter, the C library, the locale
-    *("LD_", "PYTHON", "COVERAGE_", "SETUPTOOLS_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
+    *READ_AT_START,
     # threads and arithmetic
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "DNNL_", "ONEDNN_"),
     # torch

@@ -16,6 +16,7 @@ from typing import Any
 from fsdplaunch.channel import Channel
 from fsdplaunch.warm import (
     PROTOCOL,
+    SUFFIX,
     UnsafeFolderError,
     connect,
     folder_path,
@@ -121,6 +122,13 @@ def warm_agent(
         if channel is not None and agent is None:
             channel.close()
     return agent
+
+
+def may_be_warm(environ: Mapping[str, str]) -> bool:
+    """Return whether some warm interpreter of this user may listen."""
+    with suppress(OSError):
+        return any(each.suffix == SUFFIX for each in Path(folder_path(environ)).iterdir())
+    return False
 
 
 def folder_problem(environ: Mapping[str, str]) -> str | None:

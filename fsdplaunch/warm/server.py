@@ -289,6 +289,7 @@ def stay_warm(record: ImportRecord, modules: Sequence[Sequence[str]], seconds: f
     except (OSError, UnsafeFolderError):
         os._exit(0)  # there is nobody to tell, and nothing is lost
     with record.noting():  # while the first launch may already wait
+        importlib.import_module("fsdplaunch.agent.node_run")
         importlib.import_module("fsdplaunch.agent.elastic_agent")  # beside what its fork server has
     if has_threads() or uses_gpu() or record.change() is not None:
         server.close()

@@ -11,6 +11,7 @@ from fsdplaunch.config.layers import file_layer
 from fsdplaunch.config.load import DEFAULT_FILE, leaders, read_file
 from fsdplaunch.config.problems import ConfigError
 from fsdplaunch.config.render import render, set_keys
+from fsdplaunch.config.resolve import uses_xla
 from fsdplaunch.config.rules.base import RULES, find, rule_context
 from fsdplaunch.config.schema.config import Config, KeyPath, build_config, keys_by_path
 from fsdplaunch.config.yaml_text import flow_text, plain_value
@@ -215,15 +216,16 @@ def remarks(state: WizardState) -> list[str]:
     return [*lines, *(f"Note: {note}" for note in state.suggestion.notes)]
 
 
-def closing_words(path: FilePath, command: str) -> str:
-    """Return what to print once the file is written; `command` writes it again."""
-    option = "" if str(path) == DEFAULT_FILE else f" --config {shlex.quote(str(path))}"
+def closing_words(result: WizardResult) -> str:
+    """Return what to print once the file is written."""
+    option = "" if str(result.path) == DEFAULT_FILE else f" --config {shlex.quote(str(result.path))}"
+    can_tune = result.config.distributed_type == "FSDP" and not uses_xla(result.config)
     lines = [
-        f"Wrote {path}",
+        f"Wrote {result.path}",
         f"Look first:   fsdplaunch launch{option} --dry-run train.py",
         f"Run it:       fsdplaunch launch{option} train.py",
-        f"Find faster:  fsdplaunch tune{option} train.py",
-        *((f"Write again:  {command}",) if command else ()),
+        *((f"Find faster:  fsdplaunch tune{option} train.py",) if can_tune else ()),
+        *((f"Write again:  {result.command}",) if result.command else ()),
     ]
     return "\n".join(lines)
 

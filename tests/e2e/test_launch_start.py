@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +98,34 @@ def test_the_parts_of_a_start_are_printed_and_in_the_result_where_they_are_asked
     )
     assert "the last worker's script started" not in other.stderr
     assert "start" not in other.json()
+
+
+VARIABLES = """
+import os, pathlib, sys
+waiting = [
+    each.parent.name
+    for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+    if b"--plan-by=" in each.read_bytes() and b"MARK=caller" in (each.parent / "environ").read_bytes()
+]
+print(os.environ["MARK"], sys.flags.hash_randomization, len(waiting), flush=True)
+"""
+
+
+def test_the_interpreter_that_is_begun_while_the_run_is_planned_gets_its_variables_or_another_is_started(launch):
+    options = ("--distributed-type", "MULTI_CPU", "--use-cpu", "--set", "launch.env.MARK=run")
+    for seed, expected in (
+        ("", "run 1 1"),
+        ("0", "run 0 0"),
+    ):  # of hashes, which an interpreter reads at its start
+        seeded = ("--set", f"launch.env.PYTHONHASHSEED={seed}") if seed else ()
+        run = launch(VARIABLES, *options, *seeded, plain=False, env={"MARK": "caller"})
+        assert run.code == 0, run.stderr
+        assert run.log(0).splitlines()[-1] == expected
+
+
+def test_the_interpreter_that_is_begun_ends_where_nothing_starts(launch, tmp_path):
+    run = launch("", "--num-processes", "0", plain=False, env={"MARK": str(tmp_path)})
+    assert run.code == 2
+    for found in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            assert f"MARK={tmp_path}".encode() not in found.read_bytes()

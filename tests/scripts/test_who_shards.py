@@ -294,7 +294,7 @@ def test_script_that_joins_a_group_and_gives_no_model_to_ddp_is_refused_at_its_f
     assert 0 not in done.codes
     stepped = "2 workers trained independent replicas; found at its first optimizer step, train.py:9"
     for err in done.err:
-        assert (stepped if "step(" in body else "and without a step of an optimizer of torch") in err
+        assert (stepped if "step(" in body else "and no torch optimizer made a step") in err
         assert "joined a process group and gives no model to DistributedDataParallel" in err
         assert "--shard off, which leaves all to the script" in err
 

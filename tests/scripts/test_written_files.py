@@ -108,10 +108,13 @@ for everybodys in (f"../outside-{rank}.txt", f".cache/{rank}.txt"):
 os.makedirs("../saves", exist_ok=True)
 torch.save([1], "../saves/one.pt")  # whose folder is rank 0's from then on
 pathlib.Path("../saves/log.txt").write_text(rank)
-for refused in (lambda: os.symlink("values.pkl", "latest"), lambda: os.truncate("values.pkl", 0)):
+pathlib.Path("0.old").unlink()
+os.remove("1.old")
+refused = [lambda: os.symlink("values.pkl", "latest"), lambda: os.truncate("values.pkl", 0)]
+for refuse in (*refused, lambda: os.unlink("values.pkl")):
     try:
         if rank == "1":
-            refused()
+            refuse()
     except OSError as error:
         print(error)
 print(library.cache(tempfile.mkdtemp()).decode(), library.own_file().decode())
@@ -123,13 +126,15 @@ def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_pa
     script.write_text(BYTES)
     (folder / "site-packages").mkdir(parents=True)
     (folder / "site-packages" / "library.py").write_text(LIBRARY)
+    for name in ("0.old", "1.old"):
+        (folder / name).touch()
     done = forks.passes(script, folder, "2", ranks=2, timeout=60)
     assert [out.split()[-2:] for out in done.out] == [["0", "own"], ["1", "own"]]  # caches; names of their own
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
         *("before.zip", "model.zip", "values.pkl", "state-0.bin"),
     }
     refused = re.findall(r"train\.py:\d+: os\.(\w+) of .* on rank 1: rank 0 has the files", done.out[1])
-    assert refused == ["symlink", "truncate"]
+    assert refused == ["symlink", "truncate", "unlink"]
     assert sorted(path.name for path in tmp_path.glob("outside-*")) == ["outside-0.txt", "outside-1.txt"]
     assert sorted(path.name for path in (folder / ".cache").iterdir()) == ["0.txt", "1.txt"]
     assert (tmp_path / "saves" / "log.txt").read_text() == "0"

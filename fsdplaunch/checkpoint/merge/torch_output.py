@@ -124,14 +124,14 @@ def _put(state: dict[Any, Any], path: NamePath, value: Any, name: str) -> None:
         fresh = value if leaf else [] if type(following) is int else {}
         if type(key) is int:
             if not isinstance(place, list) or not 0 <= key < _MAX_LIST:
-                msg = f"{short(name)} stands at place {key} of something that is not a list"
+                msg = f"{short(name)} is item {key} of something that is not a list"
                 raise CheckpointError(msg)
             place.extend([None] * (key + 1 - len(place)))
             if leaf or place[key] is None:
                 place[key] = fresh
         else:
             if not isinstance(place, dict) or (leaf and key in place):
-                msg = f"{short(name)} stands where another entry is"
+                msg = f"{short(name)} is stored twice"
                 raise CheckpointError(msg)
             place.setdefault(key, fresh)
         place = place[key]

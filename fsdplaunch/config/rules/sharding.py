@@ -241,7 +241,7 @@ def _impossible_on_xla(context: RuleContext) -> Iterator[tuple[KeyPath, str, str
     config, given = context.config, context.given
     least, most = node_range(config)
     if config.launch.shard == "always":
-        message = "always is not possible under PyTorch/XLA: the script calls what shards"
+        message = "always is not possible under PyTorch/XLA, where the script calls the sharding itself"
         yield ("launch", "shard"), message, "use auto"
     if least != most:
         message = f"{config.launch.nodes}: a TPU slice has a fixed number of hosts"

@@ -98,7 +98,7 @@ def _as_coordinator(spec: NodeSpec, progress: JoinProgress, tell: Tell) -> RunCo
     try:
         listener = network.listen(host, place.port)
     except OSError as error:
-        msg = f"the nodes are to join at port {place.port} of this node: {network.reason(error)}"
+        msg = f"the nodes cannot join at port {place.port} of this node: {network.reason(error)}"
         hint = "set main_process_port to a free port on every node, or end the program that has it (ss -ltnp)"
         raise MachineError(msg, hint=hint) from None
     address = own_address(spec)

@@ -69,7 +69,7 @@ class SecretSource:
             msg = f"node 0 at {address} asks for the run's secret, and this node has none"
         else:
             msg = f"node 0 at {address} has a different secret from this node: it is another run"
-        hint = f"use the command that node 0 printed, or set {SECRET}, alike on every node"
+        hint = f"use the command that node 0 printed, or set {SECRET} to the same value on every node"
         return MachineError(msg, hint=hint)
 
 

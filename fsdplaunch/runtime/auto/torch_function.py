@@ -6,6 +6,7 @@ and otherwise with the full tensors: what was written into these is cut and writ
 of them stays one, and what was computed is plain. In a model's own passes parameters are plain.
 """
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
@@ -48,6 +49,7 @@ from fsdplaunch.runtime.torch_internals.fsdp import param_groups, put_shard
 from fsdplaunch.runtime.torch_internals.tensors import (
     TorchDispatchMode,
     exchanges,
+    note_changes,
     operator_name,
     storage_identity,
     tree_leaves,
@@ -346,9 +348,10 @@ def _write_alone(name: str) -> NoReturn:
 
 
 def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: Any, *, updates: bool) -> Any:
-    """Compute each rank's own elements by torch's operators of shards; `NotImplemented` where these have no way.
+    """Compute each rank's own elements; `NotImplemented` where there is no way.
 
-    A plain tensor of the full shape is cut where it is written into a shard. With another, the result is plain.
+    By plain operators, where all shards are cut alike: those of shards take ten times as long. A plain tensor of
+    the full shape is cut where it is written into a shard. With another, the result is plain.
     """
     like = next(each for each in tensors if isinstance(each, DTensor))
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
@@ -361,11 +364,52 @@ def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: 
                 return NotImplemented
             cut[id(each)] = split_like(plain(each), like) if each.dim() else plain(each)
     given, named = tree_map(lambda each: cut.get(id(each), each), (args, kwargs)) if cut else (args, kwargs)
+    places = _places(given, named)
     try:
-        return func(*given, **named)
+        if places is None:
+            return func(*given, **named)
+        local_args, local_kwargs = tree_map(_local, (given, named))
+        result = func(*local_args, **local_kwargs)
     # Of an operator, or of placements (torch 2.9 asserts where lists hold shards); before anything is computed.
     except (NotImplementedError, RuntimeError, AssertionError):
         return NotImplemented
+    if updates:
+        written = tree_leaves(named["out"] if "out" in named else given[0])
+        note_changes([each for each in written if isinstance(each, DTensor)])
+    originals: dict[int, Any] = {id(None): None}
+    originals |= {id(_local(each)): each for each in tree_leaves((given, named)) if isinstance(each, DTensor)}
+    in_list = isinstance(result, list | tuple)
+    likes = places if in_list and len(result) == len(places) else itertools.repeat(places[0])
+    made = [
+        originals[id(each)] if id(each) in originals else with_local_tensor(like, each)
+        for each, like in zip(result if in_list else [result], likes, strict=False)
+    ]
+    return type(result)(made) if in_list else made[0]
+
+
+def _local(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _places(args: Any, kwargs: Any) -> list[Any] | None:
+    """Return the shards that stand for all: one, or one for each place in lists; None where they are not alike."""
+    found: list[Any] | None = None
+    for given in (*args, *kwargs.values()):
+        shards = [
+            each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, DTensor)
+        ]
+        if not shards:
+            continue
+        found = found or shards
+        if len(shards) != len(found) or not all(map(_are_alike, shards, found)):
+            return None
+    return found
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    placements = placements_of(one)
+    is_cut_alike = placements == placements_of(other) and one.device_mesh == other.device_mesh
+    return is_cut_alike and one.shape == other.shape and not any(each.is_partial() for each in placements)
 
 
 def _differentiably(func: Callable[..., Any], like: Any, tensors: list[Any], args: Any, kwargs: Any) -> Any:

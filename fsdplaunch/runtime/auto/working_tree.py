@@ -39,8 +39,12 @@ from fsdplaunch.runtime.torch_internals.distributed import default_timeout
 
 PATIENCE_SECONDS = 5.0
 """How late rank 0 may be with a file or folder; one that it does not make has a name of this rank's own."""
-_REFUSED = {"os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0}
-"""Audit events of calls that are not replaced and would change rank 0's files, with the place of the path."""
+_REFUSED = {"os.remove": 0, "os.rmdir": 0, "os.link": 1, "os.symlink": 1, "os.truncate": 0}
+"""Audit events of calls that are not replaced and would change rank 0's files, with the place of the path.
+
+`os.remove` is the event of `os.unlink`, too, which alone is not replaced: scripts call the two others.
+"""
+_IN_FOLDER = ("os.remove", "os.rmdir")  # whose path may be a name in an open folder, as in `shutil.rmtree`
 _CLOCK_SECONDS = 2.0  # by how much the clock of a file system may differ
 
 
@@ -153,7 +157,7 @@ class WorkingTree:
             self._removed.add(source)
 
     def remove(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Stand for `os.remove`, `os.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
+        """Stand for `os.remove`, `Path.unlink` and `shutil.rmtree`: rank 0's files are left to it."""
         place = None if kwargs.get("dir_fd") is not None else self._place(path, folder=True)
         if place is None:
             original(path, *args, **kwargs)
@@ -276,10 +280,11 @@ class WorkingTree:
                 self._temporary.add(made)
         elif event in _REFUSED and self in _trees:
             path = arguments[_REFUSED[event]]
-            in_rmtree = event == "os.rmdir" and arguments[1] != -1
-            if not in_rmtree and self._place(path, folder=True) is not None:
-                msg = f"{script_line()}: {event} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
-                hint = "let rank 0 do it, by `if rank == 0:`; os.remove, rmtree and copyfile need no such guard"
+            in_folder = event in _IN_FOLDER and arguments[1] != -1
+            if not in_folder and self._place(path, folder=True) is not None:
+                called = "os.unlink" if event == "os.remove" else event
+                msg = f"{script_line()}: {called} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
+                hint = "let rank 0 do it, by `if rank == 0:`; os.remove, Path.unlink, rmtree and copyfile need no guard"
                 raise FilesOfRank0Error(msg, hint=hint)
 
 
@@ -306,8 +311,8 @@ def rank_0_having_the_tree(files: WorkingTree) -> Iterator[None]:
                 (os, "rename", files.rename),
                 (os, "replace", files.rename),
                 (os, "remove", files.remove),
-                (os, "unlink", files.remove),
                 (shutil, "rmtree", files.remove),
+                (Path, "unlink", files.remove),
             ):
                 stack.enter_context(replaced(owner, name, partial(_standing, method)))
         yield

@@ -183,7 +183,7 @@ def test_groups_that_would_train_models_of_their_own_are_refused():
 
 @pytest.mark.parametrize("given", ["x", "0", "-1", "²"])
 def test_a_wrong_number_of_cpu_devices_is_named(given):
-    with pytest.raises(UsageError, match=r"CPU_NUM_DEVICES is .*, and is to be a number of devices"):
+    with pytest.raises(UsageError, match=r"CPU_NUM_DEVICES is .*, which is not a number of devices"):
         plan_of(SPMD, environ={"CPU_NUM_DEVICES": given})
 
 

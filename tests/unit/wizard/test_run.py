@@ -11,6 +11,7 @@ from fsdplaunch.config.schema.config import all_keys, value_at
 from fsdplaunch.errors import UsageError
 from fsdplaunch.probe.hardware import Hardware
 from fsdplaunch.probe.scheduler import Cluster
+from fsdplaunch.wizard.answers import closing_words
 from fsdplaunch.wizard.questions import QUESTIONS
 from fsdplaunch.wizard.run import run_wizard
 from fsdplaunch.wizard.state import SuggestionFacts
@@ -136,6 +137,8 @@ def test_run_wizard_on_tpus_prints_its_flags_and_leaves_no_note(machines):
     assert "--workers-per-node" not in result.command
     Path("f.yaml").write_text(result.text)
     assert load_config(Path("f.yaml"), environ={}).notes == ()  # config validate --strict passes it
+    assert "tune" not in closing_words(result)
+    assert "fsdplaunch tune train.py" in closing_words(write(machines["eight_h100"], {}))
     assert write(replace(machines["laptop"], on_tpus=True), {}, yes=False).answers["where"] == "tpu"
 
 
