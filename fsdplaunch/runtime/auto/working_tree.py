@@ -284,7 +284,7 @@ class WorkingTree:
             if not in_folder and self._place(path, folder=True) is not None:
                 called = "os.unlink" if event == "os.remove" else event
                 msg = f"{script_line()}: {called} of {os.fsdecode(path)} on rank {self.rank}: rank 0 has the files"
-                hint = "let rank 0 do it, by `if rank == 0:`; os.remove, Path.unlink, rmtree and copyfile need no guard"
+                hint = "put it under `if rank == 0:`; os.remove, Path.unlink, rmtree and copyfile need no guard"
                 raise FilesOfRank0Error(msg, hint=hint)
 
 
