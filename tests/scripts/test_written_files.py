@@ -139,7 +139,7 @@ def test_files_of_bytes_are_complete_when_a_rank_reads_them(forks: Forks, tmp_pa
     assert sorted(path.name for path in (folder / ".cache").iterdir()) == ["0.txt", "1.txt"]
     assert (tmp_path / "saves" / "log.txt").read_text() == "0"
     assert "only this rank writes " in done.err[1]
-    assert "state-1.bin: not kept" in done.err[1]
+    assert "state-1.bin: its file is discarded" in done.err[1]
 
 
 CACHED = """
