@@ -148,3 +148,44 @@ def test_what_goes_by_element_over_lists_gathers_nothing(forks: Forks, tmp_path:
     many = forks.passes(COUNTED, tmp_path / "many", ranks=2)
     for out in many.out:
         assert lines(out) == {name: pytest.approx(found, rel=1e-4) for name, found in lines(plain.out[0]).items()}
+
+
+BY_ELEMENT = """
+import torch
+from torch import nn
+from torch.nn import functional
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to("cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+weight, bias = model[0].weight.data, model[0].bias.data  # 7 rows
+row = weight[6]
+total = torch.zeros_like(weight)
+torch.add(input=weight, other=weight, out=total)
+print("out", total.sum().item())
+weight.mul_(2)
+print("seen", row.sum().item())
+functional.relu_(input=total)
+total.lerp_(weight, 0.25)
+print("relu", total.sum().item(), (total > 0.1).sum().item(), torch.where(total > 0.1, total, weight).sum().item())
+mantissa, exponent = torch.frexp(weight)
+print("frexp", mantissa.sum().item(), exponent.sum().item(), exponent.dtype)
+params = [param.detach() for param in model.parameters()]
+scaled = torch._foreach_mul(params, 3.0)
+torch._foreach_addcmul_(params, scaled, params, 0.5)
+print("lists", *(each.sum().item() for each in (*params, *scaled)))
+weight.copy_(torch.arange(35.0).view(7, 5))
+print("copied", row.tolist(), weight.double().dtype, weight.float() is weight)
+print("columns", torch.add(weight, bias[:, None]).sum().item())
+last = model[2].weight.data  # one row
+last.clamp_(max=0.05).neg_()
+print("row", last.abs().sum().item(), nn.Parameter(last).detach().sign().sum().item())
+"""
+
+
+def test_what_goes_by_element_is_that_of_one_process_where_rows_do_not_divide(
+    forks: Forks, tmp_path: Path
+) -> None:
+    plain = forks.run(BY_ELEMENT, tmp_path / "plain")
+    for out in forks.passes(BY_ELEMENT, tmp_path / "many", ranks=3).out:
+        for one, other in zip(plain.out[0].split(), out.split(), strict=True):
+            assert one == other or float(one) == pytest.approx(float(other), rel=1e-5)

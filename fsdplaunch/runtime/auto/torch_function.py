@@ -374,7 +374,7 @@ def _on_shards(func: Callable[..., Any], tensors: list[Any], args: Any, kwargs: 
     except (NotImplementedError, RuntimeError, AssertionError):
         return NotImplemented
     if updates:
-        written = tree_leaves(named["out"] if "out" in named else given[0])
+        written = tree_leaves(named["out"] if "out" in named else given[:1] or named)
         note_changes([each for each in written if isinstance(each, DTensor)])
     originals: dict[int, Any] = {id(None): None}
     originals |= {id(_local(each)): each for each in tree_leaves((given, named)) if isinstance(each, DTensor)}
