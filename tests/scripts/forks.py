@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdplaunch.agent.forked_process import renew_streams
+
 FACTS = "facts.json"
 
 
@@ -52,10 +54,11 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         folder = Path(request["folder"])
         logs = Path(request["logs"])
         os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
         os.environ.update(request["env"])
-        sys.stdin.close()
+        renew_streams()  # as a worker's: without a buffer, which a script's own stream need not flush
         import torch
 
         torch.set_num_threads(1)
